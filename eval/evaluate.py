@@ -45,7 +45,7 @@ from drafthead.models.token_tree import TokenTree
 
 Progress = Callable[[str, int, int], None]
 PREDICTED_ON = 36
-"""Prompts of the dev half that a prediction is made on."""
+"""Number of prompts of the dev half on which a prediction is made."""
 
 
 def evaluate(
@@ -65,7 +65,16 @@ def evaluate(
 ) -> dict[str, Any]:
     """Answer a suite autoregressively, speculatively and with the config's baselines; write ``eval.json`` and a page.
 
-    An interrupted evaluation resumes: finished prompts are kept in ``eval-log-*.jsonl``.
+    An interrupted evaluation resumes: finished prompts are stored in ``eval-log-*.jsonl``.
+
+    Args:
+        draft_config: what ``drafter`` drafts; by default what ``config`` says.
+        head: the drafter that ``head`` names in ``config.baselines``; by default ``drafter``.
+        candidates: more drafters to decode in the same run, under the same rule, by name.
+        calibration: of the head's tree, for the report.
+        costs: step costs on this machine, for the prediction and the report.
+        training_log: rows of ``metrics.jsonl``, for the report.
+        development: the base's answers to the dev half, if they are known.
 
     Returns:
         The contents of ``eval.json``, and "resumed": how many of how many turns an earlier run had answered.
@@ -112,7 +121,7 @@ def evaluate(
     latency = None if costs is None else sorted(costs.verify.items())
     tree = draft_config.tree if isinstance(draft_config.tree, TokenTree) else None
     write_report(folder, evaluation, latency=latency, tree=tree, training_log=training_log, title=folder.name)
-    # Left out of the file, which is the same for measured and for resumed answers.
+    # Not in the file, which must not depend on how often the evaluation was interrupted.
     return evaluation | {"resumed": [timed.resumed, len(timed.prompts)]}
 
 
@@ -124,11 +133,11 @@ def predict(
     costs: CostModel,
     texts: Sequence[FinishedAnswer] | None = None,
 ) -> dict[str, Any] | None:
-    """Mean accepted length and speedup to expect of ``config``'s test half, simulated on its dev half.
+    """Return the mean accepted length and speedup expected on ``config``'s test half, simulated on its dev half.
 
-    ``texts`` are the base's answers to that, where they are known. None where that cannot be simulated: without halves,
-    with a lossy rule, with a distribution that is not the base's at some temperature, or with drafts that a combined
-    drafter samples.
+    ``texts`` are the base's answers to the dev half, if they are known. The result is None if the simulation is
+    impossible: without halves, with a lossy rule, with samplers beyond a temperature, or with sampled drafts of a
+    combined drafter.
     """
     sampler = config.sampler
     if config.split != "test" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
@@ -136,7 +145,7 @@ def predict(
     if draft_config.draft_sampling is not DraftSampling.TOP_K and not isinstance(drafter, StepwiseDrafter):
         return None
     texts = texts or development_answers(base, config, PREDICTED_ON, drafter.spec)
-    # One by one, as they are decoded: a combined drafter shares its nodes out anew in every batch.
+    # One by one, as in decoding: a combined drafter divides its nodes among the rows of a batch.
     simulated = simulate_texts(base, drafter, texts, draft_config, sampler, config.rule, in_order=True)
     tau = simulated.mean_accepted_length
     length = mean(len(text.ids) - text.boundary for text in texts)
@@ -150,9 +159,10 @@ def predict(
 def development_answers(
     base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec
 ) -> list[FinishedAnswer]:
-    """The base's answers to ``limit`` prompts of the suite's dev half, for choosing and predicting.
+    """Return the base's answers to ``limit`` prompts of the suite's dev half, for choosing and predicting.
 
-    A drafter of ``spec`` that reads final hidden states alone finds those of the answering: the texts are read once.
+    For a drafter whose ``spec`` needs only final hidden states, those of the answering are stored, so that no second
+    pass is needed.
     """
     return base_answers(
         base,
@@ -166,7 +176,7 @@ def development_answers(
 
 
 def development_prompts(base: BaseModel, config: EvalConfig, limit: int) -> list[list[int]]:
-    """Token ids of ``limit`` prompts of the dev half; none where a suite is not reported by halves."""
+    """Return token ids of ``limit`` prompts of the dev half; none if the evaluation does not use the test half."""
     if config.split != "test":
         return []
     suite = load_suite(config.suite, limit, config.seed, config.tasks, "dev")
@@ -181,7 +191,7 @@ def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], m
 
 
 def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults) -> dict[str, Any]:
-    """What was run, beside the numbers."""
+    """Return the settings of the evaluation, for ``eval.json``."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
@@ -204,8 +214,10 @@ def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:
-    """Hash of all that decides a finished prompt's result, baselines aside, so that a log resumes only itself."""
-    # The seed orders the decoders: with another order, a prompt that was interrupted could be completed piecemeal.
+    """Return a hash of all settings that determine a prompt's result, baselines aside, so that a log resumes only
+    itself.
+    """
+    # The seed orders the decoders. With another order, times of one prompt could come from two processes.
     settings = {
         f.name: getattr(config, f.name)
         for f in fields(EvalConfig)
@@ -215,7 +227,7 @@ def _digest(drafter: str, config: EvalConfig) -> str:
 
 
 def _retokenised(base: BaseModel, tokens: list[int]) -> int:
-    """Tokens of an answer as Spec-Bench counts them for its baseline: those of the decoded text."""
+    """Return the number of tokens that Spec-Bench counts for its baseline: those of the decoded text."""
     text = base.tokenizer.decode(tokens, skip_special_tokens=True)
     return len(base.tokenizer(text, add_special_tokens=False).input_ids)
 
@@ -228,9 +240,10 @@ def _equalities(
     engines: set[str],
     config: EvalConfig,
 ) -> dict[str, list[Equality]]:
-    """Per method and turn, how its answer compares with our autoregressive one; what a tie is of ``engines``.
+    """Compare every method's answers with our autoregressive ones, per method and turn.
 
-    A sampled answer is compared where our loop gave it: transformers draws other random numbers.
+    ``engines`` have their own limit of a tie. A sampled answer can be compared only for our loop, because transformers
+    draws other random numbers.
     """
     greedy = config.sampler.greedy
 
@@ -240,7 +253,7 @@ def _equalities(
         if not greedy:
             seed = prompt_seed(config, ids)
             margin = partial(draw_margin, base, config.sampler, seed, ids, expected, result.tokens)
-        # Of a baseline only the target's own view is known.
+        # The tree of a baseline's step is unknown.
         recompute = None
         if name == "speculative" and greedy:
             recompute = partial(recompute_tokens, base, drafter, decode_config, ids, result)
@@ -261,7 +274,7 @@ def served_as_trained(
     equalities: dict[str, list[Equality]],
     config: EvalConfig,
 ) -> dict[str, Any]:
-    """Per engine what it did beside our own chain, and where it falls short: "engines" of ``eval.json``."""
+    """Return, per engine, how it compares with our own chain and where it falls short: "engines" of ``eval.json``."""
 
     def against_plain(engine: str) -> list[Equality]:
         pairs = zip(timed.ids, timed.results[engine + PLAIN], timed.results[engine], strict=True)

@@ -1,14 +1,13 @@
 """A draft head that learns while it answers (Online Speculative Decoding, 2310.07177).
 
-``Recorder`` wraps the head: from what it drafts and what is then committed it knows where a draft was rejected, and it
-keeps the base's hidden states that decoding computes anyway, so no second pass of the base is needed and the target's
-distribution at any position is one product away. ``OnlineLearner`` updates the head every few answers on these
-positions. Weights change between answers only: a step's proposal carries the distributions that it was drawn with, and
-every answer starts with caches of its own, so the output stays exact.
+``Recorder`` wraps the head. It compares the drafts with the committed tokens to find rejected drafts. It also stores
+the base's hidden states, which decoding computes anyway. So the base needs no second pass, and the target's
+distribution at any position is one product away. ``OnlineLearner`` updates the head every few answers on the rejected
+positions. Weights change only between answers: a proposal carries the distributions it was drawn with, and every answer
+starts with new caches, so the output stays exact.
 
-Where we differ from the reference code: the trained position is the rejected one (there one later), only a rejection
-counts (there the bonus after full acceptance too), every head can learn (there an independent draft model), and the
-optimiser clips.
+Differences from the reference code: it trains one position later, also counts the bonus token after full acceptance,
+and supports only independent draft models. Our optimiser clips gradients.
 
 Shape legend: B rows (1), T tokens, n tokens of an answer with its prompt, K draft positions, D width.
 """
@@ -49,7 +48,7 @@ OBJECTIVES = {
     "jsd": LossConfig(ce=0.0, jsd=1.0, decay=1.0),
     "kl_mixture": LossConfig(ce=0.0, kl=0.9, reverse_kl=0.1, decay=1.0),
 }
-"""``kl_mixture`` is what the paper's code calls JSD."""
+"""Losses by name. The paper's code calls ``kl_mixture`` JSD."""
 
 
 @dataclass(kw_only=True)
@@ -88,13 +87,12 @@ class OnlineExample:
 
     text: FinishedAnswer
     hidden: HiddenStates
-    """[1, n, ...] the base's, without a gradient; the last token's are zeros."""
+    """[1, n, ...] the base's hidden states, without a gradient; the last token's are zeros."""
     rejected: list[tuple[int, int]]
-    """Index of a token that was not drafted where it should have been, and the draft position k (1-based) that failed.
-    """
+    """Index of each token that should have been drafted but was not, with its draft position k (1-based)."""
 
     def batch(self, depth: int, positions: str) -> TrainBatch:
-        """A row of training: the answer's tokens, or the rejected positions alone, by weights."""
+        """Return a training row: all of the answer's tokens, or by weights only the rejected positions."""
         batch = as_batch(self.text)
         if positions == "all":
             return batch
@@ -106,13 +104,13 @@ class OnlineExample:
 
 @dataclass
 class RecorderState(DraftState):
-    """The head's state, and what was read and rejected on the way to it (a list shared from its end backwards)."""
+    """The head's state, and links back to everything read and rejected before it."""
 
     inner: Any
     length: int = 0
     before: "RecorderState | None" = None
     hidden: HiddenStates | None = None
-    """Of the tokens of the latest update."""
+    """Hidden states of the latest update's tokens."""
     failed: tuple[int, int, tuple[int, ...]] | None = None
     """``first_undrafted`` of the latest step."""
 
@@ -121,7 +119,7 @@ class RecorderState(DraftState):
 
 
 class Recorder(Drafter[RecorderState]):
-    """Drafts as ``head`` does, one row at a time, and hands every finished answer to its learner."""
+    """Drafts like ``head``, one row at a time, and collects every finished answer as an example."""
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
@@ -171,7 +169,7 @@ class Recorder(Drafter[RecorderState]):
         return proposal
 
     def remember(self, tokens: list[int]) -> None:
-        """A finished answer becomes a lesson."""
+        """Turn a finished answer into an example."""
         node, parts, rejected = self._latest, [], []
         while node is not None and node.hidden is not None:
             parts.append(node.hidden)
@@ -190,7 +188,7 @@ class Recorder(Drafter[RecorderState]):
 
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
-    """Pieces [1, T, ...] as one [1, length, ...], zeros at its end: nothing reads the last token's."""
+    """Return pieces [1, T, ...] as one [1, length, ...], padded with zeros: nothing reads the last token's states."""
 
     def joined(pieces: list[Tensor]) -> Tensor:
         whole = torch.cat(pieces, 1)[:, :length]
@@ -201,10 +199,15 @@ def join(parts: list[HiddenStates], length: int) -> HiddenStates:
 
 
 def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tuple[int, int, tuple[int, ...]] | None:
-    """Where the committed text left the drafts of a row: the token's index, its draft position, and what was drafted.
+    """Return where the committed tokens left a row's drafts: the token's index, its draft position, and the drafts
+    there.
 
-    ``accepted`` are the committed drafts after the root, which stands at index ``length``. None where nothing was
-    drafted after them. Another drafter's accepted drafts may lead off the proposal: there it was wrong too.
+    ``accepted`` are the committed drafts after the root, which is at index ``length``. The result is None if the
+    committed path ends in a leaf. Another drafter's accepted drafts may leave the proposal earlier: there it was wrong
+    too.
+
+    Example: the root has drafts a and b, and a has draft c. If a and x are committed, the result is (length + 2, 2,
+    (c,)).
     """
     tokens, parents = proposal.tokens[0].tolist(), proposal.shape.parents[0].tolist()
     node, depth = 0, 0
@@ -240,7 +243,7 @@ class OnlineLearner:
         sampler: Sampler = GREEDY,
         seed: int = 0,
     ) -> tuple[DecodeResult, OnlineExample]:
-        """Answer a prompt with the head as it is now, by the exact rule; then learn from it."""
+        """Answer a prompt with the head as it is now, by the exact rule; then learn from the answer."""
         result = decode(
             self.head.base,
             self.recorder,
@@ -257,7 +260,7 @@ class OnlineLearner:
         return result, lesson
 
     def learn(self, lesson: OnlineExample) -> None:
-        """Keep an answer, and update the head where it is time to."""
+        """Store an answer, and update the head after every ``interval`` answers."""
         self.buffer.append(lesson)
         while len(self.buffer) > 1 and sum(len(each.text.ids) for each in self.buffer) > self.config.max_tokens:
             self.buffer.popleft()
@@ -266,7 +269,7 @@ class OnlineLearner:
             self.update()
 
     def update(self) -> None:
-        """Optimiser steps on the kept answers, which are then let go."""
+        """Take optimiser steps on the stored answers and discard them."""
         started = perf_counter()
         with torch.inference_mode(False), torch.enable_grad():
             wanted = self.config.positions
@@ -294,14 +297,16 @@ class OnlineLearner:
     # What survives a kill ------------------------------------------------------------------------------------
 
     def save(self, folder: Path, made_by: dict[str, Any]) -> None:
-        """A checkpoint after an update: weights, moments, random states and times; answers since then come again."""
+        """Save a checkpoint after an update: weights, moments, random states and times. Later answers are repeated on
+        resume.
+        """
         state = TrainState(phase=0, step=self.updates, global_step=self.answered)
         manifests = {"stream": made_by, "seconds": [self.decode_s, self.update_s]}
         head, optimizer = self.head.state_dict(), self.optimizer.state_dict()
         save_checkpoint(folder, state, head, optimizer, rng=[capture_rng()], manifests=manifests, keep=2)
 
     def restore(self, folder: Path, made_by: dict[str, Any]) -> bool:
-        """Continue from the newest checkpoint of the same stream; False where there is none."""
+        """Continue from the newest checkpoint of the same stream; returns False if there is none."""
         checkpoint = load_latest(folder)
         if checkpoint is None:
             return False
@@ -323,9 +328,10 @@ class OnlineLearner:
 def replayed(
     head: DraftHead, tree: TokenTree, text: FinishedAnswer, hidden: HiddenStates
 ) -> tuple[float, OnlineExample]:
-    """What greedy decoding with ``head`` would do on a finished answer: steps, and the lesson of it.
+    """Return the steps and the example that greedy decoding with ``head`` would give on a finished answer.
 
-    ``hidden`` [1, n, ...] are the base's. One pass of the head over the text; nothing is decoded.
+    ``hidden`` [1, n, ...] are the base's hidden states. It takes one pass of the head over the answer, without
+    decoding.
     """
     batch = as_batch(text).to(head.base.device)
     document_ranks = answer_ranks(head, batch, hidden)
@@ -340,7 +346,7 @@ def replayed(
 
 
 def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
-    """The rejected positions of a greedy replay; a path that ends in a leaf of the tree rejects nothing."""
+    """Return the rejected positions of a greedy replay; a path that ends in a leaf of the tree rejects nothing."""
     rejected, t = [], 0
     inner = {path[:-1] for path in tree.paths[1:]}
     while t < len(ranks):
@@ -354,7 +360,7 @@ def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: Toke
 
 
 def frozen_copy(head: DraftHead) -> DraftHead:
-    """The head as it is now, with weights of its own, on the same base."""
+    """Return a copy of the head with its own weights, on the same base."""
     whole = len(head.d2t) == head.base.vocab_size
     copy = head.config.build(head.base, None if whole else head.d2t)
     copy.load_state_dict(head.state_dict())
@@ -363,5 +369,5 @@ def frozen_copy(head: DraftHead) -> DraftHead:
 
 
 def hidden_of(base: BaseModel, head: DraftHead, text: FinishedAnswer) -> HiddenStates:
-    """[1, n, ...] what decoding would have seen, in one pass of the base."""
+    """Return [1, n, ...] the hidden states that decoding would have computed, from one pass of the base."""
     return base.hidden_states(as_batch(text).to(base.device), head.spec)

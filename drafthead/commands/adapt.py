@@ -63,7 +63,7 @@ class AdaptConfig(OnlineConfig):
 
 @command("adapt", AdaptConfig, USAGE)
 def main(config: AdaptConfig) -> None:
-    """Answer, learn, and keep what was learned."""
+    """Answer, learn, and save the adapted head."""
     prompts = load_suite(config.suite, config.limit, config.seed, config.tasks)
     display = Display()
     with display.stage(f"head {config.head}"):
@@ -81,7 +81,7 @@ def main(config: AdaptConfig) -> None:
     made_by = stream_identity(config, frozen.base_identity, ids)
     log = folder / "answers.jsonl"
     if config.resume and learner.restore(folder / "checkpoints", made_by):
-        display.line(f"   going on after {learner.answered} answers and {learner.updates} updates")
+        display.line(f"   continuing after {learner.answered} answers and {learner.updates} updates")
     rows: list[dict[str, Any]] = read_json_lines(log)[: learner.answered] if learner.answered else []
     with display.stage(f"answering {len(fits)} prompts of {config.suite}"):
         for position in range(learner.answered, len(fits)):
@@ -98,7 +98,7 @@ def main(config: AdaptConfig) -> None:
                 row["steps_frozen"] = replayed(frozen, tree, lesson.text, lesson.hidden)[0]
             rows.append(row)
             if learner.answered % config.interval == 0:
-                # The log first: it is cut to the checkpoint's answers when a stream goes on.
+                # Write the log first: a resumed stream truncates it to the checkpoint's answers.
                 write_atomic(log, "".join(json.dumps(each) + "\n" for each in rows))
                 learner.save(folder / "checkpoints", made_by)
             display.progress("answers", position + 1, len(fits))
@@ -111,7 +111,7 @@ def main(config: AdaptConfig) -> None:
 
 
 def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[list[int]]) -> dict[str, Any]:
-    """What a stream is made of: it is continued with the same only."""
+    """Return the settings that a stream must share to be continued."""
     online = {key: getattr(config, key) for key in ("interval", "positions", "objective", "steps", "max_tokens")}
     return {
         **online,
@@ -124,13 +124,13 @@ def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[lis
 
 
 def accepted_length(rows: Sequence[dict[str, Any]], key: str = "steps") -> float:
-    """Mean accepted length over some answers, total over total."""
+    """Return the mean accepted length over some answers, total over total."""
     steps = sum(row[key] for row in rows)
     return sum(row["tokens"] for row in rows) / steps if steps else float("nan")
 
 
 def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]:
-    """What the stream bought, and what it cost."""
+    """Return lines about the stream's gain and cost."""
     quarter = max(1, len(rows) // 4)
     lines = [
         f"mean accepted length: {accepted_length(rows):.2f} over {len(rows)} answers; the first {quarter}: "
@@ -138,7 +138,7 @@ def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]
     ]
     if all("steps_frozen" in row for row in rows):
         lines.append(
-            f"the head as it was, simulated on the same answers: {accepted_length(rows, 'steps_frozen'):.2f}; the last "
+            f"the head before adapting, simulated on the same answers: {accepted_length(rows, 'steps_frozen'):.2f}; the last "
             f"{quarter}: {accepted_length(rows[-quarter:], 'steps_frozen'):.2f}"
         )
     share = learner.update_s / learner.decode_s if learner.decode_s else float("nan")
@@ -151,14 +151,14 @@ def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]
 
 @styled
 def draw(rows: Sequence[dict[str, Any]], path: Path, interval: int) -> None:
-    """Mean accepted length of every ``interval`` answers, learning and frozen."""
+    """Draw the mean accepted length of every ``interval`` answers, for the learning and the frozen head."""
     figure, axes = new_axes(height=3.2)
     groups = [rows[start : start + interval] for start in range(0, len(rows), interval)]
     centres = [start + len(group) / 2 for start, group in zip(range(0, len(rows), interval), groups, strict=True)]
     axes.plot(centres, [accepted_length(group) for group in groups], marker="o", label="learning")
     if all("steps_frozen" in row for row in rows):
         frozen = [accepted_length(group, "steps_frozen") for group in groups]
-        axes.plot(centres, frozen, marker="o", color=MUTED, label="as it was (simulated)")
+        axes.plot(centres, frozen, marker="o", color=MUTED, label="frozen (simulated)")
     axes.set_xlabel("answers")
     axes.set_ylabel("mean accepted length")
     axes.legend(fontsize=8, frameon=False)

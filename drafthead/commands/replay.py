@@ -96,7 +96,7 @@ class Row:
     depth: int
     simulated: SimulatedAcceptance
     speedup: float | None
-    """Predicted; None where what drafting costs is not known beforehand."""
+    """Predicted speedup; None if the cost of drafting is unknown."""
 
 
 @command("replay", ReplayConfig, USAGE.format(kinds=", ".join(kind.value for kind in DraftSampling)))
@@ -138,7 +138,7 @@ def main(config: ReplayConfig) -> None:
 def head_rows(
     base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
 ) -> list[Row]:
-    """Chains, trees and the head's own tree, from one pass over the texts."""
+    """Return rows for chains, trees and the head's own tree, from one pass over the answers."""
     probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
         sampler=Sampler(temperature=config.draft_temperature),
@@ -161,7 +161,7 @@ def head_rows(
 
 
 def own_row(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0) -> Row:
-    """The head's own tree with its threshold, which the other rows ignore: they simulate whole trees."""
+    """Return the head's own tree with its threshold, which the other rows ignore because they simulate whole trees."""
     draft_config = default_draft_config(head)
     simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
     return Row(
@@ -177,7 +177,9 @@ def rows(
     draft_sampling: DraftSampling,
     seed: int = 0,
 ) -> list[Row]:
-    """Chains of these lengths, and the best trees of these sizes, each measured on answers it was not searched on."""
+    """Return chains of these lengths, and the best trees of these sizes, each measured on answers it was not searched
+    on.
+    """
     depth = answers[0].shape[1]
     simulated_rows = []
     for length in lengths:
@@ -193,7 +195,7 @@ def rows(
 
 
 def table(rows: Sequence[Row], config: ReplayConfig) -> Table:
-    """The rows as printed."""
+    """Return the rows as a table for the console."""
     title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
     shown = Table("draft", "nodes", "mean accepted length", "95 %", "predicted speedup", title=title)
     for row in rows:
@@ -205,7 +207,7 @@ def table(rows: Sequence[Row], config: ReplayConfig) -> Table:
 
 @styled
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A bar for every row with its interval, under its name: names of drafters are long."""
+    """Draw a bar for every row with its interval; the long names of drafters are above the bars."""
     figure, axes = new_axes(height=0.8 + 0.5 * len(rows))
     for y, row in enumerate(reversed(rows)):
         low, high = row.simulated.interval or (row.simulated.mean_accepted_length,) * 2

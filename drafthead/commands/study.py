@@ -76,7 +76,7 @@ class StudyConfig:
 
 @command("study", StudyConfig, USAGE)
 def main(config: StudyConfig) -> None:
-    """Train every shape, then measure them beside each other."""
+    """Train every shape, then measure all in one interleaved run."""
     out = Path(config.out)
     make_folder(out, "out=...")
     display = Display()
@@ -108,7 +108,9 @@ def main(config: StudyConfig) -> None:
 
 
 def equal_width(shape: ModelShape, reference: int, depth: int) -> int:
-    """MLP channels, a multiple of 16, with which ``depth`` layers are as large as ``reference`` whole ones."""
+    """Return the MLP channels, a multiple of 16, with which ``depth`` layers are as large as ``reference`` whole
+    layers.
+    """
     a_channel = 3 * shape.hidden_size
     inner = next(outputs for name, _, outputs in shape.linears if name == "gate_proj")
     beside = shape.layer_parameters - a_channel * inner
@@ -122,7 +124,7 @@ def equal_width(shape: ModelShape, reference: int, depth: int) -> int:
 
 
 def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
-    """One training run, in a process of its own; one that is done already ends at once."""
+    """Run one training in a new process; a finished one ends at once."""
     settings = [f"recipe={config.recipe}", f"head.num_layers={depth}", f"head.intermediate_size={width}"]
     settings += [f"out={folder}", f"name={folder.name}", "stages=[corpora,train]", *config.train]
     done = subprocess.run([sys.executable, "-m", "drafthead.cli", "train", *settings], check=False)
@@ -131,7 +133,9 @@ def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
 
 
 def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer]) -> dict[str, Any]:
-    """Acceptance by replay, latencies, and the best chain's throughput as they have it. Tokens and seconds."""
+    """Return acceptance by replay, latencies, and the throughput that both predict of the best chain. Tokens and
+    seconds.
+    """
     ranks = [accept_probs_of_ranks(answer, 1) for answer in text_ranks(head, texts)]
     costs = measure_costs(base, head)
     lengths = range(1, head.depth + 1)
@@ -153,7 +157,10 @@ def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer])
 def decode_interleaved(
     base: BaseModel, heads: Sequence[DraftHead], rows: Sequence[dict[str, Any]], texts: Sequence[FinishedAnswer]
 ) -> None:
-    """Add to every row what its best chain does, and plain decoding: text by text, so that a slow minute is shared."""
+    """Add to every row the measured speed of its best chain and of plain decoding.
+
+    Answers are decoded in turns, so that a slow minute affects all.
+    """
     steps: list[list[StepRecord]] = [[] for _ in (None, *heads)]
     for text in texts:
         for head_steps, head, row in zip(steps, (None, *heads), (None, *rows), strict=True):
@@ -169,7 +176,7 @@ def decode_interleaved(
 
 
 def chain_speed(row: dict[str, Any], acceptance: float, draft_s: float) -> float:
-    """Tokens a second of the best chain of a drafter with one acceptance at all positions (2211.17192)."""
+    """Return tokens per second of the best chain of a drafter with equal acceptance at all positions (2211.17192)."""
     fastest = 0.0
     for length in range(1, len(row["verify_s"])):
         tokens = sum(acceptance**k for k in range(length + 1))
@@ -179,7 +186,7 @@ def chain_speed(row: dict[str, Any], acceptance: float, draft_s: float) -> float
 
 @styled
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Acceptance over the latency of a draft token, with lines of equal predicted speedup."""
+    """Draw acceptance over the latency of a draft token, with lines of equal predicted speedup."""
     figure, axes = new_axes(height=3.6)
     slowest = 1.6 * max(row["draft_s"] for row in rows)
     low, high = min(row["acceptance"] for row in rows), max(row["acceptance"] for row in rows)
@@ -199,7 +206,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """For the console, the fastest first."""
+    """Return the table for the console, the fastest shape first."""
     shown = Table("shape", "parameters", "acceptance", "draft ms", "chain", "tau", "tokens/s predicted", "measured")
     for row in sorted(rows, key=lambda row: -row["measured"]):
         shown.add_row(

@@ -1,4 +1,4 @@
-"""An engine's process: started, waited for, asked, and killed with all its children, whatever happens to us."""
+"""An engine's process: started, awaited, and killed with all its children, even if our own process is killed."""
 
 import json
 import os
@@ -16,17 +16,18 @@ NOISE = ("WARNING", "INFO", "DEBUG", "Traceback", "^")
 
 
 class EngineError(Exception):
-    """An engine is absent, too old, dead or silent: one line. It ends the run; no prompt is to blame."""
+    """An engine is missing, too old, dead or unresponsive. It ends the run, because no prompt caused it."""
 
 
 class EngineProcess:
-    """``python runner.py ...`` in a process group of its own.
+    """``python runner.py ...`` in a new process group.
 
-    Its standard input is a pipe that only we hold: when we end, by whatever signal, it ends and the group with it.
+    Only we hold the other end of its standard input. When our process ends, by whatever signal, the pipe closes and the
+    runner kills its group.
     """
 
     version = ""
-    """Of the engine's package, once it has said so."""
+    """Version of the engine's package, once the runner has reported it."""
 
     def __init__(self, name: str, python: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self.name = name
@@ -50,7 +51,11 @@ class EngineProcess:
             os.close(theirs)
 
     def report(self, key: str, deadline: float) -> Any:
-        """What the runner says under ``key``; an :class:`EngineError` when it says an error, dies or stays silent."""
+        """Return the value that the runner reports under ``key``.
+
+        Raises:
+            EngineError: the runner reports an error, dies, or misses the deadline.
+        """
         while True:
             line, separator, rest = self._buffer.partition(b"\n")
             if separator:
@@ -64,7 +69,11 @@ class EngineProcess:
                 self._buffer += os.read(self._reports, 4096)
 
     def wait_until(self, ready: Callable[[], bool], deadline: float) -> None:
-        """Until ``ready``; an :class:`EngineError` when the process dies or the deadline passes."""
+        """Wait until ``ready``.
+
+        Raises:
+            EngineError: the process dies or the deadline passes.
+        """
         while not ready():
             self._check_start(deadline)
             time.sleep(0.3)
@@ -75,7 +84,7 @@ class EngineProcess:
             raise EngineError(f"{self.name} did not start in time{self._tail()}")
 
     def check(self) -> None:
-        """An :class:`EngineError` where the process has ended."""
+        """Raise an :class:`EngineError` if the process has ended."""
         code = self._process.poll()
         if code is None:
             return

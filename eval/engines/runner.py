@@ -1,9 +1,9 @@
-"""Starts an engine's HTTP server under an interpreter that has the engine, and not drafthead: it imports nothing of it.
+"""Starts an engine's HTTP server in an interpreter that has the engine but not drafthead, and imports nothing of
+drafthead.
 
-``python runner.py vllm PORT ARGUMENT...`` or ``python runner.py llamacpp JSON``. To the file descriptor that REPORTS
-names it writes lines of JSON: {"version": ...} before a start that takes long, then {"url": ...} where the engine chose
-the port; or {"error": ...}. When standard input ends, which it does when whoever started it is gone, the whole process
-group is killed.
+``python runner.py vllm PORT ARGUMENT...`` or ``python runner.py llamacpp JSON``. It writes JSON lines to the file
+descriptor in the environment variable REPORTS: {"version": ...} before a long start, then {"url": ...} if the engine
+chose the port, or {"error": ...}. When standard input closes because the parent has ended, it kills the process group.
 """
 
 import json
@@ -21,12 +21,12 @@ OLD_VLLM = (0, 10, 2)
 
 
 def say(**content: Any) -> None:
-    """A line for the process that waits."""
+    """Write a line for the waiting parent."""
     os.write(int(os.environ["REPORTS"]), (json.dumps(content) + "\n").encode())
 
 
 def follow_parent() -> None:
-    """End this process group when standard input ends."""
+    """Kill this process group when standard input closes."""
 
     def wait() -> None:
         while os.read(0, 4096):
@@ -37,7 +37,7 @@ def follow_parent() -> None:
 
 
 def require(package: str) -> str:
-    """The version of an installed package, said aloud."""
+    """Report and return the version of an installed package."""
     for name in (package, f"{package}-cpu"):
         try:
             installed = version(name)
@@ -50,7 +50,7 @@ def require(package: str) -> str:
 
 
 def vllm(port: str, arguments: list[str]) -> None:
-    """vLLM's OpenAI-compatible server."""
+    """Run vLLM's OpenAI-compatible server."""
     installed = require("vllm")
     if tuple(int(number) for number in installed.split("+")[0].split(".")[:3] if number.isdigit()) < OLD_VLLM:
         say(error=f"old: vLLM {installed} answers no token ids; 0.10.2 was the first that did")
@@ -60,7 +60,7 @@ def vllm(port: str, arguments: list[str]) -> None:
 
 
 def llamacpp(settings: dict[str, Any]) -> None:
-    """llama.cpp's server, out of the package xllamacpp."""
+    """Run llama.cpp's server from the package xllamacpp."""
     installed = require("xllamacpp")
     import xllamacpp as engine
 

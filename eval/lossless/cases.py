@@ -1,6 +1,6 @@
-"""What ``drafthead certify`` enumerates: all rules, ways to draft, samplers and shapes; and what must be refused.
+"""Cases that ``drafthead certify`` enumerates (all rules, ways to draft, samplers and shapes), and cases to be refused.
 
-Vocabularies are as large as keeps the random outcomes of a case to some thousands.
+Vocabularies are chosen so that a case has some thousands of random outcomes.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,21 +35,21 @@ SAMPLERS = (
     Sampler(repetition_penalty=1.5),
 )
 OTHER_DRAFT_SAMPLERS = ((Sampler(temperature=1.0, top_p=0.8), RAW), (RAW, Sampler(temperature=0.7, top_k=2)))
-"""The target's and the drafter's: drafts may have any distribution."""
+"""Pairs of the target's and the drafter's sampler: drafts may have any distribution."""
 TOP_K, WITH, WITHOUT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 SAMPLED = (WITH, WITHOUT)
 EVERY = (TOP_K, *SAMPLED)
 TARGET_SPREAD, DRAFT_SPREAD = 1.5, 1.5
-"""Deviations of the target's logits, and of the drafter's from them."""
+"""Standard deviations of the target's logits, and of the drafter's differences from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one drafter drafts."""
+    """The drafts of one drafter."""
 
     tree: TokenTree | DynamicTree
     shared: bool = False
-    """One distribution and its samples for all nodes of a level."""
+    """All nodes of a level share one distribution and its samples."""
     draft_vocabulary: int | None = None
     top_k: bool = False
     """Top-k drafting, whatever the other drafters do."""
@@ -59,23 +59,23 @@ class Part:
 
 @dataclass(frozen=True)
 class Shape:
-    """The trees of one drafter, of several combined, or of several along one path."""
+    """Trees of one drafter, of several drafters combined, or of several along one path."""
 
     name: str
     vocabulary: int
     parts: tuple[Part, ...]
     kinds: tuple[DraftSampling, ...] = EVERY
     relay: bool = False
-    """The parts follow each other along one path, instead of being combined in one tree."""
+    """The parts follow each other along one path instead of being combined in one tree."""
 
     @property
     def depth(self) -> int:
-        """Drafts on the longest path."""
+        """Number of drafts on the longest path."""
         depths = [part.tree.depth for part in self.parts]
         return sum(depths) if self.relay else max(depths)
 
     def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
-        """Drafting of this shape from tables near ``target``; ``sampler`` is the drafters'."""
+        """Return drafting of this shape from tables near ``target``; ``sampler`` is the drafters'."""
         drafts: list[TableDraft] = []
         for number, part in enumerate(self.parts):
             draft_config = DraftConfig(
@@ -147,16 +147,16 @@ class Case:
     draft_sampler: Sampler | None
     """None: top-k drafting."""
     greedy: bool = False
-    """Accepted by the target's greedy choices, as decoding does where it can."""
+    """Accept by the target's greedy choices, as decoding does at temperature 0."""
 
     def tables(self, seed: int) -> tuple[TabularLM, Draft]:
-        """A random target and its drafter."""
+        """Return a random target and its drafter."""
         target = TabularLM.random(self.shape.vocabulary, self.shape.depth, seed, TARGET_SPREAD)
         return target, self.shape.draft(self.draft_sampling, self.draft_sampler, target, seed + 1)
 
 
 def cases() -> Iterator[Case]:
-    """All rows to enumerate, those of a rule, draft sampling and shape together."""
+    """Yield all rows to enumerate, grouped by rule, draft sampling and shape."""
     for shape in SHAPES:
         for kind in shape.kinds:
             yield from _with_samplers(EXACT, kind, shape)
@@ -176,7 +176,7 @@ def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> I
 
 
 def _case(rule: AcceptanceRule, kind: DraftSampling, shape: Shape, sampler: Sampler) -> Case:
-    """The drafter samples as the target does, where it can."""
+    """Return a case whose drafter samples as the target does, unless the target is greedy."""
     sampler_of_drafts = RAW if sampler.greedy else replace(sampler, repetition_penalty=1.0)
     draft_sampler = None if kind is TOP_K else sampler_of_drafts
     return Case(rule=rule, draft_sampling=kind, shape=shape, sampler=sampler, draft_sampler=draft_sampler)
@@ -184,7 +184,7 @@ def _case(rule: AcceptanceRule, kind: DraftSampling, shape: Shape, sampler: Samp
 
 @dataclass(frozen=True)
 class Refusal:
-    """What would be biased, and so cannot be built."""
+    """A biased combination that must be impossible to build."""
 
     rule: str
     draft_sampling: str
@@ -193,7 +193,7 @@ class Refusal:
 
 
 def _argmax_with_probs() -> Proposal:
-    """Drafts the likeliest token, but would be tested with the softmax that it was not drawn from."""
+    """Build a proposal of the likeliest token with the probabilities of a softmax, from which it was not drawn."""
     return Proposal(
         tokens=torch.zeros(1, 2, dtype=torch.int64),
         shape=TokenTree.chain(1).shape,
@@ -211,7 +211,7 @@ def _two_kinds() -> Proposal:
 
 
 def refusals() -> tuple[Refusal, ...]:
-    """Rows that must be refused."""
+    """Return the rows that must be refused."""
     tree, dynamic, greedy = TREE_22.tree, DynamicTree(nodes=7), Sampler()
     return (
         Refusal("exact", "top k, with probs", "chain 1", _argmax_with_probs),
@@ -236,7 +236,7 @@ def refusals() -> tuple[Refusal, ...]:
 
 @dataclass(frozen=True)
 class Counterexample:
-    """A published way to draft less that looks at what it drops: how far it moves the distribution."""
+    """A published way to draft less that depends on the dropped drafts, with its effect on the distribution."""
 
     draft_sampling: str
     shape: str
@@ -244,17 +244,17 @@ class Counterexample:
     draft: Draft
     depth: int
     expected: float
-    """Total variation, by hand."""
+    """Total variation, calculated by hand."""
     rule: str = "exact"
 
 
 def _table(*rows: tuple[float, float]) -> TabularLM:
-    """Over two tokens: the probabilities after the root, and after each token."""
+    """Return a table over two tokens: probabilities after the root, and after each prefix."""
     return TabularLM(torch.tensor(rows, dtype=torch.float64).log())
 
 
 def _shortened(table: TabularLM, depth: int, length: Callable[[Proposal], torch.Tensor]) -> Draft:
-    """Sampled chains, of which the first ``length`` ([B]) drafts are verified."""
+    """Return a drafter of sampled chains whose first ``length`` ([B]) drafts are verified."""
     draft_config = DraftConfig(tree=TokenTree.chain(depth), draft_sampling=WITH, sampler=RAW)
 
     def draft(last_token: torch.Tensor, rng: RandomSource) -> Proposal:
@@ -267,22 +267,25 @@ def _shortened(table: TabularLM, depth: int, length: Callable[[Proposal], torch.
 
 
 def _by_own_probability(proposal: Proposal) -> torch.Tensor:
-    """Drop the draft where its own probability is under 0.2."""
+    """Drop a draft whose own probability is below 0.2."""
     assert proposal.probs is not None
     return (proposal.probs[:, 0].gather(1, proposal.tokens[:, 1:2])[:, 0] >= 0.2).long()
 
 
 def _by_search(proposal: Proposal) -> torch.Tensor:
-    """The number of drafts with the most expected tokens a second, by confidences 0.6, then 0.9 after token 0 and 0.1
-    after token 1, where a pass over one or two drafts takes 1.7 times as long as over none (another request's drafts
-    fill the batch): a search over all lengths, which looks at the sampled token."""
+    """Return the number of drafts with the most expected tokens per second, found by a search over all lengths.
+
+    The confidences are 0.6, then 0.9 after token 0 and 0.1 after token 1. A pass over one or two drafts takes 1.7 times
+    as long as one over none, because another request's drafts fill the batch. The search looks at the sampled token,
+    which biases the output.
+    """
     second = torch.where(proposal.tokens[:, 1] == 0, 0.6 * 0.9, 0.6 * 0.1)
     rates = torch.stack([torch.ones_like(second), torch.full_like(second, 1.6 / 1.7), (1.6 + second) / 1.7], 1)
     return rates.argmax(1)
 
 
 def counterexamples() -> tuple[Counterexample, ...]:
-    """What certify must find biased: if it did not, its other rows would prove nothing."""
+    """Return the cases that certify must find biased. If it did not, its other rows would prove nothing."""
     even, uneven = (0.5, 0.5), (0.7, 0.3)
     return (
         # (0.55, 0.45) instead of (0.5, 0.5)

@@ -1,10 +1,10 @@
-"""Does every acceptance rule keep the target's distribution? Enumerated exactly, not sampled (``drafthead certify``).
+"""Exact check that every acceptance rule keeps the target's distribution (``drafthead certify``).
 
 Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
-of the random choices (``enumerate.py``). What a step commits, completed by the target to one token more than the tree
-is deep, must have the target's own distribution: the total variation between the two is rounding, below 1e-9. A lossy
-rule is reported with its distance, what would be biased must be refused, and published ways to draft that are biased
-must be found to be so, by as much as they are by hand.
+of the random choices (``enumerate.py``). The committed tokens are completed by the target to one token more than the
+tree is deep. They must have the target's own distribution: the total variation between both is rounding, below 1e-9. A
+lossy rule is reported with its distance. Biased combinations must be refused, and published ways to draft that are
+biased must be found biased by the amount calculated by hand.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.token_tree import TokenTree
 
 EXACT_BELOW = 1e-9
-"""Total variation that is rounding."""
+"""Total variation below this is rounding."""
 PAIRS = 64
-"""Random targets, each with a drafter near it, that ``rule_total_variation`` is the mean of."""
+"""Number of random targets, each with a drafter near it, over which ``rule_total_variation`` averages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +37,21 @@ class Row:
     result: str
     """``exact``, ``lossy``, ``biased`` (a counterexample), ``refused`` or ``FAILED``."""
     vocabulary: int = 0
-    """0 where nothing is enumerated."""
+    """0 if nothing is enumerated."""
     outcomes: int = 0
-    """Sequences of random choices, without the bonus token's."""
+    """Number of sequences of random choices, without the bonus token's."""
     total_variation: float | None = None
-    """Of what is committed from the target, over depth + 1 tokens; None where nothing is enumerated."""
+    """Distance of the committed tokens from the target over depth + 1 tokens; None if nothing is enumerated."""
     reason: str = ""
-    """Of a refusal."""
+    """Reason of a refusal."""
 
 
 @lru_cache(maxsize=64)
 def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
-    """How far ``rule`` moves the distribution of a token: the mean over random targets with drafters near them.
+    """Return how far ``rule`` moves a token's distribution: the mean over random targets with drafters near them.
 
-    Exact for each of 64 fixed pairs over 8 tokens, with a chain of one draft; 0 for a lossless rule. A synthetic
-    figure: it says how lossy a rule is beside others, not how far a certain model's texts are moved.
+    The value is exact for each of 64 fixed pairs over 8 tokens with a chain of one draft, and 0 for a lossless rule. It
+    compares lossy rules with each other. It does not predict how far a certain model's answers are moved.
     """
     if rule.lossless:
         return 0.0
@@ -65,7 +65,9 @@ def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = D
 
 
 def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
-    """Enumerate ``case``, a ``Case`` on the random target and drafter of ``seed``; or try to build a ``Refusal``."""
+    """Enumerate a ``Case`` on the random target and drafter of ``seed`` or a ``Counterexample``; or try to build a
+    ``Refusal``.
+    """
     if isinstance(case, Refusal):
         reason = ""
         try:
@@ -97,11 +99,11 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
 
 
 def certify(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    """All rows, or those in whose rule, draft sampling, sampler or shape the words ``only`` occur.
+    """Return all rows, or those whose rule, draft sampling, sampler or shape contains ``only``.
 
     Args:
-        only: as in a row, such as ``block`` or ``chain 2 + chain 2``.
-        progress: called with the rows done and their number.
+        only: words as in a row, such as ``block`` or ``chain 2 + chain 2``.
+        progress: called with the number of finished rows and of all rows.
     """
     every: list[Case | Refusal | Counterexample] = [*cases(), *refusals(), *counterexamples()]
     chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
@@ -116,7 +118,7 @@ def certify(only: str = "", progress: Callable[[int, int], None] | None = None) 
 
 
 def labels(case: Case | Refusal | Counterexample) -> dict[str, Any]:
-    """What a row is about."""
+    """Return the first four columns of a case's row."""
     if not isinstance(case, Case):
         sampler = "any" if isinstance(case, Refusal) else settings_label(RAW, "temperature")
         return {"rule": case.rule, "draft_sampling": case.draft_sampling, "sampler": sampler, "shape": case.shape}
@@ -132,7 +134,9 @@ def labels(case: Case | Refusal | Counterexample) -> dict[str, Any]:
 
 
 def settings_label(settings: Any, always: str) -> str:
-    """Settings that differ from their defaults, the one called ``always`` in any case: ``temperature 0, top_k 3``."""
+    """Return the settings that differ from their defaults, and always the one called ``always``: ``temperature 0, top_k
+    3``.
+    """
     first = getattr(settings, always)
     shown = [first if isinstance(first, str) else f"{always} {first:g}"]
     for item in fields(settings):

@@ -1,10 +1,13 @@
 """The exact distribution of what a step commits: the decoder's own functions, run for every random outcome.
 
-``EnumeratedRng`` replaces the random numbers. Every row of the batch is one sequence of choices (which token is drawn,
-whether a candidate is accepted) with its probability. A choice that a row's script does not give takes the likeliest
-option, and each other possible option becomes a new script. When no script is left, every sequence of choices was
-visited once, whatever the functions under test draw and in whatever order. The bonus token is not drawn: its
-distribution is added as it is.
+``EnumeratedRng`` replaces the random numbers. Every row of the batch is one sequence of choices with its probability:
+which token is drawn, and whether a candidate is accepted. A row follows its script. After the script's end it takes the
+likeliest option, and every other possible option becomes a new script. When no script is left, every sequence of
+choices was visited once, whatever the functions under test draw and in whatever order. The bonus token is not drawn:
+its distribution is added as it is.
+
+Example with one draft of two tokens: the empty script draws the likelier token and accepts it. It leaves two scripts,
+"draw the other token" and "draw the likelier one, reject it". The first of them leaves one more.
 
 Shape legend: B rows (scripts), N tree nodes, V vocabulary, L choices.
 """
@@ -21,37 +24,38 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import target_probs
 
 ROWS = 1 << 15
-"""Scripts in one run."""
+"""Scripts per batch."""
 MOST_CHOICES = 32
-"""Longest script: samples and acceptance tests of a step."""
+"""Longest script: samples and acceptance tests of one step."""
 
 
 class EnumeratedRng:
-    """``RandomSource`` whose choices are given by a script, and the likeliest where it ends."""
+    """``RandomSource`` whose choices follow a script, and are the likeliest ones after its end."""
 
     def __init__(self, choices: Tensor, lengths: Tensor) -> None:
-        """[B, MOST_CHOICES] int8 choices, of which the first [B] int64 ``lengths`` are given."""
+        """Take [B, MOST_CHOICES] int8 choices, of which the first [B] int64 ``lengths`` are given."""
         self._choices, self._given = choices.clone(), lengths
         self._used = torch.zeros_like(lengths)
         self.weights = torch.ones(len(lengths), dtype=torch.float64)
         """[B] probability of the choices so far."""
         self.others: list[tuple[Tensor, Tensor]] = []
-        """Choices and lengths of the scripts still to be run."""
+        """Choices and lengths of the scripts that remain to be run."""
         self.drafting = True
-        """False: what is drawn without an ``offset`` is the bonus."""
+        """False while verifying: a draw without ``offset`` is then the bonus token."""
         self.bonus: Tensor | None = None
-        """[B, V] distribution of the bonus token, which is not drawn."""
+        """[B, V] distribution of the bonus token."""
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """As ``RandomSource.bernoulli``, all [B]: true with probability ``min(1, p / q)``, where ``active``."""
-        # u * q < p for a uniform u, which p = 0 never passes, and q = 0 always else.
+        """Return [B] true with probability ``min(1, p / q)`` in ``active`` rows, like ``RandomSource.bernoulli``."""
+        # The test is u * q < p for a uniform u: p = 0 never passes, and q = 0 passes whenever p > 0.
         prob = torch.where(p > 0, p / q.clamp(min=torch.finfo(torch.float64).tiny), 0.0).clamp(max=1.0)
         return active & (self._choose(torch.stack([1 - prob, prob], -1), active) == 1)
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """As ``RandomSource.categorical``, [B, C, V] -> [B, C] int64: a choice of V per sample.
+        """Return [B, C] int64 draws from ``probs`` [B, C, V], like ``RandomSource.categorical``.
 
-        The bonus is no choice: its distribution is kept. A draw with an ``offset`` decides where the walk goes.
+        The bonus token is not chosen: its distribution is stored. A draw with an ``offset`` decides where the walk
+        continues.
         """
         if not self.drafting and offset is None:
             self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
@@ -59,12 +63,12 @@ class EnumeratedRng:
         drawn = []
         for dist in probs.unbind(1):
             mass = dist.sum(-1, keepdim=True)
-            # Nothing is left to draw: any token will do, but it is no choice.
+            # A row without mass draws any token, and this does not count as a choice.
             drawn.append(self._choose(dist / mass.clamp(min=torch.finfo(torch.float64).tiny), mass[:, 0] > 0))
         return torch.stack(drawn, 1)
 
     def _choose(self, probs: Tensor, active: Tensor) -> Tensor:
-        """[B, options] -> [B], counting where ``active``."""
+        """Return [B] choices from ``probs`` [B, options], which count in ``active`` rows."""
         index = self._used[:, None]
         likeliest = probs.argmax(-1)
         given = self._used < self._given
@@ -86,31 +90,31 @@ class EnumeratedRng:
 
 @dataclass
 class CommittedProbs:
-    """Masses of what a step commits."""
+    """Masses of the token sequences that a step commits."""
 
     vocabulary: int
     depth: int
     outcomes: int = 0
-    """Sequences of choices that were visited."""
+    """Number of visited sequences of choices."""
     by_length: list[Tensor] = field(default_factory=list)
-    """Per number of committed tokens n = 1, 2, ...: [V**n] mass of every sequence."""
+    """[V**n] mass of every sequence of n committed tokens, for n = 1, 2, ..."""
 
     def __post_init__(self) -> None:
         self.by_length = [torch.zeros(self.vocabulary**n, dtype=torch.float64) for n in range(1, self.depth + 2)]
 
     def add(self, paths: Tensor, accepted: Tensor, bonus: Tensor, weights: Tensor) -> None:
-        """Rows that commit the first ``accepted`` of ``paths`` ([B, depth]) and a token of ``bonus`` ([B, V])."""
+        """Add rows that commit the first ``accepted`` of ``paths`` ([B, depth]) and a token of ``bonus`` ([B, V])."""
         self.outcomes += len(weights)
         sequence = torch.zeros_like(accepted)
         for length, masses in enumerate(self.by_length):
             ended = accepted == length
             masses.view(-1, self.vocabulary).index_add_(0, sequence[ended], (weights[:, None] * bonus)[ended])
             if length < self.depth:
-                # A row that has ended is not looked at again.
+                # Rows that have ended are not used again.
                 sequence = (sequence * self.vocabulary + paths[:, length]) % self.by_length[length].numel()
 
     def completed(self, probs: Tensor) -> Tensor:
-        """[V**(depth + 1)] masses of depth + 1 tokens, missing ones drawn from ``probs`` ([prefixes, V])."""
+        """Return [V**(depth + 1)] masses of depth + 1 tokens; missing ones are drawn from ``probs`` ([prefixes, V])."""
         total = self.by_length[0]
         for n, masses in enumerate(self.by_length[1:], start=1):
             total = _extended(total, probs, n, self.vocabulary) + masses
@@ -118,7 +122,7 @@ class CommittedProbs:
 
 
 def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Tensor:
-    first = sum(vocabulary**level for level in range(length))  # the prefixes of one length stand together, in order
+    first = sum(vocabulary**level for level in range(length))  # prefixes of one length are adjacent, in order
     return (masses[:, None] * probs[first : first + len(masses)]).flatten()
 
 
@@ -126,9 +130,9 @@ def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Te
 def committed(
     draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, greedy: bool = False
 ) -> CommittedProbs:
-    """Masses of what one step commits, with at most ``depth`` drafts on a path.
+    """Return the masses of what one step commits, with at most ``depth`` drafts on a path.
 
-    ``greedy``: accept the target's greedy choices instead, as decoding does at temperature 0 with top-k drafts.
+    With ``greedy``, drafts are accepted by the target's greedy choices, as decoding does at temperature 0.
     """
     committed_probs = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
@@ -156,9 +160,9 @@ def committed(
 
 
 def total_variation(committed_probs: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
-    """Between what was committed, completed by the target, and the target's own distribution ([prefixes, V]).
+    """Return the distance between what was committed, completed by the target, and the target's distribution ``probs``.
 
-    ``length``: compare this many first tokens; by default depth + 1, all that a step can commit.
+    ``length``: number of first tokens to compare; by default depth + 1, the most that a step commits.
     """
     target_masses = probs[0]
     for n in range(1, committed_probs.depth + 1):

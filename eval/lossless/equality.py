@@ -1,7 +1,8 @@
-"""Is an answer that of autoregressive decoding, token for token, and if not: rounding, or which fault?
+"""Token-for-token comparison with autoregressive decoding, and the cause of a difference: rounding or a fault.
 
-Two orders of the same sums differ in the last bits, so two nearly equal logits may swap: a tie, no fault. Beyond that
-two recomputations of the target at the first difference tell faults apart, see :func:`compare_outputs`.
+Two orders of the same sums differ in the last bits, so two nearly equal logits may swap. This is a tie and not a fault.
+For other differences, two recomputations of the target at the first differing position tell the faults apart, see
+:func:`compare_outputs`.
 """
 
 from collections import Counter
@@ -20,21 +21,24 @@ from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.decoding.step_log import DecodeResult
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.75}
-"""Logits closer than this may swap by rounding. One forward over 40 tokens of SmolLM2-135M against the same step by
-step moved two of the eight likeliest tokens against each other by up to 3e-5 in float32, 0.05 in float16 and 0.5 in
-bfloat16, at logits of 24 to 28."""
+"""Logits closer than this may swap by rounding. Measured on SmolLM2-135M: one forward pass over 40 tokens against
+single steps moved two of the eight likeliest tokens against each other by up to 3e-5 in float32, 0.05 in float16 and
+0.5 in bfloat16. The logits were 24 to 28.
+"""
 
 
 @torch.inference_mode()
 def fresh_logits(base: BaseModel, ids: list[int]) -> torch.Tensor:
-    """[V] the target's logits after ``ids`` in one forward over all of them."""
+    """Return [V] the target's logits after ``ids``, from one forward pass over all of them."""
     tokens = torch.tensor([ids], device=base.device)
     hidden = base.forward(tokens, base.new_cache(len(ids))).final
     return base.logits(hidden[:, -1])[0]
 
 
 def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: list[int], position: int) -> float:
-    """Distance of the target's logits of the two answers' tokens at ``position``; infinite where one has ended."""
+    """Return the distance of the target's logits of both answers' tokens at ``position``; infinite if one answer has
+    ended.
+    """
     if position >= min(len(expected), len(other)):
         return float("inf")
     logits = fresh_logits(base, ids + expected[:position])
@@ -45,8 +49,11 @@ def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: li
 def draw_margin(
     base: BaseModel, sampler: Sampler, seed: int, ids: list[int], expected: list[int], other: list[int], position: int
 ) -> float:
-    """How far the two sampled tokens at ``position`` are from being one draw: the larger distance, in cumulative
-    probability, of the number that was drawn there from what chooses each of them.
+    """Return how far the random number drawn at ``position`` is from choosing both answers' tokens, as cumulative
+    probability.
+
+    Each token is chosen by an interval of numbers. The result is the larger distance of the drawn number from the two
+    intervals.
     """
     before = ids + expected[:position]
     probs = sampler.probs(fresh_logits(base, before)[None], torch.tensor([before], device=base.device))[0].double()
@@ -62,11 +69,11 @@ def draw_margin(
 def recompute_tokens(
     base: BaseModel, drafter: Drafter, config: DecodeConfig, ids: list[int], result: DecodeResult, position: int
 ) -> tuple[int | None, int | None]:
-    """The target's choice at answer position ``position``, computed again in two ways.
+    """Compute the target's choice at answer position ``position`` again, in two ways.
 
     Returns:
-        ``fresh_token``: in one forward over the whole prefix, without a cache; ``cached_token``: by verifying the same
-        step's tree again on a cache freshly filled with the prefix. None where no step committed that position.
+        ``fresh_token``: from one forward pass over the whole prefix, without a cache. ``cached_token``: from verifying
+        the same step's tree again on a cache freshly filled with the prefix; None if no step committed that position.
     """
     fresh = int(fresh_logits(base, ids + result.tokens[:position]).argmax())
     step = next((s for s in result.steps if s.position <= position < s.position + s.committed), None)
@@ -83,7 +90,7 @@ def recompute_tokens(
 
 
 class Diagnosis(Enum):
-    """Why an answer differs from that of autoregressive decoding."""
+    """Cause of a difference from autoregressive decoding."""
 
     TIE = "tie"
     MASK = "mask or position fault in tree verification"
@@ -95,22 +102,22 @@ class Diagnosis(Enum):
 
 @dataclass(frozen=True)
 class Equality:
-    """How an answer compares with that of autoregressive decoding, token for token."""
+    """Comparison of an answer with that of autoregressive decoding, token for token."""
 
     same: bool
     position: int | None = None
     """First answer position that differs; None when the same."""
     tokens: tuple[int, int] | None = None
-    """The expected and the answer's token there; None when one answer ended before the other."""
+    """The expected and the answer's token at that position; None when one answer ended before the other."""
     margin: float | None = None
-    """Distance of the target's logits of the two tokens; of sampled ones in cumulative probability."""
+    """Distance of the target's logits of the two tokens; for sampled tokens in cumulative probability."""
     near_tie: bool = False
-    """The margin is below the type's tolerance: rounding, not a wrong rule, explains the difference."""
+    """The margin is below the dtype's tolerance: rounding explains the difference."""
     diagnosis: Diagnosis | None = None
-    """None when the same."""
+    """None when the answers are the same."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values of a difference."""
+        """Return plain values of a difference."""
         return {
             "position": self.position,
             "tokens": self.tokens and list(self.tokens),
@@ -168,9 +175,9 @@ def compare_outputs(
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """How many of the answers are equal: "dtype", "same", "of", and "found" (diagnoses counted).
+    """Return how many answers are equal: "dtype", "same", "of", and "found" (counts of diagnoses).
 
-    In bfloat16 ties are common, so the rate is the result; in float32 everything but ties is a fault.
+    In bfloat16 ties are common, so the rate is the result. In float32 everything except ties is a fault.
     """
     return {
         "dtype": str(dtype).removeprefix("torch."),

@@ -1,9 +1,9 @@
-"""The export check: a written checkpoint is read back and must draft like the head that it came from.
+"""Export check: a written checkpoint is read back and must draft like the original head.
 
-Two heads, the original and the reloaded one, draft along the same plain answers of the base. Their logits must be equal
-up to the rounding of the checkpoint's dtype, and simulated decoding must accept as many tokens. Where the head's run
-left an estimate from training (top-1 accuracy on held-out answers), the checkpoint must come near that, too: a head
-that scores 98 % in training and 10 % in use is the commonest complaint about draft heads.
+Two heads, the original and the reloaded one, draft along the same answers of the base. Their logits must be equal up to
+the rounding of the checkpoint's dtype, and simulated decoding must accept as many tokens. If the head's run left an
+estimate from training (top-1 accuracy on held-out answers), the checkpoint must come near it too. A head that scores 98
+% in training and 10 % in use is the most common complaint about draft heads.
 """
 
 import math
@@ -33,24 +33,25 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 LOGIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference of two logits, as a share of the largest logit. Rounding a weight to bfloat16 moves it by up to
-2^-9 of itself; products and several layers add up."""
+"""Largest difference of two logits, as a share of the largest logit. Rounding a weight to bfloat16 changes it by up to
+2^-9 of its value, and the errors of products and layers add up.
+"""
 LENGTH_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 """Largest difference of the mean accepted length: rounding may swap two candidates that are nearly as likely."""
 POSITIONS = 16
-"""Positions of the first text at which logits are compared."""
+"""Positions of the first answer at which logits are compared."""
 
 
 @dataclass(frozen=True)
 class DraftQuality:
-    """How one head drafts along the texts."""
+    """Measurements of one head along the answers."""
 
     logits: Tensor
     """[n, K, W] float32."""
     mean_accepted_length: float
     """Mean accepted length, bonus token included, greedily with the head's own tree (a chain without one)."""
     accuracy: float
-    """Share of positions whose next-but-one token is the first head's likeliest: ``held_out_accept_1`` of training."""
+    """Share of positions at which the first draft is right: ``held_out_accept_1`` of training."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class ExportCheck:
     after: DraftQuality
     same_vocabulary: bool
     estimate: float | None
-    """The first head's accuracy on held-out answers at the end of training; None when the head's run has no log."""
+    """The first head's accuracy on held-out answers at the end of training; None if the head's run has no log."""
     estimate_tolerance: float
 
     @property
     def logit_error(self) -> float:
-        """Largest difference of the logits as a share of the largest; infinite where they are not comparable."""
+        """Largest difference of the logits as a share of the largest logit; infinite if they cannot be compared."""
         before, after = self.before.logits, self.after.logits
         if before.shape != after.shape:
             return math.inf
@@ -75,7 +76,7 @@ class ExportCheck:
         return error if math.isfinite(error) else math.inf
 
     def failures(self) -> list[str]:
-        """Why the checkpoint must not be used; empty when it may."""
+        """Return the reasons why the checkpoint must not be used; empty if it may be."""
         failures = [] if self.same_vocabulary else ["the draft vocabulary changed"]
         if self.logit_error > (limit := LOGIT_TOLERANCE[self.dtype]):
             failures.append(f"its logits differ by {self.logit_error:.2g} of the largest one, the limit is {limit:g}")
@@ -92,7 +93,7 @@ class ExportCheck:
         return failures
 
     def record(self) -> dict[str, Any]:
-        """The figures for the checkpoint's folder."""
+        """Return the figures for the checkpoint's folder."""
         before, after = self.before, self.after
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -111,7 +112,7 @@ def check_export(
     estimate: float | None = None,
     estimate_tolerance: float = 0.2,
 ) -> ExportCheck:
-    """Draft with both heads along ``texts``, plain greedy answers of ``base``."""
+    """Draft with both heads along ``texts``, greedy answers of ``base``, and compare."""
     tree = original.tree or TokenTree.chain(original.depth)
     before, after = (_quality(base, head, texts, tree) for head in (original, reloaded))
     same_vocabulary = torch.equal(original.d2t, reloaded.d2t)
@@ -119,7 +120,7 @@ def check_export(
 
 
 def training_estimate(head: str | Path) -> float | None:
-    """The first head's accuracy on held-out answers, from the log of the run that holds the head's folder."""
+    """Return the first head's accuracy on held-out answers from the log of the run that contains the head's folder."""
     rows = read_json_lines(Path(head).parent / "metrics.jsonl") if Path(head).is_dir() else []
     accuracies = [row["held_out_accept_1"] for row in rows if row.get("held_out_accept_1") is not None]
     return float(accuracies[-1]) if accuracies else None

@@ -1,6 +1,6 @@
-"""Targets and drafters that are tables: next-token logits for every prefix, small enough to enumerate.
+"""Targets and drafters as tables: next-token logits for every prefix, small enough to enumerate.
 
-They are drafted from by the functions that all stepwise drafters use.
+The functions that all stepwise drafters share draft from them.
 
 Shape legend: B rows, F frontier nodes, N tree nodes, V vocabulary.
 """
@@ -19,39 +19,39 @@ from drafthead.models.drafters.combined import combine
 from drafthead.models.drafters.experimental.horizontal_cascade import concatenate, drafted_tokens
 
 ROOT_TOKEN = 0
-"""The last committed token, which every prefix follows."""
+"""The last committed token, which precedes every prefix."""
 Draft = Callable[[Tensor, RandomSource], Proposal]
-"""From the roots ([B] int64) and random numbers to the drafted trees."""
+"""Function from the roots ([B] int64) and random numbers to the drafted trees."""
 
 
 class TabularLM:
-    """Next-token logits as a table over prefixes, each a number: 0, then ``V * prefix + 1 + token``."""
+    """Next-token logits as a table over prefixes, which are numbered: 0 is empty, then ``V * prefix + 1 + token``."""
 
     def __init__(self, logits: Tensor, vocabulary: int | None = None) -> None:
-        """[prefixes, V] float64; a drafter's may have fewer columns than the ``vocabulary`` that prefixes are of."""
+        """Take [prefixes, V] float64. A drafter's table may have fewer columns than the prefixes' ``vocabulary``."""
         self.logits = logits
         self.vocabulary = vocabulary or logits.shape[1]
 
     @classmethod
     def random(cls, vocabulary: int, depth: int, seed: int, spread: float = 1.5) -> "TabularLM":
-        """A table for prefixes of at most ``depth`` tokens; logits are normal with deviation ``spread``."""
+        """Return a table for prefixes of up to ``depth`` tokens, with normal logits of deviation ``spread``."""
         generator = torch.Generator().manual_seed(seed)
         count = sum(vocabulary**level for level in range(depth + 1))
         return cls(spread * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
 
     def near(self, seed: int, spread: float) -> "TabularLM":
-        """A table that differs by noise of deviation ``spread``: a drafter that has learned."""
+        """Return a table that differs by noise of standard deviation ``spread``, like a drafter that has learned."""
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.logits.shape, dtype=torch.float64, generator=generator)
         return TabularLM(self.logits + spread * noise)
 
     def after(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
-        """The number of each prefix longer by a token; 0 where the table has no such prefix."""
+        """Return the numbers of the prefixes extended by ``tokens``; 0 if the table has no such prefix."""
         longer = prefixes * self.vocabulary + 1 + tokens
         return torch.where(longer < len(self.logits), longer, 0)
 
     def of_nodes(self, proposal: Proposal) -> Tensor:
-        """[B, N] the prefix that ends with each node; the root's is 0."""
+        """Return [B, N] the prefix that ends with each node; the root's is 0."""
         tokens = proposal.tokens
         prefixes = torch.zeros_like(tokens)
         parents = proposal.shape.parents.expand(tokens.shape)
@@ -61,7 +61,7 @@ class TabularLM:
         return prefixes
 
     def probs(self, sampler: Sampler) -> Tensor:
-        """[prefixes, V] what ``sampler`` draws from after each prefix, itself preceded by the root."""
+        """Return [prefixes, V] the distribution of ``sampler`` after each prefix, which the root precedes."""
         paths: list[list[int]] = [[ROOT_TOKEN]]
         while len(paths) < len(self.logits):
             parent, token = divmod(len(paths) - 1, self.vocabulary)
@@ -72,12 +72,14 @@ class TabularLM:
 
 
 def any_confidence(prefixes: Tensor) -> Tensor:
-    """Numbers in [0.4, 1) as different as those of a confidence head: exactness does not depend on their values."""
+    """Return confidences in [0.4, 1) that vary like those of a confidence head: exactness does not depend on their
+    values.
+    """
     return 0.4 + 0.6 * ((prefixes + 1) * 0.6180339887).frac()
 
 
 class _ByPrefix:
-    """Every node has a distribution of its own, as of a model that has read the path."""
+    """Draft pass in which every node has its own distribution, like a model that has read the path."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._root, self._prefixes = table, True, prefixes[:, None]
@@ -93,7 +95,7 @@ class _ByPrefix:
 
 
 class _ByLevel:
-    """All nodes of a level share a distribution and its samples, as of Medusa's heads."""
+    """Draft pass in which all nodes of a level share a distribution and its samples, like Medusa's heads."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._rows, self._level = table, len(prefixes), -1
@@ -108,17 +110,17 @@ class _ByLevel:
 
 @dataclass(frozen=True)
 class TableDraft:
-    """Drafting from a table, by the functions of ``models/decoding/growth.py``."""
+    """Drafting from a table with the functions of ``models/decoding/growth.py``."""
 
     table: TabularLM
     draft_config: DraftConfig
     shared: bool = False
     """All nodes of a level share their candidates or samples."""
     draft_vocabulary: int | None = None
-    """Draft so many ids only, the last of the vocabulary backwards; None: all."""
+    """Number of ids that are drafted, counted from the vocabulary's end; None: all."""
 
     def __call__(self, last_token: Tensor, rng: RandomSource, prefixes: Tensor | None = None) -> Proposal:
-        """Draft after ``last_token`` ([B]), which ends ``prefixes`` ([B]; None: the empty one)."""
+        """Draft after ``last_token`` ([B]), which ends ``prefixes`` ([B]; None: the empty prefix)."""
         prefixes = torch.zeros_like(last_token) if prefixes is None else prefixes
         vocabulary = self.table.vocabulary
         ids = torch.arange(vocabulary)
@@ -130,12 +132,12 @@ class TableDraft:
 
 
 def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource) -> Proposal:
-    """The union of what several drafters draft after ``last_token`` ([B])."""
+    """Return the union of what several drafters draft after ``last_token`` ([B])."""
     return combine([part(last_token, rng) for part in parts])
 
 
 def relay_draft(parts: Sequence[TableDraft], last_token: Tensor, rng: RandomSource) -> Proposal:
-    """Chains along one path: each part begins where the one before it ended, row by row."""
+    """Draft chains along one path: each drafter begins where the one before ended, row by row."""
     proposal = root_only(last_token)
     for drafter in parts:
         leaf = drafted_tokens(proposal)[:, None]

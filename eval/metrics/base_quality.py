@@ -1,7 +1,7 @@
-"""What tuning a base cost it: perplexity and greedy match rate beside the original base, and the recipe's limits.
+"""The cost of tuning a base: perplexity and greedy match rate against the original base, and the recipe's limits.
 
 Both models read the same held-out tokens (teacher forcing). The greedy match rate is the share of positions with the
-same top-1 token: what of a greedy answer stays as it was, token by token.
+same top-1 token.
 
 Shape legend: n tokens, V vocabulary.
 """
@@ -40,25 +40,25 @@ class QualityLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseComparison:
-    """A tuned base beside the original one, on one kind of tokens."""
+    """A tuned base compared with the original one, on one kind of tokens."""
 
     tokens: int
     original_perplexity: float
     tuned_perplexity: float
     greedy_match_rate: float
-    """Share of tokens at which both have the same top-1."""
+    """Share of tokens at which both have the same top-1 token."""
     kl: float
     """Nats per token, KL(original || tuned)."""
 
     @property
     def perplexity_ratio(self) -> float:
-        """Tuned over original; 1 is unchanged."""
+        """Perplexity of the tuned base over the original's; 1 is unchanged."""
         return self.tuned_perplexity / self.original_perplexity
 
 
 @torch.no_grad()
 def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[TrainBatch]) -> BaseComparison:
-    """Both models over the trained tokens of packed rows (targets at which ``loss_mask`` is set)."""
+    """Compare both models on the trained tokens of packed rows (targets at which ``loss_mask`` is set)."""
     total = torch.zeros(5, dtype=torch.float64)
     for batch in batches:
         ids, valid = (chunk.to(tuned.device) for chunk in batch.draft_targets(0))
@@ -81,7 +81,7 @@ def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[Train
 
 
 def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
-    """[5] float64: tokens, both negative log-likelihoods, greedy matches, KL."""
+    """Return [5] float64: number of tokens, both negative log-likelihoods, greedy matches, KL."""
     before, after = original_nV.float().log_softmax(-1), tuned_nV.float().log_softmax(-1)
     nll = [-dist.gather(1, targets_n[:, None]).double().sum() for dist in (before, after)]
     matches = (before.argmax(-1) == after.argmax(-1)).double().sum()
@@ -90,7 +90,7 @@ def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
 
 
 def check_quality(comparisons: dict[str, BaseComparison], limits: QualityLimits) -> dict[str, Any]:
-    """The comparison by kind of tokens, and which limits it exceeds, as plain values: ``quality.json``."""
+    """Return the comparison by kind of tokens and the exceeded limits, as plain values for ``quality.json``."""
     failures = []
     for kind, row in comparisons.items():
         ratio, least = limits.max_perplexity_ratio, limits.min_greedy_match_rate
@@ -107,7 +107,7 @@ def check_quality(comparisons: dict[str, BaseComparison], limits: QualityLimits)
 
 
 def quality_line(quality: dict[str, Any]) -> str:
-    """Whether ``quality.json`` keeps its limits, and which those are."""
+    """Return a line about ``quality.json``: the exceeded limits, or those that were kept."""
     if quality["failures"]:
         return f"quality limits exceeded: {'; '.join(quality['failures'])}"
     ratio, match_rate = quality["limits"]["max_perplexity_ratio"], quality["limits"]["min_greedy_match_rate"]

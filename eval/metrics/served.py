@@ -1,4 +1,4 @@
-"""What an engine did with a head against what our own engine did: acceptance by position, and the texts."""
+"""An engine's results with a head compared with our own engine's: acceptance by position, and the answers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,14 +20,14 @@ def compare_engines(
     against_plain: Mapping[str, Sequence[Equality]],
     tolerance: float,
 ) -> dict[str, dict[str, Any]]:
-    """Per engine: version, speeds, acceptance by position beside ours, texts, and "failures".
+    """Return, per engine: version, speeds, acceptance by position next to ours, equal answers, and "failures".
 
     Args:
         served: the engines, and the name of our chain.
-        results: of the interleaved run.
-        equalities: per method, how its texts compare with our autoregressive ones.
-        against_plain: per engine, how its speculative texts compare with its own plain ones; missing by url.
-        tolerance: share by which the mean accepted length, and of the steps each position's acceptance, may differ.
+        results: results of the interleaved run.
+        equalities: per method, the comparison of its answers with our autoregressive ones.
+        against_plain: per engine, the comparison of its speculative answers with its plain ones; missing without those.
+        tolerance: largest difference of the mean accepted length, as a share of it, and of each position's acceptance.
     """
     ours = _acceptance(results[served.chain])
     by_engine = {}
@@ -62,7 +62,7 @@ def _answered(results: Sequence[DecodeResult]) -> list[DecodeResult]:
 
 
 def _acceptance(results: Sequence[DecodeResult]) -> dict[str, Any]:
-    """Steps that drafted, how many accepted each position, and the mean accepted length."""
+    """Return the number of steps that drafted, how many accepted each position, and the mean accepted length."""
     answered = _answered(results)
     steps = acceptance.drafting_steps(answered)
     deepest = max((step.depth for step in steps), default=0)
@@ -97,7 +97,7 @@ def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
 
 
 def engine_lines(evaluation: dict[str, Any]) -> list[str]:
-    """A line for every engine, for a terminal, a page and a card."""
+    """Return lines about every engine, for a terminal, a page and a model card."""
     lines = []
     for row in evaluation.get("engines", {}).values():
         speeds, texts, counts = row["tokens_per_second"], row["texts"], row["acceptance"]
@@ -118,5 +118,5 @@ def engine_lines(evaluation: dict[str, Any]) -> list[str]:
 
 
 def engine_failures(evaluation: dict[str, Any]) -> list[str]:
-    """What is wrong with any engine's serving; empty when all serve the head as trained."""
+    """Return the faults of any engine; empty if all serve the head as trained."""
     return [failure for row in evaluation.get("engines", {}).values() for failure in row["failures"]]

@@ -1,8 +1,8 @@
-"""The measured speedup, term by term, Leviathan's closed form beside it, and the best draft for this machine.
+"""The measured speedup term by term, Leviathan's closed form, and the best draft for this machine.
 
-A step commits m tokens and takes d seconds to draft, v to verify and o for the loop around them; an autoregressive step
-takes v1 + o1 for one token. So the steps' speedup is m (v1 + o1) / (d + v + o): every term is measured in the same run.
-The prefill and whatever else lies outside the steps then pull the speedup of the whole towards 1.
+A step commits m tokens. It takes d seconds to draft, v to verify and o for the loop around them. An autoregressive step
+takes v1 + o1 for one token. So the speedup of the steps is m (v1 + o1) / (d + v + o), and every term is measured in the
+same run. The prefill and other time outside the steps then pull the whole speedup towards 1.
 """
 
 import math
@@ -22,7 +22,7 @@ LONGEST_CHAIN = 64
 
 
 def expected_tokens(rate: float, drafts: int) -> float:
-    """Leviathan (2211.17192): tokens that a step with a chain of k drafts commits, (1 - alpha^(k+1)) / (1 - alpha)."""
+    """Return Leviathan's (2211.17192) tokens per step with a chain of k drafts, (1 - alpha^(k+1)) / (1 - alpha)."""
     return drafts + 1.0 if rate == 1 else (1 - rate ** (drafts + 1)) / (1 - rate)
 
 
@@ -82,7 +82,7 @@ class WaterfallStep:
 
 @dataclass(frozen=True)
 class Option:
-    """A draft that could be used, and what the measured terms predict of it."""
+    """A possible draft, and its performance predicted from the measured terms."""
 
     nodes: int
     """Tokens to verify, root included; 1 is autoregressive decoding."""
@@ -94,11 +94,11 @@ class Option:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Leviathan's formula beside the measurement."""
+    """Leviathan's formula compared with the measurement."""
 
     alpha: float
     alpha_is: str
-    """"alpha", or what stands in for it."""
+    """"alpha", or the name of its substitute."""
     draft_cost: float
     drafts: int
     """Chain length of the run, rounded from its mean depth."""
@@ -107,11 +107,11 @@ class ClosedForm:
     optimal_drafts: int
     optimal_speedup: float
     improves: bool
-    """alpha > c: some chain beats autoregressive decoding."""
+    """alpha > c: some chain is faster than autoregressive decoding."""
 
     @classmethod
     def of(cls, results: Results, baseline: StepTerms, method: StepTerms) -> Self:
-        """From a run that drafted."""
+        """Return the closed form of a run that drafted."""
         known = alpha(results)
         # A tree's log does not tell alpha.
         rate = (acceptance_per_depth(results)[0] if known is None else known).value
@@ -133,26 +133,26 @@ class ClosedForm:
 
 @dataclass(frozen=True)
 class SpeedupBreakdown:
-    """A speedup and what it is made of."""
+    """A speedup and its terms."""
 
     autoregressive: StepTerms
     method: StepTerms
     predicted: float
     """m (v1 + o1) / (d + v + o)."""
     predicted_from_costs: float | None
-    """The same with the step costs measured beforehand, at the run's mean tree size; None without them."""
+    """The same formula with step costs measured beforehand, at the run's mean tree size; None without them."""
     measured: float
     """Tokens per second over the baseline's, totals over totals."""
     residual: float
-    """Measured minus the waterfall's last: answers of other lengths, which share out the prefill otherwise."""
+    """Measured speedup minus the waterfall's last level: answers of other lengths share the prefill differently."""
     waterfall: list[WaterfallStep]
     closed_form: ClosedForm | None
-    """None without a draft."""
+    """None if nothing was drafted."""
     best_chain: Option | None = None
     best_tree: Option | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; None for what is not finite."""
+        """Return plain values; None for values that are not finite."""
         values: dict[str, Any] = finite(asdict(self))
         return values
 
@@ -160,10 +160,10 @@ class SpeedupBreakdown:
 def speedup_breakdown(
     baseline: Results, method: Results, costs: CostModel | None = None, order: TreeOrder | None = None
 ) -> SpeedupBreakdown | None:
-    """The speedup of ``method`` over ``baseline`` on the same prompts, taken apart; None when one made no step.
+    """Break down the speedup of ``method`` over ``baseline`` on the same prompts; None if one of them made no step.
 
     Without ``costs`` no best draft is named. ``order`` (calibrated nodes with their acceptances) gives the best tree
-    and chain; without it the best chain comes from the run's conditional acceptances, where the run drafted chains.
+    and chain. Without it the best chain comes from the run's conditional acceptances, if the run drafted chains.
     """
     before, after = StepTerms.of(baseline), StepTerms.of(method)
     if not (before.step_s > 0 and after.step_s > 0):
@@ -191,10 +191,10 @@ def speedup_breakdown(
 
 
 def _waterfall(baseline: StepTerms, method: StepTerms) -> list[WaterfallStep]:
-    """From the speedup if a step cost what an autoregressive one does, one cost after the other, to the measured."""
+    """Return the levels from the speedup at free drafts down to the measured one, adding one cost at a time."""
     m, one = method.tokens, baseline.step_s
     growth = method.verify_s - baseline.verify_s
-    # Outside the steps both take their own time; autoregressive decoding makes m steps where this one makes one.
+    # Autoregressive decoding makes m steps for one of this method, and each has time outside the steps.
     whole = (m * (one + baseline.outside_s)) / (method.step_s + method.outside_s)
     speeds = [
         ("ideal: mean accepted length", m),
@@ -208,10 +208,10 @@ def _waterfall(baseline: StepTerms, method: StepTerms) -> list[WaterfallStep]:
 
 
 def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> list[Option]:
-    """What the first 0, 1, 2, ... nodes of a growing draft would buy.
+    """Return the predicted performance of the first 0, 1, 2, ... nodes of a growing draft.
 
-    ``values``: probability that each node is accepted, in the order of growth; of a chain the running products of its
-    conditional acceptances. ``depths``: how deep each node stands.
+    ``values``: probability that each node is accepted, in the order of growth; for a chain the running products of its
+    conditional acceptances. ``depths``: depth of each node.
     """
     deepest = accumulate(depths, max, initial=0)
     return [
@@ -221,12 +221,14 @@ def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) ->
 
 
 def best_option(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> Option | None:
-    """The fastest of ``options``, autoregressive decoding among them; None without values."""
+    """Return the fastest of ``options``, which include autoregressive decoding; None without values."""
     return max(options(values, depths, costs), key=lambda option: option.speedup) if values else None
 
 
 def chain_values(results: Results, order: TreeOrder | None = None) -> list[float]:
-    """Probability that each draft of a chain is accepted: by ``order``, else measured; empty when only trees ran."""
+    """Return the probability that each draft of a chain is accepted: by ``order``, else measured; empty if only trees
+    ran.
+    """
     if order is not None:
         return [value for path, value in zip(order.paths, order.values, strict=True) if not any(path)]
     if alpha(results) is None:

@@ -1,6 +1,6 @@
-"""What ``eval.json`` holds: the metrics of every method, per task and over all, and the headline's speedup taken apart.
+"""The contents of ``eval.json``: metrics of every method, per task and over all, and the breakdown of the speedup.
 
-Plain JSON values, null where nothing was measured.
+Plain JSON values, null if nothing was measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ from drafthead.eval.trees.search import TreeOrder
 from drafthead.models.decoding.step_log import DecodeResult
 
 AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
-"""Autoregressive decoding: transformers' ``generate`` over its stock modules and over ours, and our loop."""
+"""Kinds of autoregressive decoding: transformers' ``generate`` over its stock modules and over ours, and our loop."""
 METHOD = "speculative"
-"""The method that the headline is about, where it ran."""
+"""Name of the headline's method, if it ran."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Answers:
     """Some turns, answered by all methods."""
 
     questions: list[tuple[str, int]]
-    """Task and number: what the turns of one conversation share."""
+    """Task and number, which the turns of one conversation share."""
     places: list[dict[str, int]]
     results: dict[str, list[DecodeResult]]
     equalities: dict[str, list[Equality]]
@@ -51,21 +51,23 @@ def summarise(
     costs: CostModel | None = None,
     order: TreeOrder | None = None,
 ) -> dict[str, Any]:
-    """Everything that ``eval.json`` says of the answers.
+    """Return everything in ``eval.json`` about the answers.
 
     Args:
-        timed: results of one of ``AUTOREGRESSIVE`` and of one other name, a method, at least.
-        equalities: per method and turn; those of methods may be missing.
-        retokenised: for the Spec-Bench-compatible numbers.
-        dtype: that the target computed in: what counts as a tie.
+        timed: results of at least one of ``AUTOREGRESSIVE`` and one method.
+        equalities: comparison per method and turn; some methods may be missing.
+        retokenised: token count for the Spec-Bench-compatible numbers.
+        dtype: the target's dtype, which determines what counts as a tie.
         costs: for the best draft on this machine.
         order: calibrated nodes, for the best tree.
 
     Returns:
-        "tasks": per task, and "overall": the headline method's numbers, and under "methods" each method's;
-        "failed": prompts left out of both, with the reason; "headline": its method's name; "metrics": per method every
-        metric there is; "by_position", "by_context", "by_entropy": the headline's acceptance in bins;
-        "speedup_breakdown": its speedup over each baseline, term by term; "equality": its rate and the target's type.
+        "tasks" and "overall": the headline method's numbers, and each method's under "methods".
+        "failed": prompts left out of both, with the reason. "headline": name of its method.
+        "metrics": every metric per method.
+        "by_position", "by_context", "by_entropy": the headline's acceptance in bins.
+        "speedup_breakdown": the headline's speedup over each baseline, term by term.
+        "equality": rate of equal answers, and the target's dtype.
     """
     prompts, results = timed.prompts, timed.results
     methods, baselines = method_names(results), [name for name in AUTOREGRESSIVE if name in results]
@@ -102,27 +104,27 @@ def summarise(
 
 
 def method_names(names: Mapping[str, object]) -> list[str]:
-    """Which of ``names`` are methods, the headline's first."""
+    """Return the methods among ``names``, the headline's first."""
     methods = [name for name in names if name not in AUTOREGRESSIVE]
     return sorted(methods, key=lambda name: name != METHOD)
 
 
 def fastest_autoregressive(group: dict[str, Any]) -> tuple[str, float | None]:
-    """Name and tokens per second of the fastest baseline in a group of ``summarise``."""
+    """Return name and tokens per second of the fastest baseline in a group of ``summarise``."""
     speeds: dict[str, float | None] = group["autoregressive_tokens_per_second"]
     name = max(speeds, key=lambda baseline: speeds[baseline] or 0.0)
     return name, speeds[name]
 
 
 def speedup_of(group: dict[str, Any], method: str | None = None) -> float | None:
-    """Speedup over the fastest baseline, the one to quote, in a group of ``summarise``; None is the headline's."""
+    """Return the speedup over the fastest baseline in a group of ``summarise``; ``method`` None is the headline's."""
     numbers = group if method is None else group["methods"][method]
     value: float | None = numbers["speedup"][f"vs_{fastest_autoregressive(group)[0]}"]
     return value
 
 
 def _group(answers: _Answers, retokenised: speed.Retokenised) -> dict[str, Any]:
-    """The numbers of these answers: the headline's, and each method's."""
+    """Return the numbers of these answers: the headline's, and each method's."""
     runs = {name: answers.results[name] for name in AUTOREGRESSIVE if name in answers.results}
     speeds = {name: finite(speed.tokens_per_second(run).value) for name, run in runs.items()}
     shared: dict[str, Any] = {"autoregressive_tokens_per_second": speeds}

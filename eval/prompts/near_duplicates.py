@@ -1,15 +1,15 @@
-"""Training prompts that resemble evaluation prompts."""
+"""Detection of training prompts that resemble evaluation prompts."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable
 
 SHARED = 0.5
-"""Share of the shorter text's three-word sequences from which two texts count as near-duplicates."""
+"""Share of the shorter text's three-word sequences at which two texts count as near-duplicates."""
 
 
 class NearDuplicates:
-    """Finds texts that share ``SHARED`` of the shorter one's three-word sequences with one of ``texts``."""
+    """Set of texts whose ``in`` is true for texts that share ``SHARED`` of the shorter one's three-word sequences."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._sizes: list[int] = []
@@ -26,6 +26,6 @@ class NearDuplicates:
 
 
 def _sequences(text: str) -> set[tuple[str, ...]]:
-    """Sequences of three words, without case and punctuation; a shorter text is one sequence."""
+    """Return all sequences of three words, without case and punctuation; a shorter text is one sequence."""
     words = re.findall(r"\w+", text.casefold())
     return {tuple(words[n : n + 3]) for n in range(max(1, len(words) - 2))}

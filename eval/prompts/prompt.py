@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """One conversation to answer, turn by turn; or token ids, taken as they are."""
+    """A conversation to answer turn by turn; or token ids, used unchanged."""
 
     task: str
     number: int
     """Position in the whole suite, before ``tasks`` and ``limit``."""
     messages: list[Message]
-    """What comes before the first answer, a user's turn last. Empty with ``input_ids``."""
+    """Messages before the first answer, a user's turn last. Empty with ``input_ids``."""
     later_turns: tuple[str, ...] = ()
-    """The user's later messages, each sent after the answer to the one before it."""
+    """The user's later messages, each sent after the answer to the previous one."""
     input_ids: tuple[int, ...] | None = None
-    """A prompt that comes tokenised; no chat template touches it."""
+    """A tokenised prompt, to which no chat template is applied."""
 
     @property
     def turns(self) -> int:
@@ -32,11 +32,11 @@ class EvalPrompt:
 
     @property
     def user_turns(self) -> tuple[str, ...]:
-        """What the user says, turn by turn; empty for token ids."""
+        """The user's messages, turn by turn; empty for token ids."""
         return *(m["content"] for m in self.messages if m["role"] == "user"), *self.later_turns
 
     def where(self, turn: int = 0) -> str:
-        """What messages call the prompt, or its turn ``turn`` (from 0)."""
+        """Return a name of the prompt, or of its turn ``turn`` (from 0), for messages."""
         of_many = f", turn {turn + 1} of {self.turns}" if self.turns > 1 else ""
         return f"prompt {self.number} ({self.task}{of_many})"
 
@@ -47,12 +47,12 @@ def conversation_ids(
     answers: Sequence[Sequence[int]] = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of turn ``len(answers)`` of ``prompt``.
+    """Return the token ids of turn ``len(answers)`` of ``prompt``.
 
-    All decoders must read the same context, or their times could not be compared: pass the answers of autoregressive
-    greedy decoding to the turns before, whichever decoder is timed. (In Spec-Bench the context holds the method's own
-    answer; under lossless greedy decoding the two are equal.) As there, an answer enters as text, without special
-    tokens and outer spacing, and is rendered with the rest of the conversation.
+    All decoders must read the same context, or their times could not be compared. So pass the autoregressive answers to
+    the earlier turns, whichever decoder is timed. Spec-Bench uses the method's own answers, which are equal under
+    lossless greedy decoding. As in Spec-Bench, an answer enters as text without special tokens and outer spaces, and is
+    rendered with the rest of the conversation.
     """
     where = prompt.where(len(answers))
     if prompt.input_ids is not None:

@@ -1,4 +1,4 @@
-"""Evaluation prompts from the user's own JSONL files and from Hugging Face datasets."""
+"""Evaluation prompts from the user's JSONL files and from Hugging Face datasets."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 
 COLUMNS = ("prompt", "messages", "turns", "input_ids")
-"""Keys of a JSONL line, one of them each; and the columns of a dataset that are looked for, in this order."""
+"""Keys of a JSONL line, of which it has one; and the columns searched for in a dataset, in this order."""
 MORE_COLUMNS = ("question", "instruction", "text")
 TASK_COLUMNS = ("task", "category")
 MAX_LISTED = 5
@@ -25,11 +25,12 @@ T = TypeVar("T")
 
 
 def read_jsonl(path: Path) -> list[EvalPrompt]:
-    """Prompts of a JSONL file, one a line; blank lines are skipped.
+    """Read the prompts of a JSONL file, one per line; blank lines are skipped.
 
-    A line holds one of ``COLUMNS``: a text, a conversation (answers at its end are left out; the user's several last
-    messages are sent one after the other), texts to send one after the other, or token ids; and optionally "task"
-    (else the file's name). Whether a prompt is empty or too long for the base is checked when it is used.
+    A line has one of ``COLUMNS``, and optionally "task" (by default the file's name). It holds a text, a conversation,
+    texts to send one after the other, or token ids. Answers at a conversation's end are removed, and the user's last
+    messages are sent one after the other. Prompts that are empty or too long for the base are reported when they are
+    used.
     """
 
     def convert(line: bytes, number: int) -> EvalPrompt:
@@ -46,12 +47,12 @@ def read_jsonl(path: Path) -> list[EvalPrompt]:
 
 
 def read_dataset(spec: str) -> list[EvalPrompt]:
-    """Prompts of a Hugging Face dataset, one a row.
+    """Read the prompts of a Hugging Face dataset, one per row.
 
-    ``spec`` is ``NAME[:SPLIT[:COLUMN]]``. NAME is a hub id (``user/name`` or ``user/name/config``), a dataset folder or
-    a data file; SPLIT may be a slice such as ``train[:200]`` (by default the first there is of test,
-    validation and train); COLUMN holds what a JSONL line may hold (by default the first there is of ``COLUMNS`` and
-    ``MORE_COLUMNS``). A column "task" or "category" names the tasks, else NAME does.
+    ``spec`` is ``NAME[:SPLIT[:COLUMN]]``. NAME is a Hub id (``user/name`` or ``user/name/config``), a dataset folder or
+    a data file. SPLIT may be a slice such as ``train[:200]``; the default is the first of test, validation and train.
+    COLUMN holds what a JSONL line may hold; the default is the first of ``COLUMNS`` and ``MORE_COLUMNS``. A column
+    "task" or "category" names the tasks, else NAME does.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -78,9 +79,11 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
 
 
 def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
-    """A prompt from a text, a conversation, a list of texts or token ids; the error's message follows a place."""
+    """Return a prompt from a text, a conversation, a list of texts or token ids. Error messages continue after a line's
+    name.
+    """
     if not isinstance(task, str) or not task:
-        raise UserError(f"has a task that is no text: {_shown(task)}")
+        raise UserError(f"has a task that is not a text: {_shown(task)}")
     if isinstance(value, list) and all(type(token) is int for token in value):
         return EvalPrompt(task, number, [], input_ids=tuple(value))
     if isinstance(value, str):
@@ -99,7 +102,7 @@ def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
         "".join(m["content"] for m in messages).encode()
     except UnicodeEncodeError as error:
         raise UserError(f"holds half a character ({error.reason}), which no tokenizer reads") from None
-    # The user's words at the end that nobody has answered: all but the first wait for an answer.
+    # Of the user's unanswered messages at the end, all but the first wait for an answer.
     first = max((i for i, m in enumerate(messages[:-1]) if m["role"] != "user"), default=-1) + 1
     return EvalPrompt(task, number, messages[: first + 1], tuple(m["content"] for m in messages[first + 1 :]))
 
@@ -107,7 +110,7 @@ def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
 def _convert_all(
     entries: Iterable[tuple[str, T]], convert: Callable[[T, int], EvalPrompt], source: str, expected: str
 ) -> list[EvalPrompt]:
-    """Convert all entries before complaining, so that one message is enough to repair a file."""
+    """Convert all entries before raising, so that one message is enough to repair a file."""
     prompts: list[EvalPrompt] = []
     broken: list[str] = []
     for number, (label, entry) in enumerate(entries):

@@ -29,17 +29,18 @@ BUILTIN = (
 def load_suite(
     name: str, limit: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None, split: str = "all"
 ) -> list[EvalPrompt]:
-    """Load the prompts of a suite, in the suite's own order.
+    """Return the prompts of a suite, in the suite's own order.
 
     Args:
-        name: "spec_bench_like" (480 prompts, six tasks: ``embedded.eval_sets``), "code" (HumanEval, 164), "mt_bench"
-            (80 first turns, task = category), "mt_bench_turns" (the same with both turns), "long_context" (passages of
-            1,000 to 6,000 tokens), "long_questions" (a question about one of many passages, 2,000 to 6,000 tokens),
-            "smoke" (12 of mt_bench, over all 8 categories), "builtin" (6 written prompts, needs no package), the path
-            of a .jsonl file (``files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]" (``files.read_dataset``).
-        limit: keep this many, spread evenly over the tasks; None keeps all.
-        seed: which prompts of a task a ``limit`` keeps.
-        tasks: keep these tasks only; None or none keeps all.
+        name: a packaged suite, the path of a .jsonl file (``prompt_files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]"
+            (``prompt_files.read_dataset``). Packaged suites are "spec_bench_like" (480 prompts, six tasks, see
+            ``embedded.eval_sets``), "code" (HumanEval, 164), "mt_bench" (80 first turns, task = category),
+            "mt_bench_turns" (both turns), "long_context" (passages of 1,000 to 6,000 tokens), "long_questions"
+            (a question about one of many passages, 2,000 to 6,000 tokens), "smoke" (12 of mt_bench over all
+            8 categories), and "builtin" (6 prompts, which need no package).
+        limit: number of prompts, spread evenly over the tasks; None: all.
+        seed: determines which prompts of a task a ``limit`` selects.
+        tasks: only these tasks; None or empty: all.
         split: "dev" or "test", the halves of every task's prompts; "all" is both.
     """
     if limit is not None and limit < 1:
@@ -60,7 +61,7 @@ def load_suite(
 
 
 def suite_label(name: str) -> str:
-    """``name`` as part of a file name: "hf:user/set:test" becomes "hf-user-set-test", a file its own name."""
+    """Return ``name`` as part of a file name: "hf:user/set:test" becomes "hf-user-set-test", a file's path its name."""
     label = Path(name).stem if name.endswith(".jsonl") else name
     return re.sub(r"[^\w.-]+", "-", label).strip("-.") or "suite"
 

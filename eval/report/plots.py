@@ -1,6 +1,6 @@
-"""The figures of a report, of a run's training curves and of a token tree: drawn, captioned, as PNG.
+"""Figures of a report, of training curves and of a token tree, as PNG with captions.
 
-Figures have no backend and leave matplotlib's global state alone; they are readable at the width of a phone.
+Figures have no backend and leave matplotlib's global state unchanged. They are readable at the width of a phone.
 """
 
 import io
@@ -25,16 +25,16 @@ from drafthead.models.token_tree import TokenTree
 INK, MUTED, GRID = "#1b2430", "#5b6775", "#e3e7ec"  # also in report.mplstyle
 ACCENT, SOFT, WARM = "#0b6e99", "#9fc9dc", "#c8501e"
 styled: ContextDecorator = rc_context(fname=Path(__file__).with_name("report.mplstyle"))
-"""Decorates functions that draw."""
+"""Decorator of functions that draw."""
 MAX_BINS = 8
-"""More bars than this do not read on a phone: neighbouring bins of positions are merged."""
+"""More bars are unreadable on a phone, so neighbouring bins of positions are merged."""
 SPEED_LABEL = "speed, autoregressive decoding = 1"
 TRAINING = {"training_loss": "loss_", "training_acceptance": "accept_"}
-"""Figures of a run's training by file name, and the prefix of the metric that each shows."""
+"""Figures of a run's training by file name, and the prefix of their metrics."""
 LONGEST_LABEL = 20
-"""Characters of a name beside a bar; longer ones stand above it."""
+"""Characters of a name left of a bar; longer names are written above it."""
 SpeedupRow = tuple[str, float, float | None, float | None]
-"""Name, speedup, and its interval where there is one."""
+"""Name, speedup, and its interval or None."""
 
 
 def draw_figures(
@@ -43,7 +43,7 @@ def draw_figures(
     tree: TokenTree | None,
     training_log: Sequence[dict[str, Any]] | None,
 ) -> Iterator[tuple[str, Figure]]:
-    """File name and figure; what was not measured is left out. Arguments as of ``write_report``."""
+    """Yield file name and figure of everything that was measured. Arguments are those of ``write_report``."""
     overall = evaluation["overall"]
     groups = [*evaluation["tasks"].items(), ("overall", overall)]
     if tasks := _with_speedup((name, speedup_of(group), group) for name, group in groups):
@@ -76,9 +76,9 @@ def draw_figures(
 
 @styled
 def new_axes(height: float = 3.0) -> tuple[Figure, Axes]:
-    """A figure without a backend, and its axes; ``height`` in inches.
+    """Return a figure without a backend, and its axes; ``height`` in inches.
 
-    Shown 350 pixels wide on a phone, the 4.6 inches have 11 point type still 12 pixels high.
+    Shown 350 pixels wide on a phone, text of 11 points in a figure of 4.6 inches is still 12 pixels high.
     """
     figure = Figure(figsize=(4.6, height), layout="constrained", facecolor="white")
     return figure, figure.subplots()
@@ -86,7 +86,7 @@ def new_axes(height: float = 3.0) -> tuple[Figure, Axes]:
 
 @styled
 def save_png(figure: Figure, path: Path) -> bytes:
-    """Write ``figure`` at 200 dots per inch, atomically; returns what was written."""
+    """Write ``figure`` at 200 dots per inch, atomically; returns the PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200)
     write_atomic(path, buffer.getvalue())
@@ -94,21 +94,21 @@ def save_png(figure: Figure, path: Path) -> bytes:
 
 
 def save_training_plots(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write the figures of ``TRAINING`` from rows of ``metrics.jsonl`` into ``folder``, as far as measured."""
+    """Write the figures of ``TRAINING`` into ``folder``, from rows of ``metrics.jsonl``."""
     for name, prefix in TRAINING.items():
         if (figure := training(rows, prefix)) is not None:
             save_png(figure, folder / f"{name}.png")
 
 
 def short_name(spec: str) -> str:
-    """A drafter's expression, with head folders by the name of their run and corpora by their last folder."""
+    """Return a drafter's expression with shorter names: a head's folder by its run, a corpus by its last folder."""
     spec = re.sub(r"head:(?:[^+@()]*/)?([^/+@()]+)/head\b", r"head:\1", spec)
     return re.sub(r"max_gram:(?:[^+@()]*/)?([^/+@()]+)", r"max_gram:\1", spec)
 
 
 @styled
 def speedup(rows: Sequence[SpeedupRow]) -> Figure:
-    """Speedup with its interval, best first; the last row is the total."""
+    """Draw speedups with their intervals, best first; the last row is the total."""
     ordered = [*sorted(rows[:-1], key=lambda row: -row[1]), rows[-1]]
     names, values, _, _ = zip(*ordered, strict=True)
     names, positions = tuple(map(short_name, names)), range(len(ordered))
@@ -134,7 +134,7 @@ def speedup(rows: Sequence[SpeedupRow]) -> Figure:
 
 @styled
 def waterfall(explained: dict[str, Any]) -> Figure:
-    """From the mean accepted length down to the measured speedup, one cost at a time."""
+    """Draw the way from the mean accepted length down to the measured speedup, one cost at a time."""
     levels = explained["waterfall"]
     rows = [(level["name"], level["speedup"] - level["change"], level["speedup"]) for level in levels]
     rows[0] = (levels[0]["name"], 0.0, levels[0]["speedup"])
@@ -160,9 +160,9 @@ def waterfall(explained: dict[str, Any]) -> Figure:
 
 @styled
 def cost(latency: Sequence[tuple[int, float]], nodes: int | None, mean_accepted: float | None) -> Figure:
-    """Cost of verifying n tokens in one forward, in autoregressive steps: v(n) / v(1), from (n, seconds).
+    """Draw the cost of verifying n tokens in one forward pass, in autoregressive steps: v(n) / v(1), from (n, seconds).
 
-    The chosen tree's size is marked on the curve, the mean accepted length of a step with it is drawn as a level.
+    The chosen tree's size is marked on the curve, and the mean accepted length is a horizontal line.
     """
     sizes, seconds = np.array(sorted(latency)).T
     relative = seconds / seconds[0]
@@ -173,7 +173,7 @@ def cost(latency: Sequence[tuple[int, float]], nodes: int | None, mean_accepted:
     if nodes is not None:
         at = float(np.interp(nodes, sizes, relative))
         axes.plot([nodes], [at], "D", color=WARM, markersize=9, label=f"chosen tree: {nodes} tokens, {at:.2f}")
-    top = max(relative.max(), mean_accepted or 0.0) * 1.55  # the legend lies above the data, wherever the curve goes
+    top = max(relative.max(), mean_accepted or 0.0) * 1.55  # room for the legend above the data
     axes.set(xlabel="n, tokens in one forward", ylabel="in autoregressive steps", ylim=(0, top))
     axes.set_xscale("log", base=2)
     ticks = [1 << n for n in range(int(sizes.max()).bit_length()) if 1 << n >= sizes.min()]
@@ -185,7 +185,7 @@ def cost(latency: Sequence[tuple[int, float]], nodes: int | None, mean_accepted:
 
 @styled
 def acceptance(per_depth: Sequence[float | None]) -> Figure:
-    """P(draft i accepted | draft i-1 accepted) by i (None where never reached), and the share of steps as a line."""
+    """Draw P(draft i accepted | draft i-1 accepted) by i (None: never reached), and the share of all steps."""
     figure, axes = new_axes()
     depths = np.arange(1, len(per_depth) + 1)
     conditional = np.array([value or 0.0 for value in per_depth])
@@ -201,7 +201,7 @@ def acceptance(per_depth: Sequence[float | None]) -> Figure:
 
 @styled
 def ctar(by_width: dict[str, float | None]) -> Figure:
-    """CTAR(w), the share of steps that commit more than w tokens, by w."""
+    """Draw CTAR(w), the share of steps that commit more than w tokens."""
     figure, axes = new_axes()
     widths = [int(width) for width in by_width]
     values = [value or 0.0 for value in by_width.values()]
@@ -216,7 +216,7 @@ def ctar(by_width: dict[str, float | None]) -> Figure:
 
 @styled
 def bins(rows: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
-    """Mean accepted length over bins of steps, a bar each, with the bounds and the share of all steps under it."""
+    """Draw mean accepted length over bins of steps, one bar each, with the bounds and the share of all steps below."""
     figure, axes = new_axes()
     values = [row["mean_accepted_length"] for row in rows]
     axes.bar(range(len(rows)), values, width=0.7, color=SOFT)
@@ -234,10 +234,10 @@ def bins(rows: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
 
 @styled
 def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
-    """A metric for each draft position over the steps of all phases, one after the other; None where no row has it.
+    """Draw a metric for each draft position over the steps of all phases; None if no row has it.
 
-    Rows of metrics.jsonl have "phase", "total_step", and the prefix ("loss_" or "accept_") followed by 1, 2, ... where
-    measured; "held_out_" and the same become dots.
+    Rows of metrics.jsonl have "phase", "total_step", and the prefix ("loss_" or "accept_") followed by 1, 2, ... if
+    measured. Values with "held_out_" before the prefix become dots.
     """
     keys = {key for row in rows for key in row if key.startswith(prefix)}
     positions = sorted(int(key.removeprefix(prefix)) for key in keys if key.removeprefix(prefix).isdigit())
@@ -249,11 +249,9 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
         phases.setdefault(str(row["phase"]), []).append(row)
     handles = []
     for position, colour in zip(positions, _shades(len(positions)), strict=True):
-        for (
-            phase_rows
-        ) in phases.values():  # apart: a phase has other data, and what lies between the two was never measured
+        for phase_rows in phases.values():  # one line per phase: nothing was measured in between
             x, y = _curve(phase_rows, f"{prefix}{position}")
-            # A single point would be no line at all, and thousands of them read better thin.
+            # A single point would not be visible as a line, and thousands of points need a thin one.
             line = {"marker": "_", "markersize": 10} if len(x) == 1 else {"linewidth": 2 if len(x) < 500 else 1}
             axes.plot(x, y, color=colour, **line)
             dots = _curve(phase_rows, f"held_out_{prefix}{position}")
@@ -274,7 +272,7 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
 
 @styled
 def draw_tree(tree: TokenTree) -> Figure:
-    """The token tree, root at the left; a node's number is its rank among its drafter's candidates."""
+    """Draw the token tree, root at the left. A node's number is its rank among its drafter's candidates."""
     inner = set(tree.parents)
     leaves = [node for node in sorted(range(len(tree)), key=lambda node: tree.paths[node]) if node not in inner]
     heights = {node: float(y) for y, node in enumerate(leaves)}
@@ -301,7 +299,7 @@ def draw_tree(tree: TokenTree) -> Figure:
 def _label(
     axes: Axes, text: str, point: tuple[float, float], shift: tuple[float, float] = (5, 0), **align: Any
 ) -> None:
-    """``text`` beside ``point``, to its right unless ``shift`` (in points) says otherwise."""
+    """Write ``text`` next to ``point``, to its right unless ``shift`` (in points) says otherwise."""
     axes.annotate(text, point, shift, textcoords="offset points", fontsize=10, **(align or {"va": "center"}))
 
 
@@ -311,17 +309,17 @@ def _percent_axis(axes: Axes) -> None:
 
 
 def _shades(count: int) -> list[Any]:
-    """Dark to light, and still dark enough on white: depth 1 is the darkest."""
+    """Return dark to light colours that are still visible on white; depth 1 is the darkest."""
     return [colormaps["viridis"](x) for x in np.linspace(0.1, 0.8, count)]
 
 
 def _with_speedup(rows: Iterable[tuple[str, float | None, dict[str, Any]]]) -> list[SpeedupRow]:
-    """Those of (name, speedup, numbers) that were measured, with the interval."""
+    """Return the measured ones of (name, speedup, numbers), with their intervals."""
     return [(name, value, *group["speedup"]["interval_95"]) for name, value, group in rows if value is not None]
 
 
 def _merge_bins(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours merged until there are at most ``MAX_BINS``."""
+    """Merge neighbours until at most ``MAX_BINS`` are left."""
     width = -(-len(rows) // MAX_BINS)
     groups = [rows[at : at + width] for at in range(0, len(rows), width)]
     return [
@@ -346,7 +344,9 @@ def _curve(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 
 
 def _mark_phases(axes: Axes, phases: dict[str, list[dict[str, Any]]]) -> None:
-    """A line between phases, with their names: the first ends where its phase does, so that a short one has room."""
+    """Draw a line between phases, with their names. The first name ends at its phase's end, so that a short phase has
+    room.
+    """
     ends = [rows[-1]["total_step"] for rows in phases.values()]
     for end in ends[:-1]:
         axes.axvline(end, color=MUTED, linestyle=":", linewidth=1.4)

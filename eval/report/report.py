@@ -1,4 +1,4 @@
-"""An evaluation for people: one HTML page that needs no other file, and its figures as PNGs."""
+"""Report of an evaluation: one HTML page that needs no other file, and its figures as PNGs."""
 
 from base64 import b64encode
 from pathlib import Path
@@ -27,7 +27,7 @@ from drafthead.eval.report.tables import (
 from drafthead.models.token_tree import TokenTree
 
 REMARK_COLUMNS = ("95 %", "decode tok/s")
-"""On the page these stand small under the cell before them, so that a row fits a phone."""
+"""Columns that the page shows in small print below the previous cell, so that a row fits a phone."""
 
 
 def write_report(
@@ -93,7 +93,7 @@ def write_report(
 
 
 def machine_line(overall: dict[str, Any]) -> str:
-    """What the numbers were measured on."""
+    """Return a line about the machine on which the numbers were measured."""
     machine = overall["hardware"]
     return (
         f"{machine['gpu'] or machine['cpu']}; CPU cores: {machine['cores']}, torch threads: "
@@ -102,7 +102,9 @@ def machine_line(overall: dict[str, Any]) -> str:
 
 
 def exceptions(evaluation: dict[str, Any]) -> list[str]:
-    """Every answer that is not autoregressive decoding's, and every prompt without one; faults first."""
+    """Return a line for every answer that differs from autoregressive decoding's, and every missing answer; faults
+    first.
+    """
     methods = evaluation["overall"]["methods"]
     lines_of: dict[str, list[str]] = {"different": [], "near_ties": []}
     for method, numbers in methods.items():
@@ -122,7 +124,7 @@ def exceptions(evaluation: dict[str, Any]) -> list[str]:
 
 
 def _page_table(table: ResultTable) -> dict[str, Any]:
-    """Columns, and rows of cells (text, remarks under it)."""
+    """Return columns, and rows of cells (text, remarks below it)."""
     rows = []
     for row in table.rows:
         cells: list[tuple[str, list[str]]] = []

@@ -15,7 +15,7 @@ ACCEPTED = "bold green"
 def side_by_side(
     base: BaseModel, drafter: Drafter, draft_config: DraftConfig, ids: list[int], max_new_tokens: int
 ) -> RenderableType:
-    """Decode the prompt ``ids`` greedily both ways, and show both answers beside each other."""
+    """Decode the prompt ``ids`` greedily in both ways, and return both answers next to each other."""
     plain = decode(base, None, ids, max_new_tokens=max_new_tokens)
     drafted = decode(base, drafter, ids, max_new_tokens=max_new_tokens, draft_config=draft_config)
     speeds = [len(result.tokens) / result.total_s for result in (plain, drafted)]
@@ -31,7 +31,7 @@ def side_by_side(
 
 
 def coloured(base: BaseModel, result: DecodeResult) -> Text:
-    """The answer, with what came from accepted drafts in colour: all tokens of a step but its last."""
+    """Return the answer with accepted drafts in colour: all tokens of a step except the last."""
     drafted = {step.position + n for step in result.steps for n in range(step.committed - 1)}
     text, shown = Text(), ""
     for index in range(len(result.tokens)):

@@ -1,4 +1,4 @@
-"""An evaluation as tables and lines of text: the same for a terminal, for Markdown, for the HTML page and for wandb."""
+"""Tables and lines of an evaluation, shared by the terminal, Markdown, the HTML page and wandb."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,21 +33,21 @@ METHOD_DEFINITIONS = (
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Rows of text; a warning or remark stands in parentheses at the end of a cell."""
+    """Rows of text. A warning or remark is in parentheses at the end of a cell."""
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     has_total: bool
-    """Whether the last row is over all tasks."""
+    """The last row is over all tasks."""
 
     def markdown(self) -> str:
-        """For a model card."""
+        """Return the table for a model card."""
         lines = [self.columns, ("---", *["---:"] * (len(self.columns) - 1)), *self.rows]
         return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
     def console(self) -> Table:
-        """For a terminal of 80 columns, which has no room for all of a method's speeds."""
+        """Return the table for a terminal of 80 columns, with fewer speeds per method."""
         table = Table(title=self.title)
         shown = [n for n, name in enumerate(self.columns) if name != "decode tok/s"]
         for n in shown:
@@ -66,7 +66,7 @@ class ResultTable:
 
 
 def task_table(evaluation: dict[str, Any]) -> ResultTable:
-    """The headline's method by task, then over all."""
+    """Return the headline's method by task, then over all."""
     columns = ("task", "speedup", "95 %", "tau", "tok/s", "AR tok/s", "identical")
     rows = [
         (
@@ -84,7 +84,7 @@ def task_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def method_table(evaluation: dict[str, Any]) -> ResultTable:
-    """Every method over all prompts, then autoregressive decoding."""
+    """Return every method over all prompts, then autoregressive decoding."""
     columns = ("method", "speedup", "95 %", "Spec-Bench", "tau", "tok/s", "decode tok/s", "identical")
     overall = evaluation["overall"]
     rows = [
@@ -109,7 +109,7 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
-    """The speedup of every method by task, then over all."""
+    """Return the speedup of every method by task, then over all."""
     methods = tuple(evaluation["overall"]["methods"])
     rows = [
         (name, *(number(speedup_of(group, method), "{:.2f}x") for method in methods))
@@ -119,13 +119,13 @@ def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def result_tables(evaluation: dict[str, Any]) -> list[ResultTable]:
-    """By task, by method, and by both where there are several methods."""
+    """Return the tables by task, by method, and by both if there are several methods."""
     tables = (task_table, method_table, speedup_table)[: 2 + (len(evaluation["overall"]["methods"]) > 1)]
     return [table(evaluation) for table in tables]
 
 
 def quality_table(quality: dict[str, Any]) -> ResultTable:
-    """``quality.json``: a tuned base beside the original one."""
+    """Return ``quality.json`` as a table of the tuned and the original base."""
     columns = ("on", "tokens", "perplexity before", "after", "ratio", "same top-1", "KL")
     rows = [
         (
@@ -143,7 +143,7 @@ def quality_table(quality: dict[str, Any]) -> ResultTable:
 
 
 def markdown_table(evaluation: dict[str, Any]) -> str:
-    """The results for a model card: tables, the rule, and the prompts without an answer."""
+    """Return the results for a model card: tables, the rule, and the prompts without an answer."""
     parts = [f"{table.title}:\n\n{table.markdown()}" for table in result_tables(evaluation)]
     parts.append(f"{sentence(rule_line(evaluation))}\n")
     for lines in (engine_lines(evaluation), failures(evaluation)):
@@ -152,12 +152,12 @@ def markdown_table(evaluation: dict[str, Any]) -> str:
 
 
 def console_table(evaluation: dict[str, Any]) -> RenderableType:
-    """The results per task, and per method where several ran."""
+    """Return the results per task, and per method if several ran."""
     return Group(*(table.console() for table in result_tables(evaluation)[:-1]))
 
 
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
-    """What the tables have no room for: speeds, acceptance by draft position, accuracy of the heads, equality."""
+    """Return lines below the tables: speeds, acceptance by draft position, accuracy of the heads, equality."""
     overall = evaluation["overall"]
     speeds = [
         f"{number(speed, '{:.1f}')} ({BASELINE_NAMES[name]})"
@@ -193,29 +193,29 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
 
 
 def sentence(text: str) -> str:
-    """``text`` with a capital letter and a full stop."""
+    """Return ``text`` with a capital letter and a full stop."""
     return f"{text[0].upper()}{text[1:]}."
 
 
 def number(value: float | None, pattern: str = "{:.2f}") -> str:
-    """``value``, or a dash where nothing was measured."""
+    """Return ``value``, or a dash if nothing was measured."""
     return "–" if value is None else pattern.format(value)
 
 
 def interval(numbers: dict[str, Any]) -> str:
-    """The speedup's 95 % interval."""
+    """Return the speedup's 95 % interval."""
     low, high = numbers["speedup"]["interval_95"]
     return "–" if low is None or high is None else f"{low:.2f}–{high:.2f}"
 
 
 def identical(numbers: dict[str, Any]) -> str:
-    """How many answers equal autoregressive decoding's; a dash where they were not compared."""
+    """Return how many answers equal autoregressive decoding's; a dash if they were not compared."""
     outputs = numbers.get("identical_outputs")
     return f"{outputs['same']} of {outputs['of']}" if outputs else "–"
 
 
 def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
-    """The warning beside every speedup of a lossy rule, which only the headline's method uses; else None."""
+    """Return the warning next to every speedup under a lossy rule, which only the headline's method uses; else None."""
     rule = evaluation["rule"]
     if rule["lossless"] or method not in (None, evaluation["headline"]):
         return None
@@ -223,7 +223,7 @@ def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
 
 
 def rule_line(evaluation: dict[str, Any]) -> str:
-    """Rule, sampler and tree of the headline method in words."""
+    """Return rule, sampler and tree of the headline method in words."""
     rule, tree = evaluation["rule"], evaluation["tree"]
     effect = "lossless"
     if not rule["lossless"]:
@@ -236,7 +236,7 @@ def rule_line(evaluation: dict[str, Any]) -> str:
 
 
 def failures(evaluation: dict[str, Any]) -> list[str]:
-    """A line for every prompt without an answer."""
+    """Return a line for every prompt without an answer."""
     return [f"failed: prompt {f['prompt']} ({f['task']}): {f['message']}" for f in evaluation["failed"]]
 
 

@@ -1,1 +1,1 @@
-"""Methods side by side: interleaved timing that resumes."""
+"""Methods in one interleaved, resumable timing."""

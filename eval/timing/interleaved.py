@@ -1,4 +1,4 @@
-"""Wall clock against autoregressive decoding, in one process, with the prompts interleaved."""
+"""Wall-clock time against autoregressive decoding, in one process, with the prompts interleaved."""
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,28 +12,28 @@ from drafthead.eval.timing.result_log import FailedDecode, ResultLog, prompt_key
 from drafthead.models.decoding.step_log import DecodeResult
 
 Decoder = Callable[[list[int]], DecodeResult]
-"""Decodes an answer to prompt ids. Its times must include the device's work: synchronise before stopping a clock."""
+"""Function that decodes an answer to prompt ids. It must synchronise the device before it stops its clock."""
 PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]
-"""Token ids of a prompt's next turn, given the answers to its earlier ones; ``UserError`` when it cannot be built."""
+"""Function that returns the ids of a prompt's next turn after the earlier answers, or raises ``UserError``."""
 
 
 @dataclass(frozen=True)
 class TimedResults:
-    """Every turn of every prompt, answered with every method. Lists run over the turns, in the suite's order."""
+    """Every turn of every prompt, answered with every method. Lists are over the turns, in the suite's order."""
 
     prompts: list[EvalPrompt]
     turns: list[int]
     """From 0."""
     ids: list[list[int]]
-    """The prompt ids of each turn; empty where they could not be built."""
+    """The prompt ids of each turn; empty if they could not be built."""
     results: dict[str, list[DecodeResult]]
-    """Per decoder. A turn that any decoder refused is ``FailedDecode`` in all, so that totals stay comparable."""
+    """Results per decoder. A turn that any decoder refused is ``FailedDecode`` in all, to keep totals comparable."""
     order: list[int]
-    """Numbers of the prompts as they were run."""
+    """Numbers of the prompts in the order of the run."""
     resumed: int = 0
     """Turns that an earlier run had answered."""
     other_processes_cores: float | None = None
-    """Cores that other processes used while these answers were decoded; None where that is unknown."""
+    """Cores that other processes used while these answers were decoded; None: unknown."""
 
 
 def run_interleaved(
@@ -45,17 +45,22 @@ def run_interleaved(
     on_progress: Callable[[int, int], None],
     made_of: Mapping[str, str] | None = None,
 ) -> TimedResults:
-    """Decode every turn with every decoder, one after the other, so that a drift of the machine hits all alike.
+    """Decode every turn with every decoder, one after the other, so that a drift of the machine affects all equally.
 
-    Prompts run in a random order, decoders in a random order within each turn. Every decoder answers the first
-    prompt once, untimed, before anything is measured. Later turns of a conversation follow the answer of
-    "autoregressive" to the earlier ones, whichever decoder is timed: all of them read the same context.
+    Prompts run in a random order, and decoders in a random order within each turn. Before anything is measured, every
+    decoder answers the first prompt once. Later turns follow the answers of "autoregressive", whichever decoder is
+    timed, so that all read the same context.
 
-    ``log`` (JSONL) gets every finished (turn, decoder) at once. A turn that it holds of all decoders is not
-    decoded again; any other is, by all of them, so that times that are compared come from one process. It knows
-    prompts, decoders' names and marks only (``made_of``, such as a hash of weights; what it holds of another mark is
-    decoded again): one file per head, tree and settings. ``on_progress`` is called with how many of how many (turn,
-    decoder) pairs are finished.
+    Args:
+        prompts: the suite.
+        build: returns a turn's prompt ids.
+        decoders: by name; one must be "autoregressive".
+        log: JSONL file that gets every finished (turn, decoder) at once; None: memory only. A turn is skipped if the
+            log has it from all decoders. Otherwise all decode it again, so that compared times come from one process.
+            A log identifies prompts, decoders' names and marks, so use one file per head, tree and settings.
+        seed: determines the orders.
+        on_progress: called with the number of finished (turn, decoder) pairs and of all pairs.
+        made_of: mark per decoder, such as a hash of weights. Results with another mark are not used.
     """
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
@@ -118,7 +123,7 @@ def _cores(cpu_s: list[float | None], answered: Iterable[tuple[list[int], dict[s
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
-    """Rotations of a fresh shuffle every ``len(names)`` prompts: each name takes each place equally often."""
+    """Return rotations of a new shuffle for every ``len(names)`` turns: each name is in each position equally often."""
     rng = random.Random(seed)
     orders: list[list[str]] = []
     while len(orders) < count:
@@ -135,5 +140,5 @@ def _decode(decoder: Decoder, ids: list[int]) -> DecodeResult:
 
 
 def failed(error: object) -> FailedDecode:
-    """The result of a prompt that could not be answered."""
+    """Return the result of a prompt that could not be answered."""
     return FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error=str(error))

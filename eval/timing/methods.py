@@ -1,4 +1,4 @@
-"""The methods that an evaluation times, by name: autoregressive decoding, the drafter, and other methods."""
+"""Methods that an evaluation times, by name: autoregressive decoding, the drafter, and baselines."""
 
 import hashlib
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.token_tree import TokenTree
 
 TRANSFORMERS = "hf_"
-"""Methods that transformers runs begin with it."""
+"""Prefix of methods that transformers runs."""
 
 
 def check_methods(specs: list[str]) -> None:
-    """Refuse unknown methods before anything is loaded."""
+    """Reject unknown methods before anything is loaded."""
     for spec in specs:
         if _transformers_method(spec) is None:
             parse_drafter(spec)
 
 
 def _transformers_method(spec: str) -> tuple[str, str] | None:
-    """transformers' own methods: kind and number or name. None for a drafter of ours."""
+    """Return kind and number or name of one of transformers' own methods; None for our drafters."""
     kind, _, detail = spec.partition(":")
     if kind == "hf_prompt_lookup" and (not detail or (detail.isdigit() and int(detail) > 0)):
         return kind, detail
@@ -44,7 +44,7 @@ class Method(NamedTuple):
 
     answer: Decoder
     made_of: str = ""
-    """Hash of what it drafts with where that may change under one name: weights and trees."""
+    """Hash of weights and trees that may change while the name stays."""
 
 
 def methods(
@@ -71,7 +71,7 @@ def methods(
 
 
 def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
-    """Engines that are ready, each with the head and without, and our own chain with the head that they serve."""
+    """Return the started engines, each with the head and without, and our own chain with the head that they serve."""
     engines = {name: Method(answer, served.marks[name]) for name, answer in served.methods.items()}
     if served.head is not None:
         chain = DraftConfig(tree=TokenTree.chain(served.drafts))
@@ -87,13 +87,13 @@ def made_of(base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> str
 
 
 def prompt_seed(config: EvalConfig, ids: list[int]) -> int:
-    """Random numbers of a prompt's own: the bootstrap needs independent prompts."""
+    """Return the seed of a prompt: prompts need independent random numbers for the bootstrap."""
     digest = hashlib.sha256(repr((config.seed, ids)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
 
 def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig | None, config: EvalConfig) -> Method:
-    """Our loop, speculative with a drafter."""
+    """Return our loop, speculative with a drafter."""
 
     def answer(ids: list[int]) -> DecodeResult:
         return decode(
@@ -111,7 +111,7 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
 
 
 def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Method:
-    """transformers' own ``generate``, speculative with ``speculation``."""
+    """Return transformers' own ``generate``, speculative with ``speculation``."""
     new, sampler = config.max_new_tokens, config.sampler
     return Method(lambda ids: transformers_generate(base, ids, new, sampler, prompt_seed(config, ids), **speculation))
 

@@ -1,4 +1,4 @@
-"""Finished decodings on disk as they come, so that an interrupted evaluation continues."""
+"""Log of finished decodings on disk, so that an interrupted evaluation resumes."""
 
 import hashlib
 import json
@@ -16,15 +16,17 @@ from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 @dataclass(frozen=True, kw_only=True)
 class FailedDecode(DecodeResult):
-    """Holds the place of an answer that bad input prevented: no tokens, no steps, no time."""
+    """Stands for an answer that bad input prevented: no tokens, no steps, no time."""
 
     error: str
-    """Why this prompt failed, in this decoder or another."""
+    """The reason why this prompt failed, in this decoder or another."""
 
 
 def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
-    """Hash of a turn's prompt ids (turns count from 0); task, number and turn tell equal ids of a suite apart."""
-    # A first turn is hashed without its number, so that logs of single turns stay readable.
+    """Return a hash of a turn's prompt ids (turns count from 0). Task, number and turn distinguish equal ids in a
+    suite.
+    """
+    # The first turn's number is not hashed, so that single-turn logs are independent of turns.
     identity = [prompt.task, prompt.number, ids, *([turn] if turn else [])]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
@@ -32,14 +34,14 @@ def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
 class ResultLog:
     """Results by (prompt key, decoder name), one JSON line each; of two lines with one key the later counts.
 
-    A decoder's name tells apart all that one log may hold: method, batch size, sampler. Any text will do.
+    A decoder's name must distinguish everything that one log may hold: method, batch size, sampler.
     """
 
     def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:
-        """Read what the JSONL file ``path`` holds; None keeps results in memory only.
+        """Read the JSONL file ``path``; None keeps results in memory only.
 
-        A last line without its end, torn by a kill, is cut off. Failures are not read: they are tried again. Nor are
-        results under another mark (``made_of``) of a decoder that may change under one name: a hash of its weights.
+        An incomplete last line, left by a kill, is cut off. Failures are not read, so they are tried again. Results
+        with another mark in ``made_of`` (such as a hash of weights) than their decoder's are not read either.
         """
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}
@@ -56,20 +58,20 @@ class ResultLog:
 
     def _read(self, path: Path) -> None:
         whole, _, torn = path.read_bytes().rpartition(b"\n")
-        if torn:  # else the next line would be glued to it
+        if torn:  # otherwise the next line would continue it
             os.truncate(path, len(whole) + 1 if whole else 0)
         for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
             try:
                 row = json.loads(line)
                 if row.get("made_of") != self._made_of.get(row["decoder"]):
-                    # Nor what stands before it: the other decoders' later lines are of another process.
+                    # An earlier line of this decoder is stale too: the others were timed again in a later process.
                     self._results.pop((row["key"], row["decoder"]), None)
                 elif "error" not in row:
                     self._results[row["key"], row["decoder"]] = _from_json(row["result"])
                     self.other_cpu_s[row["key"], row["decoder"]] = row.get("other_cpu_s")
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise UserError(
-                    f"{path} line {number} is no decoding ({error!r}); remove the file to start again"
+                    f"{path} line {number} is not a decoding ({error!r}); remove the file to start again"
                 ) from None
 
     def add(
@@ -81,7 +83,7 @@ class ResultLog:
         turn: int = 0,
         other_cpu_s: float | None = None,
     ) -> None:
-        """Keep a result, and append it to the file before returning."""
+        """Store a result, and append it to the file before returning."""
         self._results[key, decoder], self.other_cpu_s[key, decoder] = result, other_cpu_s
         if self._path is None:
             return
@@ -101,6 +103,6 @@ class ResultLog:
 
 
 def _from_json(row: dict[str, Any]) -> DecodeResult:
-    # Without null, what was not measured takes the field's default, as it did when it was written.
+    # A null was not measured; it takes the field's default, as it had before writing.
     steps = [{key: value for key, value in step.items() if value is not None} for step in row["steps"]]
     return DecodeResult(**row | {"steps": [StepRecord(**step) for step in steps]})

@@ -1,4 +1,4 @@
-"""transformers' own ``generate``: the other baselines, over our modules and stock ones, and its speculative methods."""
+"""Baselines by transformers' own ``generate``, over our modules and stock ones, and its speculative methods."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 
 
 class _StepClock(BaseStreamer):  # type: ignore[misc]
-    """When ``generate`` streams tokens, and how many; the first time it is the prompt."""
+    """Streamer that records when ``generate`` emits tokens, and how many. The first call passes the prompt."""
 
     def __init__(self) -> None:
         self.chunks: list[tuple[float, int]] = []
@@ -41,11 +41,11 @@ def transformers_generate(
     model: Any = None,
     **speculation: Any,
 ) -> DecodeResult:
-    """``generate`` of transformers over the base's (prepacked) modules or over another ``model``, by default greedy.
+    """Run transformers' ``generate`` over the base's (prepacked) modules or another ``model``, greedily by default.
 
-    ``speculation`` makes it speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``. What such a method
-    drafted is not known, only what was accepted: its steps have depth 0, and rates of acceptance are left out. What its
-    first pass accepts, together with the prompt, counts as prefill.
+    ``speculation`` makes it speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``. Only the accepted
+    tokens of such a method are known, not its drafts, so its steps have depth 0 and no acceptance rates. Tokens that
+    its first pass accepts together with the prompt count as prefill.
     """
     inputs = torch.tensor([ids], device=base.device)
     clock = _StepClock()
@@ -91,7 +91,9 @@ def _settings(base: BaseModel, max_new_tokens: int, sampler: Sampler) -> Generat
 
 @contextmanager
 def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Exactly these settings: what a call leaves out would come from the model's own, such as a repetition penalty."""
+    """Set exactly these settings for a call. Missing ones would come from the model's own config, such as a repetition
+    penalty.
+    """
     original = model.generation_config
     model.generation_config = config
     try:

@@ -1,7 +1,7 @@
-"""Simulated acceptance along finished texts: the base reads each text once, the drafter drafts at every position.
+"""Acceptance simulated along finished answers: the base reads each answer once, the drafter drafts at every position.
 
-Shape legend: B texts at a time, T tokens, K draft positions, S candidates, n positions, W draft vocabulary,
-V vocabulary, D width.
+Shape legend: B answers at a time, T tokens, K draft positions, S candidates, n positions, W draft vocabulary, V
+vocabulary, D width.
 """
 
 import json
@@ -50,26 +50,26 @@ from drafthead.models.token_tree import TokenTree
 
 EXACT = AcceptanceRule()
 MAX_VALUES = 1 << 23
-"""Most probabilities held at a time (per tensor; float64 takes 8 bytes each)."""
+"""Most probabilities per tensor in memory at a time (8 bytes each in float64)."""
 NEAR_TIES, IMPOSSIBLE_SHARE, Z_LIMIT, NATS_LIMIT = 2, 0.02, 6.0, 0.1
-"""Texts are refused when more tokens than these and this share are impossible, or their surprisal is off by so much. A
-pass of another shape may choose otherwise where two logits are nearly equal, in 16 bits above all."""
+"""Answers are refused if more tokens than this number and this share are impossible, or if their surprisal is off by
+both limits. A pass of another shape may choose differently between two nearly equal logits, above all in 16 bits."""
 BATCH_SIZE = 32
 
 
 class FinishedAnswer(NamedTuple):
-    """A finished answer, as token ids."""
+    """An answer of the base with its prompt, as token ids."""
 
     ids: list[int]
     """Prompt, then answer."""
     boundary: int
     """Index of the first answer token."""
     final: Tensor | None = None
-    """float16 [T - 1, D] final hidden states of the base, where they were kept while it answered."""
+    """float16 [T - 1, D] final hidden states of the base, if they were stored while it answered."""
 
     @property
     def positions(self) -> int:
-        """Places where a step may start: one per answer token but the first."""
+        """Number of positions at which a step may start: every answer token except the first."""
         return max(0, len(self.ids) - self.boundary - 1)
 
 
@@ -84,7 +84,9 @@ def base_answers(
     split: str = "all",
     keep_hidden_states: bool = False,
 ) -> list[FinishedAnswer]:
-    """The base's own answers to a suite, later turns after its own answers; those that do not fit are left out."""
+    """Return the base's own answers to a suite. Later turns follow its own answers; prompts that are too long are
+    skipped.
+    """
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, split=split)
     answers_of: dict[int, list[FinishedAnswer]] = {p.number: [] for p in prompts}
@@ -119,7 +121,7 @@ def base_answers(
 
 
 def write_texts(path: Path, texts: Sequence[FinishedAnswer]) -> None:
-    """One {"ids": [...], "boundary": n} a line."""
+    """Write a line {"ids": [...], "boundary": n} per answer."""
     try:
         path.write_text("".join(json.dumps({"ids": t.ids, "boundary": t.boundary}) + "\n" for t in texts))
     except OSError as error:
@@ -127,14 +129,14 @@ def write_texts(path: Path, texts: Sequence[FinishedAnswer]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written, before the base has answered."""
+    """Reject a path that cannot be written, before the base answers."""
     if path.is_dir():
         raise UserError(f"save={path} is a folder; name a file in it, say {path / 'texts.jsonl'}")
     make_folder(path.parent, "save")
 
 
 def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
-    """What ``write_texts`` wrote, or the answers of a corpus (its folder); the first ``limit``."""
+    """Read answers from a file by ``write_texts`` or from a corpus folder; at most the first ``limit``."""
     if path.is_dir():
         answers = open_answers(path).read(with_hidden_states=False)
         return [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
@@ -147,7 +149,7 @@ def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
                 raise ValueError("the boundary is the index of the first answer token")
         except (KeyError, TypeError, ValueError, OverflowError):
             expected = '{"ids": [...], "boundary": n} with n in [1, number of ids)'
-            raise UserError(f"{path} {line} is no text; it needs {expected}") from None
+            raise UserError(f"{path} {line} is not an answer; it needs {expected}") from None
         texts.append(text)
     if not texts:
         raise UserError(f"{path} is empty; give the file that save=FILE wrote")
@@ -157,7 +159,10 @@ def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
 def positions(
     drafter: Drafter, texts: list[FinishedAnswer], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], DraftState, Tensor, int]]:
-    """The drafter's state and last token wherever a step may start: rows that are not finished, and the position."""
+    """Yield unfinished rows, the drafter's state and last tokens, and t, for every position t where a step may start.
+
+    Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0, 1], and t = 2 yields row [0].
+    """
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
     counts = torch.tensor([text.boundary for text in texts], device=device)
     prompt_hidden = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
@@ -174,24 +179,26 @@ def positions(
 
 
 def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer]) -> list[HiddenStates]:
-    """Per text the base's hidden states [1, T, D]: those that were kept, else read in one pass."""
+    """Return the base's hidden states [1, T, D] of every answer: the stored ones, or those of one forward pass."""
 
     def read(text: FinishedAnswer) -> HiddenStates:
         if text.final is None or drafter.spec.layers:
             return base.hidden_states(as_batch(text).to(base.device), drafter.spec)
         kept = text.final.to(base.device, base.dtype)
-        return HiddenStates(final=F.pad(kept, (0, 0, 0, 1))[None])  # nothing drafts after the last token
+        return HiddenStates(final=F.pad(kept, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
     return [read(text) for text in texts]
 
 
 def as_batch(text: FinishedAnswer) -> TrainBatch:
-    """A text as a packed row of one document."""
+    """Return an answer as a packed training row with one document."""
     return TrainBatch.of([text.ids], text.boundary)
 
 
 def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
-    """Per text the ranks [T, K] of its answer's tokens among the head's drafts, wherever a step may start."""
+    """Return the ranks [T, K] of each answer's tokens among the head's drafts, at every position where a step may
+    start.
+    """
     ranks = []
     for text in texts:
         (base_hidden,) = read_hidden_states(head.base, head, [text])
@@ -200,7 +207,7 @@ def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
 
 
 def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
-    """The target's warped probabilities after hidden states [n, D] with the tokens before each: [n, V]."""
+    """Return the target's warped probabilities [n, V] after hidden states [n, D], given the tokens before each."""
     logits = base.logits(hidden)
     if sampler.repetition_penalty == 1.0:
         return sampler.probs(logits)
@@ -209,7 +216,7 @@ def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sa
 
 
 class LikelihoodCheck:
-    """Whether texts can be samples of the target: their surprisal against the entropy that it should average."""
+    """Test whether answers can be samples of the target, by their surprisal and the entropy that it should average."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
@@ -217,7 +224,7 @@ class LikelihoodCheck:
         self.excess = self.variance = 0.0
 
     def read(self, base: BaseModel, texts: Sequence[FinishedAnswer], base_hidden: list[HiddenStates]) -> None:
-        """Add the answers of ``texts``, whose hidden states [1, T, D] are ``base_hidden``."""
+        """Add the answers ``texts`` with hidden states [1, T, D] ``base_hidden``."""
         size = max(1, MAX_VALUES // base.vocab_size)
         for text, feature in zip(texts, base_hidden, strict=True):
             for start in range(text.boundary, len(text.ids), size):
@@ -235,30 +242,30 @@ class LikelihoodCheck:
                 self.variance += float(variance[possible].sum())
 
     def check(self) -> None:
-        """Refuse texts that the sampler can hardly have made."""
+        """Reject answers that the sampler is very unlikely to have drawn."""
         off = self.excess / max(1, self.tokens)
         z = abs(self.excess) / max(self.variance, 1e-12) ** 0.5
         if self.impossible > NEAR_TIES + IMPOSSIBLE_SHARE * self.tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
             raise UserError(
-                f"the texts are no samples of the target at {self.sampler}: {self.impossible} of {self.tokens} tokens "
-                f"are impossible there, and the others' surprisal is {off:+.2f} nats from the target's entropy; "
+                f"the answers are not samples of the target at {self.sampler}: {self.impossible} of {self.tokens} "
+                f"tokens are impossible there, and the others' surprisal is {off:+.2f} nats from the target's entropy; "
                 "simulate on texts that the same sampler made"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptProbsConfig:
-    """What the acceptance probabilities of a whole family of trees depend on."""
+    """Settings on which the acceptance probabilities of a whole family of trees depend."""
 
     draft_sampling: DraftSampling = DraftSampling.TOP_K
     sampler: Sampler = Sampler(temperature=1.0)
-    """How the drafter's distribution is warped; top-k drafting does not depend on it."""
+    """Warping of the drafter's distribution. Top-k drafting does not depend on it."""
     depth: int | None = None
-    """Draft positions; None: all that the drafter has."""
+    """Draft positions; None: all positions of the drafter."""
     width: int = 10
-    """Candidates at a node."""
+    """Candidates per node."""
     rule: AcceptanceRule = EXACT
-    """A lossless one."""
+    """A lossless rule."""
     seed: int = 0
 
 
@@ -272,17 +279,17 @@ def simulate_texts(
     seed: int = 0,
     in_order: bool = False,
 ) -> SimulatedAcceptance:
-    """What decoding with ``draft_config`` is expected to do on these texts.
+    """Simulate decoding these answers with ``draft_config``.
 
-    Top-k drafts (static or dynamic trees, of any drafter) are drafted at every position; sampled ones need a drafter
-    that grows trees level by level. The texts are the target's own answers under ``sampler``; the rule is lossless; the
-    seed is that of the bootstrap and of candidates without replacement. ``in_order`` takes the texts one by one, and a
-    drafter that remembers finished answers knows those before.
+    Top-k drafts (static or dynamic trees, of any drafter) are drafted at every position. Sampled drafts need a drafter
+    that grows trees level by level. The answers must be the target's own under ``sampler``, and the rule lossless.
+    ``seed`` determines the bootstrap and candidates drawn without replacement. With ``in_order`` the answers are
+    processed one by one, so that a drafter with a memory knows the answers before.
     """
     draft_config = draft_config.at_most(drafter.depth)
     rule.check(draft_config)
     if not rule.lossless:
-        raise UserError(f"the rule {rule.name!r} is lossy, so the text depends on what was drafted; decode instead")
+        raise UserError(f"the rule {rule.name!r} is lossy, so the answer depends on the drafts; decode instead")
     if draft_config.draft_sampling is DraftSampling.TOP_K:
         answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
         return simulate_steps(answers, seed, sizes)
@@ -303,13 +310,14 @@ def simulate_texts(
 def text_accept_probs(
     base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, config: AcceptProbsConfig
 ) -> list[AcceptProbs]:
-    """Per text with a step [T, K, S]: acceptance of every draft position and candidate, good for any static tree.
+    """Return acceptance [T, K, S] per answer with a step: by position, draft position and candidate, for any static
+    tree.
 
-    For sampled siblings give trees through ``trials_in_order``. ``MAX_VALUES`` bounds the memory.
+    With sampled siblings, pass trees through ``trials_in_order`` first. ``MAX_VALUES`` bounds the memory.
     """
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(
-            f"{type(drafter).__name__} has no distributions of its own, so the acceptance of whole families of "
+            f"{type(drafter).__name__} does not give distributions, so the acceptance of whole families of "
             "trees is unknown; simulate one tree at a time"
         )
     depth = min(config.depth or drafter.depth, drafter.depth)
@@ -322,7 +330,7 @@ def text_accept_probs(
         likelihood.read(base, batch, base_hidden)
         for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
             logits = forced_logits(drafter, state, last, [batch[row] for row in rows], t, depth)
-            # Draft position k (0-based) stands at this index of the text; after the text's end there is none.
+            # Index in the answer of every draft position k (0-based), as far as the answer goes.
             targets = [(i, k, batch[row].boundary + t + 1 + k) for i, row in enumerate(rows) for k in range(depth)]
             targets = [(i, k, at) for i, k, at in targets if at < len(batch[rows[i]].ids)]
             draft = torch.stack([logits[k][i] for i, k, _ in targets])
@@ -340,12 +348,14 @@ def text_accept_probs(
 def forced_logits(
     drafter: StepwiseDrafter, state: DraftState, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int
 ) -> list[Tensor]:
-    """Per draft position the drafter's logits [B, W] after the text's own tokens."""
+    """Return the drafter's logits [B, W] per draft position, when it reads the answer's own tokens instead of its
+    drafts.
+    """
     draft_pass = drafter.start(state, last, DraftConfig(tree=TokenTree.chain(depth)))
     logits, tokens = [], last[:, None]
     for k in range(1, depth + 1):
         logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[:, 0].float())
-        # After a text's end its last token stands in: nothing reads what follows.
+        # After the end any token will do, because nothing reads what follows.
         ids = [text.ids[min(text.boundary + t + k, len(text.ids) - 1)] for text in texts]
         tokens = torch.tensor(ids, device=last.device)[:, None]
     return logits
@@ -362,9 +372,10 @@ def _node_probs(
     contexts: list[list[int]],
     lengths: list[int],
 ) -> Tensor:
-    """[n, S] from draft logits [n, W] and hidden states [n, D]; each of ``contexts`` ends with the text's token there.
+    """Return acceptance [n, S] from draft logits [n, W] and hidden states [n, D]. Each of ``contexts`` ends with the
+    answer's token.
 
-    ``lengths``: how many of the n belong to each text, as a chain.
+    ``lengths``: how many of the n positions belong to each row, as a chain.
     """
     tokens = torch.tensor([ids[-1] for ids in contexts], device=base.device)
     if config.draft_sampling is DraftSampling.TOP_K:
@@ -389,9 +400,10 @@ def _drafted_length_probs(
     sampler: Sampler,
     in_order: bool = False,
 ) -> tuple[list[LengthProbs], list[Floats]]:
-    """Per text with a step [T, D+1] how many top-k drafts agree with the text, and [T] nodes of the tree.
+    """Return, per answer with a step, one-hot [T, D+1] numbers of accepted drafts and [T] nodes of the drafted tree.
 
-    They are accepted exactly when the target's own sample is among them, and the text is that sample.
+    Top-k drafts are accepted exactly when the target's own sample is among them, and the answer consists of these
+    samples.
     """
     length_probs, sizes, likelihood = [], [], LikelihoodCheck(sampler)
     for batch in _batches(texts, 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)):
@@ -413,7 +425,7 @@ def _drafted_length_probs(
 
 
 def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) -> Tensor:
-    """[B] drafts on the longest drafted path that the texts follow after their t-th position."""
+    """Return [B] the drafts on the longest drafted path that agrees with each answer after its t-th position."""
     tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
     ahead = int(depths.max()) + 1
     starts = [text.boundary + t for text in texts]
@@ -426,7 +438,7 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
 
 
 def _batches(texts: Sequence[FinishedAnswer], size: int) -> Iterator[list[FinishedAnswer]]:
-    """Texts that have a step, at most ``size`` at a time."""
+    """Yield up to ``size`` answers at a time, without those that have no step."""
     with_steps = [text for text in texts if text.positions]
     if not with_steps:
         raise UserError("no text has two answer tokens, so there is no step to simulate; give longer answers")

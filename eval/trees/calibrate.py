@@ -22,34 +22,37 @@ from drafthead.models.token_tree import TokenTree
 LARGEST_TREE = 64
 """Nodes, root included: the size of Medusa's published trees."""
 VERSION = 2
-"""Of what is measured: raised when the forward pass or the file changes, so that older measurements are not used."""
+"""Version of the measurement. Raise it when the forward pass or the file changes, so that older measurements are not
+used.
+"""
 WIDTH = 10
 """Candidates per draft position that a tree may use, as in Medusa."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The chosen tree and what it is expected to do; the predicted speedup ignores a head's confidence threshold."""
+    """A tree and its expected performance. The predicted speedup ignores a head's confidence threshold."""
 
     tree: TokenTree
     method: str
     """Key of ``METHODS`` that found it."""
     order: TreeOrder
-    """Nodes by how often their whole path is accepted, whatever the method: what explains a tree's worth."""
+    """Nodes by how often their whole path is accepted, independent of the method. The report explains a tree's value
+    with it."""
     expected_tokens: float
     """Mean accepted length of the chosen tree, simulated on the held-out answers."""
     expected_tokens_largest: float
-    """The same for the best tree of ``LARGEST_TREE`` nodes, or of the most that there are."""
+    """Mean accepted length of the best tree of ``LARGEST_TREE`` nodes, or of the most nodes that exist."""
     expected_speedup: float
     """Over autoregressive decoding with v(1), by the measured step costs."""
     curve: list[tuple[int, float, float]]
     """(nodes, simulated mean accepted length, expected speedup) of the best tree of every size."""
     methods: dict[str, dict[str, float]]
-    """Per method, of the tree that it would have chosen: nodes, depth, ``expected_tokens`` (simulated),
-    ``model_tokens`` by the method's own model, ``expected_speedup``."""
+    """Numbers of the tree that each method would have chosen: nodes, depth, ``expected_tokens`` (simulated),
+    ``model_tokens`` by the method's own model, and ``expected_speedup``."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for ``eval.json`` and ``from_json``."""
+        """Return plain values, for ``eval.json`` and ``from_json``."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tree", "order")}
         values["order"] = {"paths": self.order.paths, "values": self.order.values}
         choices = [list(p) for p in self.tree.paths[1:]]
@@ -57,7 +60,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """What ``to_json`` wrote."""
+        """Return the calibration from the values of ``to_json``."""
         values = {f.name: content[f.name] for f in fields(cls) if f.name != "tree"}
         order = content["order"]
         values["order"] = TreeOrder([tuple(p) for p in order["paths"]], [float(v) for v in order["values"]])
@@ -66,7 +69,7 @@ class Calibration:
 
 
 def measured_with(head: DraftHead) -> str:
-    """Hash of the head's weights, its base and this machine: what times and accuracies were measured with."""
+    """Return a hash of the head's weights, its base and this machine. A measurement is valid only for an equal hash."""
     base = head.base
     machine = (str(base.device), base.prepacked, str(base.kernels), hardware(), versions())
     measured = (VERSION, head.identity(), base.identity(), str(base.dtype), *machine)
@@ -74,13 +77,13 @@ def measured_with(head: DraftHead) -> str:
 
 
 def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
-    """Keep what was measured: measured again, times differ a little, and with them the tree."""
+    """Save a measurement, because a second one gives slightly different times and perhaps another tree."""
     content = {"measured_with": measured_with(head), "costs": costs.to_json(), "calibration": calibration.to_json()}
     write_checksummed_json(path, content)
 
 
 def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibration] | None:
-    """What ``save_calibration`` kept; None when it kept nothing, or for other weights or another machine."""
+    """Return what ``save_calibration`` saved; None without a file, or for other weights or another machine."""
     if not path.exists():
         return None
     content = read_checksummed_json(path)
@@ -89,13 +92,13 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
             return None
         return CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is no calibration ({error!r}); remove it to measure again") from None
+        raise UserError(f"{path} is not a calibration ({error!r}); remove it to measure again") from None
 
 
 def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) -> list[Ranks]:
-    """Per document of the batch the ranks [T, K] of its answer, at every position where decoding may start a step.
+    """Return, per document of the batch, the ranks [T, K] of its answer at every position where a step may start.
 
-    The prompt's last position is the first: reading it yields the first answer token, which no step commits.
+    The first is the prompt's last position. Reading it yields the first answer token, which no step commits.
     """
     ranks = head.candidate_ranks(batch, base_hidden, top=WIDTH).cpu()
     answers = []
@@ -115,11 +118,12 @@ def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) 
 
 
 def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: str = "greedy") -> Calibration:
-    """The tree with the highest expected speedup among the best trees of every size and depth.
+    """Return the tree with the highest expected speedup among the best trees of every size and depth.
 
-    A step with a tree of n nodes d deep takes v(n) + c(d) + o seconds and commits a number of tokens that is simulated
-    exactly on the held-out answers; autoregressive decoding takes v(1) + o for one. Answers are ranks [T, K] of top-k
-    drafts, or acceptance probabilities [T, K, S] of any. What another of ``METHODS`` would have chosen is reported too.
+    A step with a tree of n nodes and depth d takes v(n) + c(d) + o seconds. The number of tokens it commits is
+    simulated exactly on the held-out answers. Autoregressive decoding takes v(1) + o per token. ``answers`` are ranks
+    [T, K] of top-k drafts, or acceptance probabilities [T, K, S]. The result also contains what each other method of
+    ``METHODS`` would choose.
     """
     if not answers:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What one step costs on this machine: verification of n tokens, drafting, and the loop around them."""
+"""Cost of a step on this machine: verification of n tokens, drafting, and the loop around them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,45 +20,47 @@ from drafthead.models.decoding.step_log import StepRecord
 from drafthead.models.token_tree import TokenTree
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
-"""Tree sizes measured, root included; others are interpolated."""
+"""Tree sizes measured, root included; other sizes are interpolated."""
 ANSWERS = 3
-"""Prompts that are answered without drafts, too."""
+"""Number of prompts that are also answered without drafts."""
 DEEPEST = 8
-"""Levels of drafting that are timed; deeper ones are extrapolated."""
+"""Depths of drafting that are timed; greater depths are extrapolated."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of the parts of a step. Medians of interleaved repeats."""
+    """Seconds of each part of a step: medians of interleaved repeats."""
 
     verify: dict[int, float]
     """v(n): one verification pass over n tokens, logits and argmax included."""
     draft: float
     """c: drafting a tree over all positions."""
     overhead: float
-    """o: everything else in a step that drafts."""
+    """o: the rest of a step that drafts."""
     context: int
     """Tokens already in the cache."""
     prefill: float = 0.0
-    """Reading so many tokens of a prompt; 0: not measured."""
+    """Reading a prompt of ``context`` tokens; 0: not measured."""
     draft_by_depth: list[float] | None = None
-    """Seconds to draft a chain d deep, at index d; None: ``draft`` whatever the depth, as for heads that draft all
+    """Seconds to draft a chain of depth d, at index d; None: ``draft`` at every depth, as for heads that draft all
     positions in one pass."""
     plain_overhead: float | None = None
-    """The same of a step of autoregressive decoding; None: as ``overhead``."""
+    """o of an autoregressive step; None: as ``overhead``."""
     draft_prefill: float = 0.0
-    """What the drafter adds to ``prefill``."""
+    """Seconds that the drafter adds to ``prefill``."""
     other_processes_cores: float | None = None
-    """Cores that other processes used during the measurement; None where that is unknown."""
+    """Cores that other processes used during the measurement; None: unknown."""
 
     def verify_at(self, nodes: float) -> float:
-        """v(n), linear between measured sizes and in proportion after the last; ``nodes`` may be a mean."""
+        """Return v(n), linear between measured sizes and proportional beyond the last. ``nodes`` may be a mean."""
         sizes = sorted(self.verify)
         seconds = float(np.interp(nodes, sizes, [self.verify[n] for n in sizes]))
         return seconds * max(1.0, nodes / sizes[-1])
 
     def draft_at(self, depth: int) -> float:
-        """Seconds to draft a tree of that depth; after the table, a level costs what the last one did."""
+        """Return the seconds to draft a tree of depth ``depth``. Beyond the table, each level costs as much as the last
+        measured one.
+        """
         table = self.draft_by_depth
         if depth == 0:
             return 0.0
@@ -70,21 +72,24 @@ class CostModel:
         return table[last] + (depth - last) * (table[last] - table[last - 1])
 
     def step(self, nodes: float, depth: int) -> float:
-        """Seconds of a whole step with a tree of that size (root included) and depth; depth 0 drafts nothing."""
+        """Return the seconds of a whole step with a tree of ``nodes`` (root included) and ``depth``; depth 0 drafts
+        nothing.
+        """
         plain = depth == 0 and self.plain_overhead is not None
         overhead = self.plain_overhead if plain else self.overhead
         return self.verify_at(nodes) + cast(float, overhead) + self.draft_at(depth)
 
     def speedup(self, tokens: float, nodes: float, depth: int) -> float:
-        """Expected speedup over autoregressive decoding of steps that commit ``tokens`` with such a tree."""
+        """Return the expected speedup over autoregressive decoding of steps that commit ``tokens`` with such a tree."""
         return tokens * self.step(1, 0) / self.step(nodes, depth)
 
     def answer_speedup(
         self, tokens: float, nodes: Mapping[int, float], depth: int, length: float, prompt: float
     ) -> float:
-        """The same of whole answers of ``length`` tokens to prompts of ``prompt``, which no draft reads faster.
+        """Return the expected speedup of whole answers of ``length`` tokens to prompts of ``prompt`` tokens, prefill
+        included.
 
-        ``nodes``: the share of the steps with trees of so many. v(n) is no line, so their mean would not do.
+        ``nodes`` maps tree sizes to their share of the steps. v(n) is not linear, so their mean would not do.
         """
         step = sum(share * self.step(n, depth) for n, share in nodes.items())
         autoregressive, speculative = (length * seconds for seconds in (self.step(1, 0), step / tokens))
@@ -93,12 +98,12 @@ class CostModel:
         return (prefill + autoregressive) / (prefill + drafter + speculative)
 
     def to_json(self) -> dict[str, object]:
-        """Plain values, for ``eval.json`` and ``from_json``."""
+        """Return plain values, for ``eval.json`` and ``from_json``."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """What ``to_json`` wrote; JSON turned the sizes into text."""
+        """Return the cost model from the values of ``to_json``, in which JSON turned the sizes into strings."""
         return cls(**{**content, "verify": {int(n): float(seconds) for n, seconds in content["verify"].items()}})
 
 
@@ -111,15 +116,15 @@ def measure_costs(
     rows: int = 1,
     prompts: Sequence[list[int]] = (),
 ) -> CostModel:
-    """Time every part of a step on random tokens after ``context`` tokens (timing does not depend on the ids).
+    """Time every part of a step on random tokens after ``context`` tokens; times do not depend on the ids.
 
-    Of a batch of ``rows`` all with trees of one size: v(n, b), and c and o of the whole batch. What a combined or
-    nested drafter spends depends on the text: with ``prompts`` (token ids) it is timed while they are answered.
+    For a batch of ``rows`` with trees of one size it returns v(n, b), and c and o of the whole batch. The drafting time
+    of a combined or nested drafter depends on the context, so it is timed while answering ``prompts`` (token ids), if
+    given.
 
-    Repeats are interleaved, and a smaller tree is never dearer than a larger one: what the medians say against that is
-    noise, which isotonic regression averages out.
-    A base that reads less than twice ``context`` is timed after half of what it reads, and only trees that fit into
-    the other half are: larger ones are extrapolated.
+    Repeats are interleaved. A smaller tree cannot be slower than a larger one: isotonic regression averages out such
+    noise. If the base's maximum context is below twice ``context``, it is timed after half its maximum, and larger
+    trees than fit into the other half are extrapolated.
     """
     generator = torch.Generator().manual_seed(0)
     context = min(context, base.max_context // 2)
@@ -181,7 +186,9 @@ def _overhead(steps: Sequence[StepRecord]) -> float:
 
 
 def _increasing(values: Sequence[float]) -> list[float]:
-    """The closest sequence, by squares, that never falls: neighbours that do are pooled to their mean."""
+    """Return the closest non-decreasing sequence in least squares, by pooling neighbours that fall: [1, 3, 2] -> [1,
+    2.5, 2.5].
+    """
     pools: list[tuple[float, int]] = []
     for value in values:
         pools.append((value, 1))

@@ -1,7 +1,8 @@
-"""Static token trees searched for speed: greedily on joint counts, and by Sequoia's program.
+"""Static token trees searched for speed: greedily on joint counts, and by Sequoia's dynamic program.
 
-Both read simulated acceptance: ``accept_probs[t, k, s]``, the probability that a step from position t with k drafts
-accepted accepts the next token as candidate s (``simulate.py``). Which tree pays, the machine's ``CostModel`` says.
+Both use simulated acceptance. ``accept_probs[t, k, s]`` is the probability that a step from position t with k drafts
+accepted accepts the next token as candidate s (``simulate.py``). The machine's ``CostModel`` then decides which tree is
+fastest.
 
 Shape legend: T positions of one answer, K draft positions, S candidates at a node, M nodes (root included).
 """
@@ -26,36 +27,38 @@ from drafthead.eval.trees.simulate import (
 from drafthead.models.token_tree import TokenTree
 
 PRIOR_WEIGHT = 20.0
-"""Observations that the product of marginal accuracies counts for beside the joint counts of a path."""
+"""Weight, in observations, of the product of marginal accuracies against the joint counts of a path."""
 ROUNDS = 3
-"""Searches, each on the positions where decoding with the tree before starts its steps."""
+"""Number of searches. Each uses the positions where decoding with the previous tree starts its steps."""
 
 
 @dataclass(frozen=True)
 class TreeOrder:
-    """Nodes in the order in which a growing tree should take them; the first m are the best tree of m drafts."""
+    """Nodes in the order in which a growing tree takes them: the first m are the best tree of m drafts."""
 
     paths: list[tuple[int, ...]]
     values: list[float]
     """Estimated probability that each node is accepted."""
 
     def tree(self, drafts: int) -> TokenTree:
-        """The tree of the first ``drafts`` nodes and the root."""
+        """Return the tree of the root and the first ``drafts`` nodes."""
         return TokenTree.from_paths(self.paths[:drafts])
 
 
 def _started(answers: Sequence[AcceptProbs], tree: TokenTree) -> list[Floats]:
-    """Where decoding with ``tree`` starts its steps: after a rejection drafting is harder than elsewhere."""
+    """Return the probability that decoding with ``tree`` starts a step at each position. After a rejection drafting is
+    harder.
+    """
     return start_probs([accepted_length_probs(a, tree) for a in answers])
 
 
 def greedy_tree(answers: Sequence[AcceptProbs], size: int, rounds: int = ROUNDS) -> TreeOrder:
-    """Greedy search of the tree with the most accepted tokens, on the positions where steps start.
+    """Return the tree with the most accepted tokens by greedy search, on the positions where steps start.
 
     Medusa (2401.10774) scores a node by the product of its ranks' marginal accuracies, as if draft positions were
-    independent. Here a node's value is how often its whole path was accepted, shrunk towards that product
-    by ``PRIOR_WEIGHT`` observations. A child is never likelier than its parent, so greedy is optimal for the value.
-    ``size`` nodes are ordered, root excluded; one round counts every position alike.
+    independent. Here a node's value is how often its whole path was accepted, shrunk towards that product by
+    ``PRIOR_WEIGHT`` observations. A child is never likelier than its parent, so greedy search is optimal for this
+    value. ``size`` nodes are ordered, root excluded. With one round all positions count alike.
     """
     order = _greedy_order(answers, size, None)
     for _ in range(rounds - 1):
@@ -94,9 +97,9 @@ def _greedy_order(answers: Sequence[AcceptProbs], size: int, weights: Sequence[F
 
 
 def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | None = None) -> Floats:
-    """Acceptance by depth and candidate: [K, S], P(candidate s is the one accepted | the node is reached).
+    """Return acceptance by depth and candidate: [K, S], P(candidate s is the accepted one | the node is reached).
 
-    A depth is reached by the weight with which some candidate was accepted on every depth above it.
+    The weight with which a depth is reached is that with which some candidate was accepted at every depth above.
     """
     table, weight = _stack(answers, weights)
     known = np.nan_to_num(table)
@@ -109,7 +112,7 @@ def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | N
 
 
 def _stack(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | None) -> tuple[Floats, Floats]:
-    """All positions: [T, K, S] and their weights [T], by default 1."""
+    """Return all positions [T, K, S] and their weights [T], 1 by default."""
     table = np.concatenate(list(answers)) if answers else np.zeros((0, 1, 1))
     return table, np.ones(len(table)) if weights is None else np.concatenate(list(weights))
 
@@ -127,11 +130,11 @@ class SequoiaTrees:
     """Per depth bound l: [l+1, S+1, M+1] nodes of such a root and its first b-1 children when it has b."""
 
     def at_most(self, nodes: int, depth: int) -> int:
-        """The largest size up to ``nodes`` that a tree within the depth bound has."""
+        """Return the largest size up to ``nodes`` for which a tree within the depth bound exists."""
         return int(np.flatnonzero(self.expected[depth, : nodes + 1] > 0)[-1])
 
     def tree(self, nodes: int, depth: int) -> TokenTree:
-        """The best tree of ``nodes`` nodes, root included, and at most ``depth`` drafts on a path."""
+        """Return the best tree of ``nodes`` nodes, root included, with at most ``depth`` drafts on a path."""
         paths: list[tuple[int, ...]] = []
         pending: list[tuple[tuple[int, ...], int]] = [((), nodes)]
         while pending:
@@ -145,19 +148,21 @@ class SequoiaTrees:
 
 
 def sequoia(acceptance: Floats, nodes: int, depth: int) -> SequoiaTrees:
-    """Sequoia's dynamic program (2402.12374) over size, depth bound and number of children.
+    """Run Sequoia's dynamic program (2402.12374) over size, depth bound and number of children.
 
-    A tree of m nodes whose root has b children is one of y nodes with b-1 children and a subtree of m-y nodes as the
-    b-th child: ``T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b']``, ``T[1, l, 0] = 1``. Children of a
-    node are always its first candidates, since one is only tried when those before it failed. ``acceptance`` [K, S] by
-    depth: P(candidate b is the first accepted at a node that is reached).
+    A tree of m nodes whose root has b children consists of two trees: one of y nodes with b-1 children, and a subtree
+    of m-y nodes as the b-th child. So ``T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b']`` and ``T[1, l,
+    0] = 1``. A node's children are always its first candidates, because a candidate is tried only when those before it
+    failed. ``acceptance`` [K, S] is P(candidate b is the first accepted one) at each depth.
     """
     values, children, sizes = zip(*(_one_bound(acceptance[:bound], nodes) for bound in range(depth + 1)), strict=True)
     return SequoiaTrees(np.stack(values), list(children), list(sizes))
 
 
 def _one_bound(acceptance: Floats, nodes: int) -> tuple[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The program for one depth bound, from the deepest level up: values of the whole tree [M+1], and the choices."""
+    """Solve the program for one depth bound, from the deepest level up. Return values of the whole tree [M+1], and the
+    choices.
+    """
     depth, candidates = acceptance.shape
     m, y = np.ogrid[: nodes + 1, : nodes + 1]
     subtree = np.where(m > y, m - y, 0)  # size 0 is infeasible
@@ -183,7 +188,7 @@ def _one_bound(acceptance: Floats, nodes: int) -> tuple[Floats, npt.NDArray[np.i
 
 
 def sequoia_tree(answers: Sequence[AcceptProbs], nodes: int, depth: int) -> SequoiaTrees:
-    """Sequoia's program, with acceptance measured where decoding with the tree found before starts its steps."""
+    """Run Sequoia's program on the positions where decoding with the previously found tree starts its steps."""
     trees = sequoia(first_accepted(answers), nodes, depth)
     for _ in range(ROUNDS - 1):
         tree = trees.tree(trees.at_most(nodes, depth), depth)
@@ -193,7 +198,7 @@ def sequoia_tree(answers: Sequence[AcceptProbs], nodes: int, depth: int) -> Sequ
 
 @dataclass(frozen=True)
 class Choice:
-    """A tree and what it is expected to do."""
+    """A tree and its expected performance."""
 
     tree: TokenTree
     expected_tokens: float
@@ -201,34 +206,34 @@ class Choice:
     expected_speedup: float
     """Over autoregressive decoding with v(1), by the measured step costs."""
     model_tokens: float
-    """Mean accepted length by the model that the tree was searched under."""
+    """Mean accepted length by the model under which the tree was searched."""
 
     @classmethod
     def of(cls, answers: Sequence[AcceptProbs], costs: CostModel, tree: TokenTree, model_tokens: float) -> "Choice":
-        """What ``tree`` is expected to do on ``answers``."""
+        """Return ``tree`` with its expected performance on ``answers``."""
         tokens = simulate_acceptance(answers, tree).mean_accepted_length
         return cls(tree, tokens, costs.speedup(tokens, len(tree), tree.depth), model_tokens)
 
     def to_json(self) -> dict[str, float]:
-        """Plain values; of the tree its size."""
+        """Return plain values, with the tree's size instead of the tree."""
         return {"nodes": len(self.tree), "depth": self.tree.depth} | {
             k: v for k, v in vars(self).items() if k != "tree"
         }
 
 
 def fastest(choices: Iterable[Choice]) -> Choice:
-    """The highest expected speedup; the smaller tree of equals."""
+    """Return the choice with the highest expected speedup; among equals the smallest tree."""
     return max(choices, key=lambda c: (c.expected_speedup, -len(c.tree)))
 
 
 def _depths(answers: Sequence[AcceptProbs], costs: CostModel) -> Iterable[int]:
-    """Depth bounds that change the cost of drafting."""
+    """Return the depth bounds that change the cost of drafting."""
     depth = answers[0].shape[1]
     return [depth] if costs.draft_by_depth is None else range(1, depth + 1)
 
 
 def greedy_choices(answers: Sequence[AcceptProbs], costs: CostModel, nodes: int) -> list[Choice]:
-    """The best trees of 2 to ``nodes`` nodes by greedy search on joint counts."""
+    """Return the best trees of 2 to ``nodes`` nodes by greedy search on joint counts."""
     choices = []
     for bound in _depths(answers, costs):
         shallow = [a[:, :bound] for a in answers]
@@ -239,7 +244,7 @@ def greedy_choices(answers: Sequence[AcceptProbs], costs: CostModel, nodes: int)
 
 
 def sequoia_choices(answers: Sequence[AcceptProbs], costs: CostModel, nodes: int) -> list[Choice]:
-    """The best trees of 2 to ``nodes`` nodes by Sequoia's program."""
+    """Return the best trees of 2 to ``nodes`` nodes by Sequoia's program."""
     trees = sequoia_tree(answers, nodes, answers[0].shape[1])
     return [
         Choice.of(answers, costs, trees.tree(size, bound), float(trees.expected[bound, size]))
@@ -253,16 +258,16 @@ METHODS: Mapping[str, Callable[[Sequence[AcceptProbs], CostModel, int], list[Cho
     "greedy": greedy_choices,
     "sequoia": sequoia_choices,
 }
-"""Ways to find trees: on joint counts of whole paths, or on acceptance by depth and candidate."""
+"""Tree searches: on joint counts of whole paths, or on acceptance by depth and candidate."""
 
 
 def cross_fitted(
     answers: Sequence[AcceptProbs], sizes: Sequence[int], method: str = "greedy", seed: int = 0
 ) -> list[SimulatedAcceptance]:
-    """What the best tree of each size (root included) does on answers that it was not searched on.
+    """Simulate the best tree of each size (root included) on answers on which it was not searched.
 
-    Two folds: each half of the answers is simulated with the tree of the other. A size that no tree has gives the
-    next smaller one.
+    Each half of the answers is simulated with the other half's tree. If no tree has a size, the next smaller size is
+    used.
     """
     halves = [answers[0::2], answers[1::2] or answers]
     largest, depth = max(sizes), answers[0].shape[1]

@@ -1,13 +1,14 @@
-"""Simulated acceptance: how many steps decoding would have needed for a finished answer, with any tree.
+"""Simulated acceptance: the number of steps that decoding a finished answer would take, with any tree.
 
-Under a lossless rule the distribution of the answer does not depend on the drafts. Given the answer, only where steps
-end is random, and that is a property of each position alone: ``accept_probs[t, k, s]`` is the probability that a step
+Under a lossless rule the distribution of the answer does not depend on the drafts. Given the answer, only the ends of
+steps are random, and they depend on each position alone. ``accept_probs[t, k, s]`` is the probability that a step
 starting at position t, with k drafts accepted, accepts the answer's next token as candidate s of its node. The product
-along the answer's path through a tree gives how far a step gets, and a recursion along the answer gives the expected
-number of steps, exactly. With greedy decoding the probabilities are 0 and 1.
+along the answer's path through a tree tells how far a step gets. A recursion along the answer then gives the expected
+number of steps, exactly. With greedy decoding all probabilities are 0 or 1.
 
-A position is a place where a step may start, one per answer token that steps commit: all but the first, which the
-prefill yields. A step from t commits token t, and one more for every accepted draft.
+A position is where a step may start: every answer token except the first, which the prefill yields. A step from t
+commits token t, and one more token per accepted draft. Example: if the drafts at t = 0 are right twice, the step
+commits tokens 0, 1 and 2, and the next step starts at t = 3.
 
 Shape legend: A answers, T positions of one answer, K draft positions, S candidates at a node, D depth of a tree.
 """
@@ -26,16 +27,17 @@ from drafthead.models.token_tree import TokenTree
 
 Floats = npt.NDArray[np.float64]
 Ranks = npt.NDArray[np.int64]
-"""[T, K]: which of the drafter's candidates for draft position k+1 is right; large: none; -1: the answer ends before.
+"""[T, K]: rank of the true token among the drafter's candidates for draft position k+1. A large rank: it is not among
+them; -1: the answer has ended.
 """
 AcceptProbs = Floats
-"""[T, K, S] probabilities; NaN where the answer ends before."""
+"""[T, K, S] probabilities; NaN after the answer's end."""
 LengthProbs = Floats
-"""[T, D+1]: probability that a step from t accepts exactly so many drafts."""
+"""[T, D+1]: probability that a step from t accepts exactly 0, 1, ..., D drafts."""
 
 
 def accept_probs_of_ranks(ranks: Ranks, width: int | None = None) -> AcceptProbs:
-    """Top-k drafting: one-hot ranks below ``width`` (by default all that occur)."""
+    """Return one-hot acceptance of top-k drafts for ranks below ``width`` (by default all that occur)."""
     width = width or int(ranks.max(initial=0)) + 1
     accept_probs: AcceptProbs = (ranks[..., None] == np.arange(width)).astype(np.float64)
     accept_probs[ranks < 0] = np.nan
@@ -43,7 +45,7 @@ def accept_probs_of_ranks(ranks: Ranks, width: int | None = None) -> AcceptProbs
 
 
 def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) -> Tensor:
-    """Top-k drafting: 1 where the draft's candidate s is the text's token; [n, W] logits -> [n, width]."""
+    """Return acceptance [n, width] of top-k drafts with logits [n, W]: 1 if candidate s is the answer's token."""
     match = d2t[None, :] == tokens[:, None]
     true = torch.where(match, logits, -torch.inf).amax(-1, keepdim=True)
     rank = torch.where(match.any(-1), (logits > true).sum(-1), width)
@@ -53,15 +55,15 @@ def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) 
 def candidate_accept_probs(
     target: Tensor, draft: Tensor, tokens: Tensor, draft_sampling: DraftSampling, width: int, generator: torch.Generator
 ) -> Tensor:
-    """P(the committed ``tokens`` were accepted as candidate s | they were committed): [n, width].
+    """Return P(the committed ``tokens`` were accepted as candidate s | they were committed): [n, width].
 
-    A candidate drawn from q against a residual P accepts x with mass ``min(q(x), P(x))`` and leaves
-    ``P' = norm(max(P - q, 0))``. What is committed at the node is x with mass P(x) in total, so given x the candidate
-    accepts with probability ``min(1, q(x) / P(x))``, and the next one against P' likewise: the masses telescope.
+    A candidate drawn from q against a residual P accepts x with mass ``min(q(x), P(x))`` and leaves the residual ``P' =
+    norm(max(P - q, 0))``. The node commits x with total mass P(x). So given x, the candidate accepts with probability
+    ``min(1, q(x) / P(x))``, and the next one does so against P': the masses telescope.
 
-    Without replacement the next q depends on the rejected token, which is drawn here from its own distribution
-    ``norm(max(q - P, 0))``: the estimate is unbiased, and products over independently drawn positions stay so.
-    ``target`` and ``draft`` are probabilities [n, V] after warping and after the committed path.
+    Without replacement the next q depends on the rejected token, which is drawn here from its distribution ``norm(max(q
+    - P, 0))``. The estimate is unbiased, and so are products over independently drawn positions. ``target`` and
+    ``draft`` are probabilities [n, V], warped, after the committed path.
     """
     p, q = target.double(), draft.double()
     left = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
@@ -82,7 +84,7 @@ def candidate_accept_probs(
 
 
 def _ratio(q: Tensor, p: Tensor) -> Tensor:
-    """q / p; a token of probability 0 (rounding moved it across a warper's cut) counts as the only one."""
+    """Return q / p. If rounding moved a token across a warper's cut, p is 0 and the token counts as the only one."""
     return torch.where(p > 0, q / p.clamp(min=torch.finfo(p.dtype).tiny), q)
 
 
@@ -92,12 +94,12 @@ def _normalised(masses: Tensor, otherwise: Tensor) -> Tensor:
 
 
 def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
-    """Block verification (Sun et al., 2403.10444) of a chain: [n, K] p(x), [n, K] q(x) on the text -> [n, K].
+    """Return block verification's acceptance [n, K] (Sun et al., 2403.10444) from p(x) and q(x) [n, K] on the answer.
 
-    It accepts at least k drafts of a drafted prefix with probability ``a_k = min(1, a_{k-1} p(x_k) / q(x_k))``. Seen
-    from the committed text the prefix was drafted with probability ``R_k = prod(q / p)`` of its own, and
-    ``a_k R_k = min(a_{k-1} R_{k-1}, R_k)``: the running minimum of R, where token by token it is the product of
-    ``min(1, q / p)``. Returned is each position's factor, so that a chain's products are these minima.
+    At least k drafts of a drafted prefix are accepted with probability ``a_k = min(1, a_{k-1} p(x_k) / q(x_k))``. Given
+    the answer, its prefix was drafted with relative probability ``R_k = prod(q / p)``, and ``a_k R_k = min(a_{k-1}
+    R_{k-1}, R_k)``. This is the running minimum of R; token by token it would be the product of ``min(1, q / p)``. The
+    result holds each position's factor, so that products along a chain are these minima.
     """
     products = _ratio(draft.double(), target.double()).cumprod(1)
     reached = torch.cat([torch.ones_like(products[:, :1]), products], 1).cummin(1).values
@@ -106,7 +108,7 @@ def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
 
 
 def trials_in_order(tree: TokenTree) -> TokenTree:
-    """``tree`` with ranks that count a node's children: sampled siblings are tried in order, whatever their rank."""
+    """Return ``tree`` with ranks 0, 1, ... for each node's children, because sampled siblings are tried in order."""
     renamed: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     children: dict[tuple[int, ...], int] = {}
     for path in sorted(tree.paths[1:], key=lambda p: (len(p), p)):
@@ -117,7 +119,9 @@ def trials_in_order(tree: TokenTree) -> TokenTree:
 
 
 def accepted_length_probs(accept_probs: AcceptProbs, tree: TokenTree) -> LengthProbs:
-    """How many drafts a step with ``tree`` accepts at each position: [T, K, S] -> [T, D+1]."""
+    """Return the probability [T, D+1] that a step with ``tree`` accepts exactly d drafts, from ``accept_probs`` [T, K,
+    S].
+    """
     positions, depth, width = accept_probs.shape
     known = np.nan_to_num(accept_probs)
     reached = np.zeros((positions, tree.depth + 2))
@@ -133,7 +137,7 @@ def accepted_length_probs(accept_probs: AcceptProbs, tree: TokenTree) -> LengthP
 
 
 def start_probs(answers: Sequence[LengthProbs]) -> list[Floats]:
-    """Per answer [T]: probability that a step starts at each position."""
+    """Return, per answer, the probability [T] that a step starts at each position."""
     longest, width = max(map(len, answers), default=0), max((a.shape[1] for a in answers), default=1)
     table = np.zeros((len(answers), longest, width))  # zeros after an answer's end
     for row, answer in zip(table, answers, strict=True):
@@ -147,30 +151,30 @@ def start_probs(answers: Sequence[LengthProbs]) -> list[Floats]:
 
 @dataclass(frozen=True)
 class SimulatedAcceptance:
-    """What decoding is expected to do on finished answers."""
+    """Expected performance of decoding on finished answers."""
 
     mean_accepted_length: float
     """Tokens committed / steps, total over total, as ``metrics.mean_accepted_length``."""
     interval: tuple[float, float] | None
-    """95 % bootstrap over answers; None for fewer than two. Acceptance is averaged out, and adds no noise."""
+    """95 % bootstrap over answers; None for fewer than two. Acceptance itself is averaged out, so it adds no noise."""
     steps: float
     """Expected number of steps over all answers."""
     tokens: int
-    """Tokens that these steps commit: what truncates an answer truncates its last step."""
+    """Tokens that these steps commit. The end of an answer truncates its last step."""
     nodes: dict[int, float] | None = None
-    """Share of the steps by the nodes of their tree, root included, where drafts were made and not only simulated: some
-    drafters find fewer than their tree has room for."""
+    """Share of the steps by number of tree nodes, root included, if drafts were really made: some drafters fill only a
+    part of their tree."""
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
-    """What decoding with ``tree`` would have needed for these answers; ``seed`` is the bootstrap's."""
+    """Simulate decoding these answers with ``tree``; ``seed`` determines the bootstrap."""
     return simulate_steps([accepted_length_probs(a, tree) for a in answers], seed)
 
 
 def simulate_steps(
     answers: Sequence[LengthProbs], seed: int = 0, sizes: Sequence[Floats] | None = None
 ) -> SimulatedAcceptance:
-    """The same from how far every step gets and, per answer, [T] ``sizes`` of its tree."""
+    """Simulate decoding from the distribution of accepted drafts and, per answer, [T] ``sizes`` of its trees."""
     started = start_probs(answers)
     # The steps that are expected are as many as positions are expected to start one.
     rows = np.array([[len(a), start.sum()] for a, start in zip(answers, started, strict=True) if len(a)])

@@ -77,5 +77,5 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     ResultLog(path).add("k", "d", PROMPT, result())
     path.write_text(path.read_text() + '{"key": "k", "decoder": "d", "result": {"steps": [3]}}\n')
-    with pytest.raises(UserError, match=r"log.jsonl line 2 is no decoding .*remove the file"):
+    with pytest.raises(UserError, match=r"log.jsonl line 2 .*remove the file"):
         ResultLog(path)

@@ -135,14 +135,14 @@ def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
         run(base, head, texts, DraftConfig(tree=TREE, **sampled), WARM, rule=block)
     with pytest.raises(UserError, match="no text has two answer tokens"):
         run(base, head, [FinishedAnswer([1, 2, 3], 2)], chain, GREEDY)
-    with pytest.raises(UserError, match="Silent has no distributions of its own"):
+    with pytest.raises(UserError, match="Silent.*distributions"):
         text_accept_probs(base, Silent(), texts, GREEDY, AcceptProbsConfig())
 
 
 @pytest.mark.parametrize(("made", "sampler"), [(0.0, WARM), (0.7, GREEDY), (1.5, WARM)])
 def test_texts_of_another_temperature_are_refused(base: BaseModel, made: float, sampler: Sampler) -> None:
     texts = answered(base, made, 40, copies=4)
-    with pytest.raises(UserError, match="are no samples of the target at"):
+    with pytest.raises(UserError, match="samples of the target"):
         simulate_texts(base, fitted(base), texts, DraftConfig(tree=TokenTree.chain(1)), sampler)
 
 

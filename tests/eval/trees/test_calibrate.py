@@ -52,7 +52,7 @@ def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     for content in ([], {}, {"measured_with": calibrate.measured_with(head), "costs": {}}):
         write_checksummed_json(path, content)
-        with pytest.raises(UserError, match=r"is no calibration .*; remove it to measure again"):
+        with pytest.raises(UserError, match=r"calibration .*remove it"):
             calibrate.load_calibration(path, head)
         write_json(path, content)
         with pytest.raises(UserError, match=r"is damaged: it does not have the checksum .*; restore or remove it"):
