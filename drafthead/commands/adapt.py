@@ -138,7 +138,7 @@ def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]
     ]
     if all("steps_frozen" in row for row in rows):
         lines.append(
-            f"the head before adapting, simulated on the same answers: {accepted_length(rows, 'steps_frozen'):.2f}; the last "
+            f"the original head, simulated on the same answers: {accepted_length(rows, 'steps_frozen'):.2f}; the last "
             f"{quarter}: {accepted_length(rows[-quarter:], 'steps_frozen'):.2f}"
         )
     share = learner.update_s / learner.decode_s if learner.decode_s else float("nan")

@@ -161,7 +161,7 @@ def test_the_command_says_what_was_learned(
     out = tmp_path / "stream"
     call("adapt", f"head={head}", "suite=builtin", "interval=2", "max_new_tokens=12", "optim.lr=0.01", f"out={out}")
     said = capsys.readouterr().out
-    assert "mean accepted length" in said and "3 updates took" in said and "the head before adapting" in said
+    assert "mean accepted length" in said and "3 updates took" in said and "the original head" in said
     rows = read_json_lines(out / "answers.jsonl")
     assert len(rows) == 6 and all(row["steps"] <= row["tokens"] <= 11 for row in rows)
     assert (out / "stream.png").stat().st_size > 5000
