@@ -44,14 +44,14 @@ usage: drafthead replay head=DIR [key=value ...]
   texts=FILE            answers to replay instead: a .jsonl file that save=FILE wrote, or a corpus of the base's answers
                         (outputs/corpora/NAME); limit=N takes the first
   save=FILE             write the base's answers there
-  temperature=0         of the target; 0 is greedy
+  sampler.temperature=0 of the target, 0 is greedy; with texts=FILE any sampler (top_p, ...)
   nodes=[6,16,64]       tree sizes, root included
   chain=[1,2,3]         draft lengths of chains
   draft_sampling=NAME   {kinds}; draft_temperature=1 is for the sampled ones
   rule=exact            or block: block verification of chains
-  drafters=[A,B]        drafters to simulate beside the head, by the grammar of drafthead eval, where head is this one:
+  drafters=[A,B]        drafters to simulate next to the head, by the grammar of drafthead eval, where head is this one:
                         [prompt_lookup@6,head+prompt_lookup:4,relay:head@2+prompt_lookup@4,suffix_memory:4]. A suffix
-                        memory keeps the texts before. tree_nodes=N are the nodes of a combined tree
+                        memory knows the earlier answers. tree_nodes=N are the nodes of a combined tree
   plot=FILE.png         the mean accepted lengths as a figure
   seed=0                of sampling
 """
@@ -68,7 +68,7 @@ class ReplayConfig:
     texts: str | None = None
     save: str | None = None
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    sampler: Sampler = field(default_factory=Sampler)
     nodes: list[int] = field(default_factory=lambda: [6, 16, 64])
     chain: list[int] = field(default_factory=lambda: [1, 2, 3])
     draft_sampling: str = DraftSampling.TOP_K.value
@@ -83,6 +83,10 @@ class ReplayConfig:
         check_limits(self, chain="[1, inf)", nodes="[2, inf)", rule=("exact", "block"))
         if DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K and self.drafters:
             raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
+        if self.texts is None and self.sampler != Sampler(temperature=self.sampler.temperature):
+            raise ValueError(
+                "sampler: the base answers by sampler.temperature alone; give texts=FILE for other samplers"
+            )
         for spec in self.drafters:
             parse_drafter(spec)
 
@@ -112,21 +116,23 @@ def main(config: ReplayConfig) -> None:
     if isinstance(head, DraftHead) and max(config.chain) > head.depth:
         raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions")
     if not texts:
-        with display.stage(f"plain answers: {config.suite}"):
-            names = ("suite", "limit", "max_new_tokens", "temperature", "seed")
-            texts = base_answers(base, **{name: getattr(config, name) for name in names})
+        with display.stage(f"the base's answers: {config.suite}"):
+            names = ("suite", "limit", "max_new_tokens", "seed")
+            settings = {name: getattr(config, name) for name in names}
+            texts = base_answers(base, temperature=config.sampler.temperature, **settings)
     limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": 0}
     for number, text in enumerate(texts):
-        check_ids(text.ids, **limits, where=f"text {number}")
+        check_ids(text.ids, **limits, where=f"answer {number}")
     if save:
         write_texts(save, texts)
-    target = Sampler(temperature=config.temperature)
     rows = head_rows(base, head, texts, config, display) if isinstance(head, DraftHead) else []
     others = [*([] if rows else [config.head]), *config.drafters]
     for spec in others:
         with display.stage(f"{spec}, drafted at every position"):
             drafter, draft_config = build_drafter(parse_drafter(spec), base, head, head_config, config.tree_nodes)
-            simulated = simulate_texts(base, drafter, texts, draft_config, target, seed=config.seed, in_order=True)
+            simulated = simulate_texts(
+                base, drafter, texts, draft_config, config.sampler, seed=config.seed, in_order=True
+            )
             nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else draft_config.nodes
             rows.append(Row(spec, nodes, draft_config.depth, simulated, None))
     display.console.print(table(rows, config))
@@ -146,9 +152,8 @@ def head_rows(
         rule=AcceptanceRule(name=config.rule),
         seed=config.seed,
     )
-    target = Sampler(temperature=config.temperature)
-    with display.stage(f"one pass over {len(texts)} texts"):
-        answers = text_accept_probs(base, head, texts, target, probs_config)
+    with display.stage(f"one pass over {len(texts)} answers"):
+        answers = text_accept_probs(base, head, texts, config.sampler, probs_config)
     with display.stage("step costs on this machine"):
         costs = measure_costs(base, head)
     sizes = [] if config.rule == "block" else config.nodes
@@ -156,7 +161,7 @@ def head_rows(
     top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"
     if head.confidence_threshold and top_k:
         with display.stage("the head's own tree, drafted at every position for its threshold"):
-            simulated.append(own_row(base, head, texts, target, config.seed))
+            simulated.append(own_row(base, head, texts, config.sampler, config.seed))
     return simulated
 
 
