@@ -74,7 +74,7 @@ def test_bad_input_ends_a_script_with_one_line(script: Load, capsys: pytest.Capt
     "settings",
     [
         (),
-        ("--phase", "distill", "phases.distill.hidden_states=cached", "phases.distill.grad_accum_steps=2"),
+        ("--phase", "distill", "phases.distill.store_hidden_states=true", "phases.distill.grad_accum_steps=2"),
         ("shard=full", "shard.precision=bfloat16"),
     ],
     ids=["computed", "cached", "sharded"],

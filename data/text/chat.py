@@ -13,55 +13,55 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]
-"""``{"role": "system" | "user" | "assistant", "content": ...}``. An assistant without content: for the base to fill."""
+"""``{"role": "system" | "user" | "assistant", "content": ...}``. The base fills an assistant without content."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens that belong together; drafts never look across its ends."""
+    """Consecutive tokens of one text; drafts never cross its ends."""
 
     input_ids: npt.NDArray[np.int32]
     """[n]."""
     loss_mask: npt.NDArray[np.bool_]
-    """[n]: this token is trained (may be a target)."""
+    """[n]: True for tokens that may be targets."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
 def user_turn(text: str) -> list[Message]:
-    """A conversation of one message."""
+    """Return a conversation of one message."""
     return [{"role": "user", "content": text}]
 
 
 def conversation(turns: Sequence[str]) -> list[Message]:
-    """The user's turns, with an answer of the base to be filled in after each but the last."""
+    """Return the user's turns with an empty assistant message after each but the last."""
     return [message for turn in turns for message in (*user_turn(turn), {"role": "assistant", "content": ""})][:-1]
 
 
 def turns_of(messages: Sequence[Message], answers: Sequence[str]) -> list[Message]:
-    """``messages`` up to the user's turn after ``answers``, which take the empty places of the assistant."""
-    found: list[Message] = []
-    filled = iter(answers)
+    """Return ``messages`` with empty assistant messages replaced by ``answers``, up to the next empty one."""
+    filled: list[Message] = []
+    remaining = iter(answers)
     for message in messages:
         if message["role"] == "assistant" and not message["content"]:
-            answer = next(filled, None)
+            answer = next(remaining, None)
             if answer is None:
                 break
             message = {"role": "assistant", "content": answer}
-        found.append(message)
-    return found
+        filled.append(message)
+    return filled
 
 
 def num_turns(messages: Sequence[Message]) -> int:
-    """Answers that the base gives in a conversation: to every empty place of the assistant, and at the end."""
+    """Return the number of answers by the base: one per empty assistant message, and one at the end."""
     return 1 + sum(message["role"] == "assistant" and not message["content"] for message in messages)
 
 
 def prompt_ids(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Ids of ``messages`` and of the start of the assistant's turn: what the base reads before it answers.
+    """Return the token ids that the base reads before it answers: ``messages`` and the start of its own turn.
 
     ``template_kwargs`` are variables of the chat template, such as ``enable_thinking``.
     """
@@ -81,5 +81,5 @@ def prompt_ids(
     except TemplateError as error:
         roles = [m["role"] for m in messages]
         raise UserError(f"the chat template refuses messages with roles {roles}: {error}; change the data") from error
-    # The template has written every special token already; `verbose` would warn about long prompts.
+    # The template writes every special token; `verbose` would warn about long prompts.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

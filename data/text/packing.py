@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length, with document ids and positions. R rows, T row length, B batch."""
+"""Packing of documents into rows of one length. R rows, T row length, B batch."""
 
 import hashlib
 import logging
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MIN_PIECE = 8
-"""Least tokens of a piece of a document: drafts need context before them and targets after."""
+"""Fewest tokens in a piece of a document: drafts need context before them and targets after."""
 OPEN_ROWS = 64
-"""Rows that whole documents are fitted into at a time."""
+"""Open rows that whole documents are fitted into."""
 ROWS_PER_WRITE = 256
 _FILE, _CHECKSUM = "rows.arrow", "rows.sha256.json"
 _Array = npt.NDArray[Any]
@@ -35,30 +35,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class PackedRow:
-    """A row that is being filled."""
+    """A partly filled row."""
 
     space: int
     pieces: list[tuple[int, int, Document]] = field(default_factory=list)
-    """Number of a document, start in it, and the part of it."""
+    """Per piece: the document's number, the piece's start in the document, and the piece."""
 
     def add(self, number: int, document: Document, start: int, length: int) -> None:
-        """Append ``length`` tokens of a document."""
-        here = slice(start, start + length)
-        self.pieces.append((number, start, Document(document.input_ids[here], document.loss_mask[here])))
+        """Append ``length`` tokens of a document from ``start``."""
+        span = slice(start, start + length)
+        self.pieces.append((number, start, Document(document.input_ids[span], document.loss_mask[span])))
         self.space -= length
 
 
 def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path | None = None) -> datasets.Dataset:
-    """Lay documents, without empty ones, into rows of ``seq_len`` (T >= 16).
+    """Pack documents, without empty ones, into rows of ``seq_len`` tokens (T >= 16).
 
-    ``split`` cuts a document that does not fit into consecutive pieces of at least ``MIN_PIECE`` tokens, each with its
-    own document id and positions from 0; rows are full but for a few tokens. Otherwise documents stay whole, each laid
-    where it fits best; a longer one loses its end, and how many did is logged. Rows are written to a file in ``folder``
-    and memory-mapped; None keeps them in memory (13 bytes a token).
+    Args:
+        documents: the documents in order.
+        seq_len: T.
+        split: True cuts documents that do not fit into consecutive pieces of at least ``MIN_PIECE`` tokens, each with
+            its own document id and positions from 0. Rows are then full except for a few tokens. False keeps documents
+            whole and puts each where it fits best; one longer than a row loses its end, and the log says how many did.
+        folder: rows are written to a file there and memory-mapped. None keeps them in memory (13 bytes per token).
 
-    Columns are input_ids, position_ids, document_ids (int32) and loss_mask (bool), each [R, T], and pieces: per row a
-    list of [number of the document, start in it, length, offset in the row]. Padding has document id ``NO_DOCUMENT``
-    and is not trained.
+    Returns:
+        A dataset with the columns input_ids, position_ids, document_ids (int32) and loss_mask (bool), each [R, T], and
+        pieces: per row a list of [document number, start in the document, length, offset in the row]. Padding has the
+        document id ``NO_DOCUMENT`` and is not trained.
     """
     rows = split_rows(documents, seq_len) if split else _whole_rows(documents, seq_len)
     if folder is None:
@@ -81,26 +85,26 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether ``folder`` has rows with a checksum; those of earlier versions have none and are packed again."""
+    """Return True if ``folder`` has rows and their checksum."""
     return (folder / _FILE).exists() and (folder / _CHECKSUM).exists()
 
 
 def open_packed(folder: Path) -> datasets.Dataset:
-    """What ``pack`` wrote to ``folder``, memory-mapped."""
+    """Memory-map the rows that ``pack`` wrote to ``folder``."""
     path = safe_join(folder, _FILE)
     again = f"remove {folder}, and its rows are packed again"
     if not path.exists():
         raise UserError(f"{path} is missing; {again}")
     try:
         if read_json(safe_join(folder, _CHECKSUM)) != {"sha256": file_digest(path)}:
-            raise UserError(f"{path} does not have the checksum in {_CHECKSUM}: it is damaged; {again}")
+            raise UserError(f"{path} is damaged: its checksum is not the one in {_CHECKSUM}; {again}")
         return datasets.Dataset.from_file(str(path))
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}); {again}") from None
 
 
 def digest_rows(dataset: datasets.Dataset) -> str:
-    """A short hash of the tokens and the documents of all rows."""
+    """Return a short hash of the tokens and document ids of all rows."""
     digest = hashlib.sha256()
     for start in range(0, len(dataset), 64):
         batch = collate(dataset, list(range(start, min(len(dataset), start + 64))))
@@ -110,7 +114,7 @@ def digest_rows(dataset: datasets.Dataset) -> str:
 
 
 def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
-    """The rows ``row_numbers`` of a packed dataset as one batch [B, T], in that order."""
+    """Return the rows ``row_numbers`` of a packed dataset as one batch [B, T], in that order."""
     table = dataset.with_format("arrow")[row_numbers]
 
     def column(name: str) -> _Array:
@@ -121,7 +125,7 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
 
 
 def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
-    """Rows that are in no dataset as one batch [B, T]."""
+    """Return rows outside of a dataset as one batch [B, T]."""
     return _batch(*_arrays(rows, seq_len)[:4])
 
 
@@ -137,10 +141,10 @@ def _batch(ids: _Array, positions: _Array, documents: _Array, mask: _Array) -> T
 def text_documents(
     tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str], max_tokens: int | None = None
 ) -> Iterator[Document]:
-    """Texts as documents, every token trained, each closed by the end-of-sequence token.
+    """Yield texts as documents with every token trained, each closed by the end-of-sequence token.
 
-    The tokenizer's own leading special tokens (a BOS) are kept: the base expects them. ``max_tokens``: stop after
-    exactly this many; the last document may be cut.
+    The tokenizer's leading special tokens (a BOS) stay: the base expects them. ``max_tokens``: stop after exactly this
+    many tokens, which may cut the last document.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, so documents cannot be closed; set eos_token")
@@ -164,7 +168,7 @@ def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:
-    """The rows of ``pack`` with ``split``, one by one."""
+    """Yield the rows of ``pack`` with ``split=True``, one by one."""
     row = PackedRow(seq_len)
     for number, document in enumerate(documents):
         start = 0
@@ -181,7 +185,10 @@ def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRo
 
 
 def _cut(rest: int, space: int) -> int:
-    """How many of ``rest`` tokens to lay into ``space``, so that neither part is a scrap; 0: open a new row."""
+    """Return how many of ``rest`` tokens to put into ``space``; 0 opens a new row.
+
+    Both pieces have at least ``MIN_PIECE`` tokens: of 20 tokens, a space of 15 takes 12 and leaves 8 for the next row.
+    """
     if rest <= space:
         return rest
     take = min(space, rest - MIN_PIECE)
@@ -189,7 +196,7 @@ def _cut(rest: int, space: int) -> int:
 
 
 def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:
-    """Best fit among a bounded number of open rows: few gaps, and memory that does not grow with the corpus."""
+    """Yield rows by best fit among ``OPEN_ROWS`` open ones, so that memory does not grow with the corpus."""
     rows: list[PackedRow] = []
     total = shortened = 0
     for number, document in enumerate(documents):
@@ -223,27 +230,27 @@ def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], seq_len: int) ->
     columns |= {"loss_mask": pa.list_(pa.bool_(), seq_len), "pieces": pa.list_(pa.list_(pa.int64(), 4))}
     schema = pa.schema(columns)
     with pa.ipc.new_stream(sink, schema) as writer:
-        for some in _batched(rows, ROWS_PER_WRITE):
-            *arrays, pieces = _arrays(some, seq_len)
+        for batch in _batched(rows, ROWS_PER_WRITE):
+            *arrays, pieces = _arrays(batch, seq_len)
             lists = [pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), seq_len) for array in arrays]
             lists.append(pa.array(pieces, type=columns["pieces"]))
             writer.write_batch(pa.RecordBatch.from_arrays(lists, schema=schema))
 
 
 def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[_Array, _Array, _Array, _Array, list[list[list[int]]]]:
-    """Ids, positions, document ids and mask, each [R, T]; and the pieces of every row (``pack``)."""
+    """Return ids, positions, document ids and mask, each [R, T], and the pieces of every row (``pack``)."""
     shape = (len(rows), seq_len)
     ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     numbers, mask = np.full(shape, NO_DOCUMENT, np.int32), np.zeros(shape, np.bool_)
     pieces: list[list[list[int]]] = [[] for _ in rows]
     for r, row in enumerate(rows):
         offset = 0
-        for number, (document, start, part) in enumerate(row.pieces):
-            here = slice(offset, offset + len(part))
-            ids[r, here] = part.input_ids
-            mask[r, here] = part.loss_mask
-            positions[r, here] = np.arange(len(part))
-            numbers[r, here] = number
-            pieces[r].append([document, start, len(part), offset])
-            offset += len(part)
+        for number, (document, start, piece) in enumerate(row.pieces):
+            span = slice(offset, offset + len(piece))
+            ids[r, span] = piece.input_ids
+            mask[r, span] = piece.loss_mask
+            positions[r, span] = np.arange(len(piece))
+            numbers[r, span] = number
+            pieces[r].append([document, start, len(piece), offset])
+            offset += len(piece)
     return ids, positions, numbers, mask, pieces

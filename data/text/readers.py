@@ -1,7 +1,7 @@
-"""Rows of local files and of datasets, for training and evaluation: only data is read, nothing that can run code.
+"""Readers of local files and datasets for training and evaluation, without formats that can run code.
 
-Files of JSON lines and of text are read here and not by ``datasets``, which names no line of a broken file and refuses
-columns that hold texts in one row and conversations in the next.
+``datasets`` does not read files of JSON lines and text here. Its errors name no line of a broken file, and it refuses
+columns with texts in some rows and conversations in others.
 """
 
 import gzip
@@ -19,12 +19,12 @@ from drafthead.data.utils.errors import UserError, one_line
 EXECUTABLE = {".bin", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".py"}
 """Suffixes of files that can run code when they are read."""
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
-"""Data files that are a dataset by themselves."""
+"""Suffixes of single data files, and the builders of ``datasets`` that read them."""
 SPLITS = ("test", "validation", "train")
-"""Test data first: what was made for training may have trained the base."""
+"""Splits by preference: the base may have been trained on training data."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _NO_DATA = re.compile(r"\..*|(readme|licen[cs]e|notice|citation|changelog)\b.*|dataset_infos\.json", re.IGNORECASE)
-"""Files beside the data."""
+"""Names of files without data."""
 
 
 # Files -------------------------------------------------------------------------------------------------------------
@@ -36,11 +36,11 @@ def _file_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, zlib.error) as error:  # damaged compression included
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-        raise UserError(f"{path} cannot be read to its end ({reason}); check it, or leave it out") from None
+        raise UserError(f"{path} cannot be read to its end ({reason}); check the file, or leave it out") from None
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; ``.gz`` is decompressed."""
+    """Return the text of a file; ``.gz`` is decompressed."""
     with _file_errors(path):
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
@@ -51,7 +51,7 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file that are not blank, each after its name ("line 3"); ``.gz`` is decompressed."""
+    """Yield the name ("line 3") and content of each line that is not blank; ``.gz`` is decompressed."""
     with _file_errors(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -60,7 +60,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """The object in a line of JSON; the message of the error follows the line's name."""
+    """Return the object in a line of JSON; the caller puts the line's name before the error's message."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -78,10 +78,10 @@ def json_object(line: bytes) -> dict[str, Any]:
 def open_dataset(
     name: str, subset: str | None = None, split: str | None = None, revision: str | None = None, stream: bool = False
 ) -> Any:
-    """A dataset on disk, or with ``stream`` an ``IterableDataset``. Use within ``dataset_errors``.
+    """Open a dataset on disk, or an ``IterableDataset`` with ``stream``. Use within ``dataset_errors``.
 
-    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``); without
-    a ``split`` the first there is of ``SPLITS`` is taken.
+    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``). Without
+    ``split`` the dataset's first one in the order of ``SPLITS`` is taken.
     """
     import datasets
 
@@ -100,7 +100,7 @@ def open_dataset(
             raise UserError(f"dataset {name!r} has no split {chosen!r}; present: {', '.join(loaded)}")
         return loaded[chosen]
     if name.startswith(("/", ".", "~")) and not path.exists():
-        raise UserError(f"dataset {name!r} names a path where nothing is; check it")
+        raise UserError(f"dataset {name!r} names a path that does not exist; check the path")
     _refuse_executable(name, revision)
     if path.is_dir():
         name = str(path)
@@ -115,7 +115,7 @@ def _first_split(names: list[str]) -> str:
 
 @contextmanager
 def dataset_errors(name: str, settings: str) -> Iterator[None]:
-    """Turns what ``datasets`` raises (no network, no such dataset or split, a script, a damaged file) into one line."""
+    """Turn errors of ``datasets`` (network, missing dataset or split, script, damaged file) into one line."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -131,14 +131,14 @@ def dataset_errors(name: str, settings: str) -> Iterator[None]:
 
 
 def _refuse_executable(name: str, revision: str | None) -> None:
-    """Refuse a dataset of pickles, array files that may hold some, and scripts, by the names of its files."""
+    """Refuse a dataset that only has pickles, array files and scripts, judged by the names of its files."""
     folder = Path(name).expanduser()
     try:
         if folder.is_dir():
             names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
         else:
             names = _hub_info(name, revision)[1]
-    except Exception:  # what cannot be listed cannot be loaded, either, and that is reported better
+    except Exception:  # loading a dataset that cannot be listed fails with a better message
         return
     files = [PurePosixPath(name) for name in names if not _NO_DATA.fullmatch(PurePosixPath(name).name)]
     if files and all(file.suffix.lower() in EXECUTABLE for file in files):
@@ -150,7 +150,7 @@ def _refuse_executable(name: str, revision: str | None) -> None:
 
 
 def latest_commit(name: str, revision: str | None) -> str | None:
-    """The commit that a dataset's revision means now; None for a local dataset."""
+    """Return the commit that a dataset's revision points to now, or None for a local dataset."""
     if Path(name).expanduser().exists():
         return None
     if revision is not None and COMMIT.fullmatch(revision):
@@ -159,18 +159,17 @@ def latest_commit(name: str, revision: str | None) -> str | None:
         return _hub_info(name, revision)[0]
     except Exception as error:  # the client also raises errors of its HTTP library
         raise UserError(
-            f"the Hub does not say which commit of dataset {name!r} (revision {revision or 'main'}) is "
-            f"the latest: {type(error).__name__}: {one_line(error)}; check the id, the network and access, or set "
-            "source.revision to a commit of 40 digits"
+            f"the Hub names no commit of dataset {name!r} (revision {revision or 'main'}): {type(error).__name__}: "
+            f"{one_line(error)}; check the id, the network and access, or set source.revision to a commit of 40 digits"
         ) from None
 
 
 @cache
 def _hub_info(name: str, revision: str | None) -> tuple[str, list[str]]:
-    """Commit and files of a dataset on the Hub; requested once."""
+    """Return the commit and files of a dataset on the Hub; requested once."""
     from huggingface_hub import HfApi
 
-    found = HfApi().dataset_info(name, revision=revision, timeout=30.0)
-    if not found.sha:
-        raise ValueError("its answer names no commit")
-    return found.sha, [file.rfilename for file in found.siblings or []]
+    info = HfApi().dataset_info(name, revision=revision, timeout=30.0)
+    if not info.sha:
+        raise ValueError("the response names no commit")
+    return info.sha, [file.rfilename for file in info.siblings or []]

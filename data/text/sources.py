@@ -1,4 +1,4 @@
-"""Documents and prompts for training: their sources, what a column may hold, and lists of them without duplicates."""
+"""Sources of documents and prompts for training, and lists of both without near-duplicates."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
-"""Names of roles in datasets, and ours."""
+"""Roles by their names in datasets."""
 T = TypeVar("T")
 
 
@@ -83,8 +83,8 @@ class SourceConfig:
             )
 
     def manifest(self) -> dict[str, Any]:
-        """What decides on the entries read."""
-        # Keys of later versions only where they are set: manifests of older corpora lack them.
+        """Return the settings that determine the entries."""
+        # Manifests of older corpora lack these keys, so they are left out at their defaults.
         unset = {"weight": None, "turns": 1}
         return {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
 
@@ -93,13 +93,13 @@ class SourceConfig:
 
 
 def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[SourceConfig]:
-    """The sources, each dataset of the Hub at one commit: later changes there do not change a stream's rows.
+    """Return the sources with each Hub dataset at one commit, so that later changes there do not change the rows.
 
-    ``path`` keeps the commits; those it has are used without asking the Hub.
+    The commits are written to ``path`` once; later calls read them from there without asking the Hub.
     """
     if not path.exists():
-        found = [latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
-        write_checksummed_json(path, found)
+        latest = [latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
+        write_checksummed_json(path, latest)
     commits = read_checksummed_json(path)
     if (
         not isinstance(commits, list)
@@ -114,10 +114,10 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
 
 
 def iter_documents(source: SourceConfig, max_characters: int | None = None) -> Iterator[str]:
-    """The texts of a source in its own order, empty ones left out. A file of kind ``text`` is one document.
+    """Yield the texts of a source in order, without empty ones. A file of kind ``text`` is one document.
 
-    With ``max_characters`` they stop after the document that reaches this many, and a dataset is streamed. Embedded and
-    builtin sets are small and always whole.
+    With ``max_characters`` a dataset is streamed, and the texts end with the document that reaches this many
+    characters. Embedded and builtin sets are small and always complete.
     """
     if source.kind in DOCUMENT_SETS:
         texts = training_sets.documents(_set_of(source, DOCUMENT_SETS[source.kind], "documents"))
@@ -125,30 +125,29 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
         texts = (read_text(path) for path in _files(source))
     else:
         texts = (as_text(*value) for value in _values(source, stream=max_characters is not None))
-    kept = islice((text for text in texts if text.strip()), source.limit)
-    return kept if max_characters is None or source.kind in DOCUMENT_SETS else _up_to(kept, max_characters)
+    texts = islice((text for text in texts if text.strip()), source.limit)
+    return texts if max_characters is None or source.kind in DOCUMENT_SETS else _up_to(texts, max_characters)
 
 
 def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
-    """Conversations that end with a user's turn, in the source's own order.
+    """Yield conversations that end with a user's turn, in the source's order.
 
-    A column holds a text (one user turn) or a conversation, of which what comes before its first assistant turn is
-    kept, or its first ``turns`` user's turns without the answers; one that starts with the assistant is left out. A
-    file of kind ``text`` has one prompt a line.
+    A column holds a text (one user turn) or a conversation (see ``as_prompt``). Conversations that start with the
+    assistant are left out. A file of kind ``text`` has one prompt per line.
     """
-    found: Iterator[list[Message]]
+    prompts: Iterator[list[Message]]
     if source.kind in PROMPT_SETS:
         sets = PROMPT_SETS[source.kind]
-        found = map(conversation, sets[_set_of(source, tuple(sets), "prompts")]())
+        prompts = map(conversation, sets[_set_of(source, tuple(sets), "prompts")]())
     elif source.kind == "text":
-        found = (user_turn(line) for path in _files(source) for line in read_text(path).splitlines())
+        prompts = (user_turn(line) for path in _files(source) for line in read_text(path).splitlines())
     else:
-        found = (as_prompt(*value, source.turns) for value in _values(source))
-    return islice((m for m in found if m and m[-1]["content"].strip()), source.limit)
+        prompts = (as_prompt(*value, source.turns) for value in _values(source))
+    return islice((m for m in prompts if m and m[-1]["content"].strip()), source.limit)
 
 
 def column_value(row: dict[str, Any], source: SourceConfig, where: str) -> tuple[Any, str]:
-    """The row's value in the source's column, and the name of its place."""
+    """Return the row's value in the source's column, and the name of that place for messages."""
     if source.column not in row:
         present = ", ".join(map(str, row)) or "none"
         raise UserError(f"{where} has no column {source.column!r}; present: {present}; set source.column")
@@ -156,14 +155,14 @@ def column_value(row: dict[str, Any], source: SourceConfig, where: str) -> tuple
 
 
 def as_text(value: Any, where: str) -> str:
-    """A text; empty where there is no value."""
+    """Return ``value`` as a text; None becomes an empty one."""
     if value is not None and not isinstance(value, str):
         raise UserError(f"{where} holds a {type(value).__name__}, expected text; set source.column")
     return value or ""
 
 
 def iter_messages(value: Any) -> Iterator[Message]:
-    """The messages of a conversation in any of the usual forms; the message of the error follows a row's name."""
+    """Yield the messages of a conversation in any common form; the caller puts the row's name before an error."""
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise UserError(
             f"holds a {type(value).__name__}, expected text or a list of {{role, content}} or {{from, value}}"
@@ -179,9 +178,10 @@ def iter_messages(value: Any) -> Iterator[Message]:
 
 
 def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
-    """The messages before the first answer, of a text or a conversation; empty where the assistant starts.
+    """Return the prompt in a text or a conversation; empty if the assistant starts.
 
-    Of a conversation up to ``turns`` of the user's turns, with the answers between them left empty.
+    The prompt of a conversation ends before its first answer. With ``turns`` n it has the first n user's turns, and the
+    answers between them are empty.
     """
     if value is None or isinstance(value, str):
         return user_turn(value or "")
@@ -226,9 +226,9 @@ def _up_to(texts: Iterator[str], max_characters: int) -> Iterator[str]:
             return
 
 
-def _set_of(source: SourceConfig, known: tuple[str, ...], what: str) -> str:
+def _set_of(source: SourceConfig, known: tuple[str, ...], kind: str) -> str:
     if source.name not in known:
-        raise UserError(f"source {source} has no {what}; the {source.kind} sets that have are {', '.join(known)}")
+        raise UserError(f"source {source} has no {kind}; {source.kind} sets with {kind} are {', '.join(known)}")
     return source.name
 
 
@@ -241,7 +241,7 @@ def _files(source: SourceConfig) -> list[Path]:
 
 @contextmanager
 def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
-    """The dataset of a source of kind ``hf``; errors while it is open name the source."""
+    """Open the dataset of a source of kind ``hf``; errors inside the block name the source."""
     with dataset_errors(source.name, f"subset {source.subset}, split {source.split!r}"):
         yield open_dataset(source.name, source.subset, source.split, source.revision, stream)
 
@@ -250,27 +250,26 @@ def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
 
 
 def load_documents(sources: list[SourceConfig], seed: int, max_characters: int | None = None) -> list[str]:
-    """All documents of all sources, without near-duplicates (``content_hash``), in an order fixed by ``seed``.
+    """Return the documents of all sources without near-duplicates (``content_hash``), shuffled by ``seed``.
 
-    Of each source no more than about ``max_characters`` are read (``iter_documents``), or its share of them where
-    sources have weights; None reads all.
+    About ``max_characters`` are read of each source, or its share of them if sources have weights. None reads all.
     """
 
     def entries(source: SourceConfig, share: float | None) -> Iterator[str]:
         if share is None or max_characters is None:
             return iter_documents(source, max_characters)
         most = ceil(share * max_characters)
-        return _up_to(iter_documents(source, most), most)  # embedded and builtin sets are whole otherwise
+        return _up_to(iter_documents(source, most), most)  # also limits embedded and builtin sets
 
     return _load(sources, entries, content_hash, seed)
 
 
 def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> list[list[Message]]:
-    """All prompts of all sources, without near-duplicates, in an order fixed by ``seed``, at most ``limit``."""
+    """Return at most ``limit`` prompts of all sources without near-duplicates, shuffled by ``seed``."""
 
     def entries(source: SourceConfig, share: float | None) -> Iterator[list[Message]]:
         most = limit if share is None or limit is None else ceil(share * limit)
-        # Without a share, only where reading more costs something: which ones are kept is left to the shuffle.
+        # Datasets may be large, so no more than needed is read. Other sources are read whole and cut after the shuffle.
         if source.kind == "hf" and source.limit is None:
             source = replace(source, limit=most)
         return islice(iter_prompts(source), None if share is None else most)
@@ -282,11 +281,11 @@ def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> l
 
 
 def shares(sources: Sequence[SourceConfig]) -> list[float] | None:
-    """The sources' parts of the mixture, which add up to 1; None where no source has a weight."""
+    """Return the sources' shares of the mixture, which add up to 1, or None if no source has a weight."""
     weights = [source.weight for source in sources if source.weight is not None]
     if weights and len(weights) < len(sources):
-        bare = next(source for source in sources if source.weight is None)
-        raise UserError(f"source {bare} has no weight, but others have; give every source of a list one, or none")
+        unweighted = next(source for source in sources if source.weight is None)
+        raise UserError(f"source {unweighted} has no weight, but others have; give every source of a list one, or none")
     return [weight / sum(weights) for weight in weights] or None
 
 
@@ -297,14 +296,14 @@ def _load(
     seed: int,
 ) -> list[T]:
     unique: dict[str, T] = {}
-    parts: Sequence[float | None] = shares(sources) or [None] * len(sources)
-    for source, share in zip(sources, parts, strict=True):
+    shares_or_none: Sequence[float | None] = shares(sources) or [None] * len(sources)
+    for source, share in zip(sources, shares_or_none, strict=True):
         entry: T | None = None
         for entry in entries(source, share):
             unique.setdefault(key(entry), entry)
         if entry is None:
             raise UserError(f"source {source} is empty; check source.name, source.split and source.column")
-    # By hash first: the order of the sources and of their rows must not matter.
+    # Sorted by hash first, so that the order of sources and rows does not matter.
     order = sorted(unique)
     random.Random(seed).shuffle(order)
     return [unique[k] for k in order]

@@ -1,15 +1,15 @@
-"""Rows packed from streams while training: any row by its number, the same for every process and every restart.
+"""Rows packed from streams while training, addressed by number and equal for every process and every restart.
 
-The sources are dealt into shards. Row n is in shard ``n // micro_batch_size % shards``, so a process meets few shards:
-where the number of processes divides the shards, each reads its own part of the sources and nothing else. A shard is
-cut into windows of ``WINDOW`` rows. A window begins with a text, and the positions where windows begin are kept on
-disk, so any row can be had again by reading its window; what a window's end cuts off a text is left out. Within a
-window the rows are shuffled.
+Row n is in shard ``n // micro_batch_size % shards``. If the number of processes divides the number of shards, each
+process therefore reads its own shards only. A shard is a sequence of windows of ``WINDOW`` rows, shuffled within each
+window. A window starts with a new text; the end of the text before is dropped. The positions where windows start are
+stored on disk, so that any row can be made again by reading its window.
 
-``datasets`` streams, shards and positions datasets (``IterableDataset``). The mixture is ours: it counts characters,
-not rows, and has no random state to save.
+With ``WINDOW`` = 4, two shards and a micro-batch of two, rows 0, 1, 4, 5 fill window 0 of shard 0, and rows 2, 3, 6, 7
+window 0 of shard 1.
 
-T row length.
+``datasets`` streams, shards and restores a position in a dataset (``IterableDataset``). The mixture is our own: it
+counts characters, not rows, and has no random state to save. T row length.
 """
 
 import threading
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 State = dict[str, Any]
-"""A position, as JSON values."""
+"""A position in a stream, as JSON values."""
 WINDOW = 64
 KEPT_POSITIONS = 256
-"""Positions kept per shard: going back further reads the shard from its beginning."""
+"""Positions stored per shard; going back further reads the shard from its beginning."""
 _WRITING = threading.Lock()
-"""Two phases of a run may have the same shards."""
+"""Lock for writing positions: two phases of a run may have the same shards."""
 
 
 class SourceStream:
-    """One source's texts of one shard; it starts again after its end."""
+    """The texts of one source and shard, repeated without end."""
 
     def __init__(self, source: SourceConfig, shard: int, shards: int) -> None:
         self.source, self.shard, self.shards = source, shard, shards
         self.load({"epoch": 0, "taken": 0})
 
     def load(self, state: State) -> None:
-        """Go to a position that ``state`` returned, of the same source and shard."""
+        """Go to a position that ``state`` returned for the same source and shard."""
         self._epoch, self._taken = int(state["epoch"]), int(state["taken"])
         self._rows: Any = None
         self._start: State | None = state.get("dataset")
-        # Local files are read again up to the position.
+        # Local files are read again from their first line up to the position.
         first = self.shard + self._taken * self.shards
         local = self.source.kind != "hf"
         self._texts = islice(iter_documents(self.source), first, None, self.shards) if local else self._dataset_texts()
 
     def state(self) -> State:
-        """Where the next text is."""
+        """Return the position of the next text."""
         state: State = {"epoch": self._epoch, "taken": self._taken}
         if self._rows is not None:
             return state | {"dataset": {"rows": self._rows.state_dict(), "number": self._number}}
@@ -70,7 +70,7 @@ class SourceStream:
             if not self._taken:
                 raise UserError(
                     f"source {self.source} has no text for shard {self.shard + 1} of {self.shards}; lower "
-                    "data.text.stream_shards, or leave data.text.stream out for a source so small"
+                    "data.text.stream_shards, or leave data.text.stream out for such a small source"
                 )
             self.load({"epoch": self._epoch + 1, "taken": 0})
             text = next(self._texts)
@@ -78,13 +78,13 @@ class SourceStream:
         return text
 
     def _dataset_texts(self) -> Iterator[str]:
-        """Whole files of a dataset where it has enough of them; otherwise every row of this shard's number."""
+        """Yield the shard's files if the dataset has a file per shard, else every ``shards``-th row."""
         source = self.source
         with open_source(source, stream=True) as rows:
             rows = rows if source.limit is None else rows.take(source.limit)
             by_files = rows.num_shards >= self.shards
             rows = rows.shard(self.shards, self.shard) if by_files else rows
-            self._number = 0  # rows read, those of other shards among them
+            self._number = 0  # rows read, including those of other shards
             if self._start is not None:
                 rows.load_state_dict(self._start["rows"])
                 self._number = self._start["number"]
@@ -99,10 +99,10 @@ class SourceStream:
 
 
 class Mixture:
-    """Texts of several sources, each with its part of the characters. Without weights all parts are equal.
+    """Texts of several sources, each with its share of the characters; without weights all shares are equal.
 
-    The next text is of the source that is furthest behind its part: nothing is random, and any stretch of the stream
-    has the requested parts, up to a text.
+    The next text is from the source that is furthest behind its share. Any stretch of the stream therefore has the
+    requested shares, up to one text, and nothing is random.
     """
 
     def __init__(self, sources: Sequence[SourceConfig], shard: int, shards: int) -> None:
@@ -111,29 +111,29 @@ class Mixture:
         self._given = [0] * len(sources)
 
     def load(self, state: State) -> None:
-        """Go to a position that ``state`` returned, of the same sources and shard."""
+        """Go to a position that ``state`` returned for the same sources and shard."""
         self._given = list(state["given"])
         for stream, position in zip(self._streams, state["sources"], strict=True):
             stream.load(position)
 
     def state(self) -> State:
-        """Where the next text is."""
+        """Return the position of the next text."""
         return {"given": list(self._given), "sources": [stream.state() for stream in self._streams]}
 
     def __next__(self) -> str:
         total = sum(self._given)
-        missing = [share * total - given for share, given in zip(self._shares, self._given, strict=True)]
-        chosen = missing.index(max(missing))
-        text = next(self._streams[chosen])
-        self._given[chosen] += len(text)
+        behind = [share * total - given for share, given in zip(self._shares, self._given, strict=True)]
+        source = behind.index(max(behind))
+        text = next(self._streams[source])
+        self._given[source] += len(text)
         return text
 
 
 class StreamedRows:
     """An endless sequence of rows of text, [T] tokens each.
 
-    ``shards`` and ``micro_batch_size`` (consecutive rows of a shard) decide which row has which number. ``folder``
-    keeps the positions, one for every combination of all settings; ``workers`` windows are made at a time, ahead.
+    ``shards`` and ``micro_batch_size`` (consecutive rows of a shard) determine the numbers of the rows. ``folder``
+    stores the positions; every combination of settings needs its own folder. ``workers`` threads make windows ahead.
     """
 
     def __init__(
@@ -157,17 +157,17 @@ class StreamedRows:
         self._windows: dict[tuple[int, int], Future[list[PackedRow]]] = {}
 
     def batch(self, numbers: Sequence[int]) -> TrainBatch:
-        """The rows ``numbers`` as one batch [B, T], in that order."""
+        """Return the rows ``numbers`` as one batch [B, T], in that order."""
         return collate_rows([self._row(number) for number in numbers], self.seq_len)
 
     def _row(self, number: int) -> PackedRow:
-        micro_batch, place = divmod(number, self.micro_batch_size)
+        micro_batch, offset = divmod(number, self.micro_batch_size)
         round_, shard = divmod(micro_batch, len(self._shards))
-        window, row = divmod(round_ * self.micro_batch_size + place, WINDOW)
+        window, row = divmod(round_ * self.micro_batch_size + offset, WINDOW)
         rows = self._window(shard, window)
-        self._window(shard, window + 1)
-        for old in [key for key in self._windows if key[0] == shard and key[1] < window - 1]:
-            del self._windows[old]
+        self._window(shard, window + 1)  # made ahead by a worker
+        for passed in [key for key in self._windows if key[0] == shard and key[1] < window - 1]:
+            del self._windows[passed]
         return rows.result()[row]
 
     def _window(self, shard: int, window: int) -> "Future[list[PackedRow]]":
@@ -177,7 +177,7 @@ class StreamedRows:
 
 
 class _Shard:
-    """Makes the windows of one shard, in any order; fastest one after the other."""
+    """A maker of one shard's windows in any order, fastest in ascending order."""
 
     def __init__(
         self, texts: Mixture, tokenizer: "PreTrainedTokenizerBase", seq_len: int, seed: tuple[int, int], path: Path
@@ -187,10 +187,10 @@ class _Shard:
         self._next = 0
         self._positions: dict[int, State] = {0: texts.state()}
         if path.exists():
-            found = read_checksummed_json(path)
-            if not isinstance(found, dict) or not all(window.isdecimal() for window in found):
-                raise UserError(f"{path} holds no positions of a stream; remove it")
-            self._positions |= {int(window): state for window, state in found.items()}
+            saved = read_checksummed_json(path)
+            if not isinstance(saved, dict) or not all(window.isdecimal() for window in saved):
+                raise UserError(f"{path} holds no positions of a stream; remove the file")
+            self._positions |= {int(window): state for window, state in saved.items()}
 
     def window(self, number: int) -> list[PackedRow]:
         with self._lock:
@@ -200,7 +200,7 @@ class _Shard:
                 self._make()
             rows = self._make()
         order = np.random.default_rng([*self.seed, number]).permutation(WINDOW)
-        return [rows[place] for place in order]
+        return [rows[index] for index in order]
 
     def _go_to(self, window: int) -> None:
         try:
@@ -209,7 +209,7 @@ class _Shard:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self.path} holds a position that is none of these sources ({one_line(error)}); remove the file"
+                f"{self.path} holds a position of other sources ({one_line(error)}); remove the file"
             ) from None
         self._next = window
 
@@ -227,6 +227,6 @@ class _Shard:
         return rows
 
     def _documents(self) -> Iterator[Document]:
-        """One text at a time: what is read ahead would be lost at the end of a window."""
+        """Yield one text at a time: texts read ahead would be lost at the end of a window."""
         while True:
             yield from text_documents(self.tokenizer, [next(self.texts)])

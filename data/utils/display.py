@@ -1,4 +1,4 @@
-"""What a person sees while a run works: progress bars with an ETA for data, timed headings for stages."""
+"""Console output of a run: progress bars with an estimate of the time left, and timed headings of stages."""
 
 import math
 import os
@@ -18,11 +18,11 @@ from rich.progress import (
 )
 
 LOG_WIDTH = 120
-"""Columns of what is no terminal, unless ``COLUMNS`` says otherwise; rich would fold tables at 80."""
+"""Width of output to files, unless ``COLUMNS`` is set; rich would fold tables at 80."""
 
 
 class Display:
-    """Console of a run. Silent on processes other than the main one."""
+    """The console of a run; silent on all processes but the main one."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.console = Console(quiet=not enabled, highlight=False)
@@ -35,12 +35,12 @@ class Display:
         self._last_line: dict[str, float] = {}
 
     def line(self, text: str) -> None:
-        """One plain line."""
+        """Print one plain line."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A heading before, the time it took after."""
+        """Print a heading, and the time taken after the block."""
         self.console.print(f"[bold]== {name}[/bold]")
         started = monotonic()
         try:
@@ -51,34 +51,34 @@ class Display:
         self.stages.append((name, seconds))
         self.line(f"   {name}: {seconds:.1f} s")
 
-    def progress(self, what: str, done: int, total: int, after: float = 0.0) -> None:
-        """Advance the bar ``what``; without a terminal a line every 10 seconds instead, the first ``after`` seconds."""
+    def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
+        """Advance the bar ``label``; without a terminal print a line every 10 seconds, from ``after`` seconds on."""
         if not self.console.is_terminal:
-            self._progress_line(what, done, total, after)
+            self._progress_line(label, done, total, after)
             return
         if self._bar is None:
             columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn())
             times = (TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
             self._bar = Progress(*columns, *times, console=self.console)
             self._bar.start()
-        if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(what, total=total, completed=done)
-        self._bar.update(self._tasks[what], completed=done, total=total)
+        if label not in self._tasks:
+            self._tasks[label] = self._bar.add_task(label, total=total, completed=done)
+        self._bar.update(self._tasks[label], completed=done, total=total)
 
-    def _progress_line(self, what: str, done: int, total: int, after: float) -> None:
+    def _progress_line(self, label: str, done: int, total: int, after: float) -> None:
         now = monotonic()
-        first, previous = self._tasks.setdefault(what, TaskID(int(now))), self._last_line.get(what)
+        first, previous = self._tasks.setdefault(label, TaskID(int(now))), self._last_line.get(label)
         if now - first < after:
             return
         if previous is not None and now - previous < 10 and done < total:
             return
         if previous is None or done < total or now - previous >= 1:
             elapsed = now - first
-            # Before a few percent are done the estimate would be a wild one: batches finish in waves.
+            # Batches finish in waves, so the first few percent allow no estimate.
             known = elapsed > 5 and 0.05 * total <= done < total
             left = f", about {elapsed / done * (total - done):.0f} s left" if known else ""
-            self.line(f"   {what}: {done}/{total}{left}")
-        self._last_line[what] = now
+            self.line(f"   {label}: {done}/{total}{left}")
+        self._last_line[label] = now
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -87,7 +87,7 @@ class Display:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds; a question mark where they cannot be told."""
+    """Return hours, minutes and seconds as h:mm:ss or m:ss; "?" if ``seconds`` is not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)

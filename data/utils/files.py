@@ -1,4 +1,4 @@
-"""Files that are whole or absent, manifests that say what made a folder, and locks. Imports nothing heavy."""
+"""Files that are whole or absent, manifests of folders, and locks. Imports nothing heavy."""
 
 import hashlib
 import json
@@ -17,19 +17,26 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.renamed import update_names
 
 
+def cache_dir() -> Path:
+    """Return ``$DRAFTHEAD_CACHE``, ``$XDG_CACHE_HOME/drafthead`` or ``~/.cache/drafthead``, which may not exist yet."""
+    if folder := os.environ.get("DRAFTHEAD_CACHE"):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "drafthead"
+
+
 def make_folder(path: Path, setting: str) -> None:
-    """Make a folder, if need be, and check that it can be written; ``setting`` is what the user sets it by."""
+    """Create a folder unless it exists and check that it is writable; ``setting`` names its setting in the message."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        why = "it is a file" if path.is_file() else error.strerror
-        raise UserError(f"{path} cannot be written ({why}); choose another folder ({setting})") from None
+        reason = "it is a file" if path.is_file() else error.strerror
+        raise UserError(f"{path} cannot be written ({reason}); choose another folder ({setting})") from None
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` through a temporary file, fsync and rename: a reader never sees half a file."""
+    """Write ``content`` through a temporary file, fsync and rename, so that readers never see half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -40,7 +47,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def atomic_rename(tmp_path: Path, path: Path) -> None:
-    """Rename a complete file into place: on disk before anyone can see it, and its name on disk when this returns."""
+    """Flush a complete file to disk, rename it to ``path``, and flush the new name."""
     fsync(tmp_path)
     tmp_path.replace(path)
     fsync(path.parent)
@@ -56,25 +63,25 @@ def fsync(path: Path) -> None:
 
 
 @contextmanager
-def disk_errors(what: str, folder: Path) -> Iterator[None]:
-    """Around the writing of ``what`` into ``folder``: a full disk, a limit or a read-only file system in one line."""
+def disk_errors(content: str, folder: Path) -> Iterator[None]:
+    """Report a full disk, a quota or a read-only file system in one line while ``content`` is written to ``folder``."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise UserError(
-            f"{what} could not be written to {folder} ({reason}); what was there before is kept. Free some space or "
+            f"{content} could not be written to {folder} ({reason}); earlier files are intact. Free some space or "
             "restore access, and the same command resumes there"
         ) from None
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically. NaN is refused: JSON has none."""
+    """Write ``value`` as indented JSON, atomically; raises a ``ValueError`` for NaN, which JSON does not have."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file."""
+    """Return the value in a JSON file."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -86,57 +93,57 @@ def read_json(path: Path) -> Any:
 
 
 def write_checksummed_json(path: Path, content: Any) -> None:
-    """Write ``content`` with its checksum, atomically: for files that nobody edits and that must not be misread."""
+    """Write ``content`` with its checksum, atomically; for files that people do not edit."""
     write_json(path, {"content": content, "sha256": _digest(content)})
 
 
 def read_checksummed_json(path: Path) -> Any:
-    """The content that ``write_checksummed_json`` wrote."""
-    found = read_json(path)
-    intact = isinstance(found, dict) and set(found) == {"content", "sha256"}
-    if not intact or found["sha256"] != _digest(found["content"]):
-        raise UserError(f"{path} is damaged: it does not have the checksum that it states; restore or remove it")
-    return found["content"]
+    """Return the content that ``write_checksummed_json`` wrote."""
+    saved = read_json(path)
+    complete = isinstance(saved, dict) and set(saved) == {"content", "sha256"}
+    if not complete or saved["sha256"] != _digest(saved["content"]):
+        raise UserError(f"{path} is damaged: its checksum does not match; restore or remove the file")
+    return saved["content"]
 
 
 def _digest(content: Any) -> str:
-    read_back = json.loads(json.dumps(content))  # whose keys are all texts, and sort as such
+    read_back = json.loads(json.dumps(content))  # turns all keys into strings, which can be sorted
     return hashlib.sha256(json.dumps(read_back, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """The sha256 of a file, as hexadecimal digits."""
+    """Return the sha256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def safe_join(folder: Path, name: str) -> Path:
-    """The path of ``name`` in ``folder``: no absolute path, no ``..``, no link that leads out of the folder.
+    """Return the path of ``name`` in ``folder``; reject absolute paths, ``..`` and links out of the folder.
 
-    A folder of a snapshot in the Hub's cache may link to the blobs of its repository and to those that the repositories
-    of the cache share. The file need not exist.
+    A snapshot in the Hub's cache may link to the blobs of its repository and to those shared by all repositories. The
+    file need not exist.
     """
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
-        raise UserError(f"{folder} names the file {name!r}, which does not lie in it; do not use what it comes from")
+        raise UserError(f"{folder} names the file {name!r}, which is outside of it; do not use this folder")
     path, allowed = folder / name, [folder.resolve()]
-    for snapshot in (folder, folder.parent):  # or a folder in one, such as that of an adapter
+    for snapshot in (folder, folder.parent):  # the parent if `folder` is inside one, such as an adapter
         if snapshot.parent.name == "snapshots":
             repository = snapshot.parent.parent.resolve()
             allowed += [repository / "blobs", repository.parent / "blobs"]
     try:
         real = path.resolve()
-    except (OSError, RuntimeError) as error:  # links in a circle
+    except (OSError, RuntimeError) as error:  # circular links
         raise UserError(f"{path} cannot be followed ({error}); copy {folder} again") from None
-    if not any(real.is_relative_to(place) for place in allowed):
-        raise UserError(f"{path} is a link to {real}, outside its folder; put the file itself there if you trust it")
+    if not any(real.is_relative_to(parent) for parent in allowed):
+        raise UserError(f"{path} is a link to {real}, outside its folder; copy the file there if you trust it")
     if real.exists() and not (real.is_file() or real.is_dir()):
         raise UserError(f"{path} is a pipe or a device, expected a file; copy {folder} again")
     return path
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines log; empty when there is none. A last line torn by a kill is left out."""
+    """Return the rows of a JSON Lines log, or [] if it does not exist; a last line cut by a kill is left out."""
     try:
         lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.exists() else []
     except OSError as error:
@@ -157,15 +164,16 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def require_space(path: Path, needed: int, purpose: str) -> None:
-    """Refuse to start where less than ``needed`` bytes are free."""
+    """Raise a ``UserError`` if fewer than ``needed`` bytes are free for ``path``."""
     existing = path
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
     if free < needed:
-        want, have = (f"{n / 1e9:,.2f} GB" if n >= 10**9 else f"{n / 1e6:,.1f} MB" for n in (needed, free))
+        required, available = (f"{n / 1e9:,.2f} GB" if n >= 10**9 else f"{n / 1e6:,.1f} MB" for n in (needed, free))
         raise UserError(
-            f"{purpose} needs about {want} in {path}, but {have} are free; free some space or choose another folder"
+            f"{purpose} needs about {required} in {path}, but {available} are free; free some space or choose another "
+            "folder"
         )
 
 
@@ -178,7 +186,7 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of ``folder``, with today's names."""
+    """Return the manifest of ``folder`` with today's names."""
     entries = read_json(safe_join(folder, MANIFEST_NAME))
     if not isinstance(entries, dict):
         raise UserError(
@@ -206,43 +214,42 @@ def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "")
 
 
 def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
-    """Whether ``folder`` has a manifest; it must be equal to ``expected`` (JSON values; tuples count as lists).
+    """Return True if ``folder`` has a manifest, and raise a ``UserError`` unless it equals ``expected`` (JSON values).
 
-    The message names the first key that differs, and ``remedy``: what the user can do, a clause.
+    The message names the first key that differs and ends with ``remedy``. Tuples count as lists.
     """
     if not (folder / MANIFEST_NAME).exists():
         return False
-    found = read_manifest(folder)
-    different = difference(found, json.loads(json.dumps(expected)))
+    different = difference(read_manifest(folder), json.loads(json.dumps(expected)))
     if different:
-        key, was, want = different
-        raise UserError(f"{folder} was made with {key} = {was}, expected {want}; {remedy}")
+        key, saved, wanted = different
+        raise UserError(f"{folder} was made with {key} = {saved}, expected {wanted}; {remedy}")
     return True
 
 
-def difference(found: Any, expected: Any, key: str = "") -> tuple[str, str, str] | None:
-    """First difference as (key, found, expected), in the order of the expected keys; None when equal."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        for name in [*expected, *(n for n in found if n not in expected)]:
+def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str] | None:
+    """Return the first difference as (key, actual, expected) in the order of the expected keys, or None."""
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        for name in [*expected, *(n for n in actual if n not in expected)]:
             path = f"{key}.{name}" if key else name
-            if name not in found:
+            if name not in actual:
                 return path, "(absent)", json.dumps(expected[name])
             if name not in expected:
-                return path, json.dumps(found[name]), "(absent)"
-            if inner := difference(found[name], expected[name], path):
+                return path, json.dumps(actual[name]), "(absent)"
+            if inner := difference(actual[name], expected[name], path):
                 return inner
         return None
     # `1 == True` in Python, but not in a recipe.
-    if type(found) is not type(expected) or found != expected:
-        return key, json.dumps(found), json.dumps(expected)
+    if type(actual) is not type(expected) or actual != expected:
+        return key, json.dumps(actual), json.dumps(expected)
     return None
 
 
 @contextmanager
 def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
-    """Lock ``folder``, made if need be, against other takers of this lock; it is released when the process dies.
+    """Create ``folder`` unless it exists, and hold its lock, which is released if the process dies.
 
-    ``progress`` hears of it if another process holds it. Readers are not kept out.
+    ``progress`` is called while another process holds the lock. Readers are not blocked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")

@@ -1,4 +1,4 @@
-"""Numbers for files and tables: what was not measured as null, and intervals by bootstrap."""
+"""Numbers for files and tables: null for missing measurements, and bootstrap intervals."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None for every float, also inside dicts and lists, that is NaN or infinite: JSON has neither."""
+    """Return ``value`` with None for NaN and infinite floats, also inside dicts and lists: JSON has neither."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -22,9 +22,9 @@ def finite(value: Any) -> Any:
 def bootstrap_interval(
     rows: Floats, statistic: Callable[[Floats], Floats], seed: int = 0, resamples: int = 2000
 ) -> tuple[float, float]:
-    """95 % percentile bootstrap over ``rows`` [n, C], each drawn as a whole; NaN with fewer than two.
+    """Return the 95 % percentile bootstrap interval over whole ``rows`` [n, C]; NaN with fewer than two rows.
 
-    ``statistic`` is of the column sums [resamples, C].
+    ``statistic`` maps the column sums of all resamples [resamples, C] to one value each.
     """
     if len(rows) < 2:
         return math.nan, math.nan

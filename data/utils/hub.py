@@ -1,6 +1,6 @@
-"""Draft heads on the Hugging Face Hub: uploads that are repeated, downloads of safetensors and JSON alone.
+"""Draft heads on the Hugging Face Hub: uploads with retries, downloads of safetensors and JSON only.
 
-``HF_TOKEN`` (or ``hf auth login``) says who uploads, ``HF_ENDPOINT`` where to; both are huggingface_hub's own.
+huggingface_hub reads ``HF_TOKEN`` (or the token of ``hf auth login``) and ``HF_ENDPOINT``.
 """
 
 import re
@@ -19,19 +19,19 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import safe_join, write_atomic
 
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Files that can run code when they are loaded; none is ever downloaded or read."""
+"""Suffixes of files that can run code when loaded; they are never downloaded or read."""
 DOWNLOADED = ("*.json", "*.safetensors", "*.md")
 UPLOADED = (
     "config.json", "model.safetensors", "tree.json", "adapter/*.json", "adapter/*.safetensors",
     "README.md", "eval.json", "training_loss.png",
 )  # fmt: skip
-"""What a head consists of. Nothing else of its folder is uploaded; what a new head lacks of it is removed there."""
+"""The files of a head. Only these are uploaded; those that a new version lacks are removed from the repository."""
 REPOSITORY = "<this repository or folder>"
-"""Stands in a model card for the repository's name until that is known."""
+"""Placeholder for the repository's name in a model card."""
 RETRY_WAITS = (2.0, 10.0, 60.0)
-"""Seconds before each further attempt at an upload; within one, the client repeats single requests itself."""
+"""Seconds before each further attempt at an upload; within an attempt the client retries single requests."""
 TEMPORARY_STATUS = (408, 429)
-"""Client errors that pass by themselves, as all server errors do."""
+"""Client errors that are temporary, as all server errors are."""
 
 
 @dataclass(kw_only=True)
@@ -52,24 +52,24 @@ class HubConfig:
 
 
 def require_login(purpose: str) -> None:
-    """Check that there is a token, and where the Hub can be reached, that it may write.
+    """Check that there is a token and, if the Hub can be reached, that the token may write.
 
-    A Hub that cannot be reached now is no error: it may be up again by the time of the upload. ``purpose`` is for the
+    A Hub that cannot be reached is not an error: it may be available at the time of the upload. ``purpose`` starts the
     message.
     """
-    how = "set HF_TOKEN to a token that may write, or run `hf auth login`"
+    remedy = "set HF_TOKEN to a token that may write, or run `hf auth login`"
     if get_token() is None:
-        raise UserError(f"{purpose} needs a login to the Hub, and there is none: {how}")
+        raise UserError(f"{purpose} needs a login to the Hub, and there is none: {remedy}")
     try:
         account = HfApi().whoami()
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
-            raise UserError(f"{purpose}: the Hub does not accept the token it was given; {how}") from None
+            raise UserError(f"{purpose}: the Hub rejects the token; {remedy}") from None
         return
-    except Exception:  # of the HTTP library below the client, which is another one in other versions
+    except Exception:  # errors of the client's HTTP library, which differs between versions
         return
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UserError(f"{purpose}: the token of {account.get('name')} may only read; {how}")
+        raise UserError(f"{purpose}: the token of {account.get('name')} may only read; {remedy}")
 
 
 def push(
@@ -80,22 +80,22 @@ def push(
     log: Callable[[str], None] = lambda line: None,
     waits: Sequence[float] = RETRY_WAITS,
 ) -> str:
-    """Upload a saved head and return the repository's address; only what is missing there is sent.
+    """Upload a saved head and return the repository's address; only missing content is sent.
 
-    ``repo`` and ``private`` are those of ``HubConfig``; ``waits``: seconds before each further attempt. After the last
-    one a ``UserError`` has the command that pushes later.
+    ``repo`` and ``private`` are settings of ``HubConfig``; ``waits`` are the seconds before each further attempt. After
+    the last one a ``UserError`` names the command that pushes later.
     """
     for wait in (*waits, None):
         try:
             return _upload(folder, repo, private)
         except UserError:
             raise
-        except Exception as error:  # the client also raises errors of its HTTP library and of its storage
+        except Exception as error:  # includes errors of the client's HTTP library and storage
             reason = one_line(error)
             if wait is None or _is_final(error):
                 later = ["drafthead", "push", f"head={folder}", f"repo={repo}", *["private=true"] * private]
                 raise UserError(
-                    f"pushing {folder} to {repo} failed ({reason}); the head is whole on disk, push it later with: "
+                    f"pushing {folder} to {repo} failed ({reason}); the head is complete on disk, push it later with: "
                     f"{shlex.join(later)}"
                 ) from None
             log(f"warning: pushing to {repo} failed ({reason}); next attempt in {wait:g} s")
@@ -119,7 +119,7 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
             r'drafthead\.load_head\("[^"]*"\)', f'drafthead.load_head("{url.repo_id}")', card.read_text(), count=1
         )
         write_atomic(card, named)
-    # One commit, so that whoever downloads meanwhile gets one head or the other; stale files of the old one go.
+    # One commit, so that a download meanwhile gets either the old head or the new one. Stale files are deleted.
     api.upload_folder(
         folder_path=folder,
         repo_id=url.repo_id,
@@ -131,7 +131,7 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether another attempt would end in the same way: the Hub refuses, or the client finds the content wrong."""
+    """Return True if another attempt would fail too: the Hub refuses, or the client rejects the content."""
     cause = error if isinstance(error, HfHubHTTPError) else error.__cause__  # storage errors are wrapped
     if isinstance(cause, HfHubHTTPError):
         status = cause.response.status_code
@@ -140,23 +140,23 @@ def _is_final(error: BaseException) -> bool:
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """The files of a head's repository, downloaded (or from the client's cache); pickles are refused by name."""
+    """Download a head's repository, or take it from the client's cache; pickles are refused by name."""
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOADED)))
         if any(folder.rglob("*.safetensors")):
             return folder
         names = HfApi().list_repo_files(repo, revision=revision)
-    except Exception as error:  # the client also raises errors of its HTTP library
+    except Exception as error:  # includes errors of the client's HTTP library
         at = "" if revision is None else f" at revision {revision}"
         raise UserError(
-            f"no draft head at {repo}{at}: it is no local folder, and the Hub said: {one_line(error)}"
+            f"no draft head at {repo}{at}: there is no such local folder, and the Hub said: {one_line(error)}"
         ) from None
     refuse_pickles(repo, names)
     return folder
 
 
 def refuse_pickles(where: Any, names: Sequence[str]) -> None:
-    """Raise a ``UserError`` that names the pickles among ``names``, files of a place that has no safetensors."""
+    """Raise a ``UserError`` if ``names``, the files of a folder without safetensors, include pickles."""
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
     if pickles:
         into = Path(pickles[0]).stem.removeprefix("pytorch_") + ".safetensors"

@@ -1,4 +1,4 @@
-"""What machine and which library versions a measurement was taken on."""
+"""Machine and library versions of a measurement."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ speed of decoding or worse, because threads that wait for a disturbed one spin."
 
 
 def hardware() -> dict[str, Any]:
-    """What the numbers were measured on: cpu, cores (usable), torch_threads, ram_gb, gpu (None without one)."""
+    """Return cpu, cores (usable), torch_threads, ram_gb and gpu (None without one) of this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -38,7 +38,7 @@ def _cpu_model() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+    """Return the versions that measurements depend on."""
     import transformers  # slow to import, and only its version is needed
 
     return {

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from drafthead.data.embedded.packages import cache_dir, smollm2_folder
+from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import cache_dir
 from drafthead.eval.config import EngineConfig, EnginesConfig, EvalConfig
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.eval.engines.servers import SERVERS, EngineServer

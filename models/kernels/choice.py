@@ -12,9 +12,8 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from drafthead.data.embedded.packages import cache_dir
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import exclusive, read_checksummed_json, write_checksummed_json
+from drafthead.data.utils.files import cache_dir, exclusive, read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.models.kernels.compiled import skinny_library
 from drafthead.models.kernels.linear import (

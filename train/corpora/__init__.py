@@ -1,1 +1,1 @@
-"""What a run trains on: packed text, and the answers that the base gives."""
+"""The corpora of a run: packed text and the base's own answers."""

@@ -1,7 +1,6 @@
 """The corpora of a run: packed text for pretraining, the base's own answers for distillation, and hidden states.
 
-Everything made here stays on disk under ``data.folder`` with a manifest and is reused by the next run; what was
-interrupted continues where it stopped.
+All files are in ``data.folder`` with a manifest. Later runs use them again, and an interrupted run continues.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,18 +37,17 @@ from drafthead.train.corpora.precomputed import complete_precomputed
 
 ALONE = ProcessGroup()
 HELD_OUT_EVERY = 20
-"""Each 20th answer is held out: it measures acceptance and calibrates the tree, and is never trained on."""
+"""Every 20th answer is held out from training, to measure acceptance and to calibrate the tree."""
 HELD_OUT_MOST = 512
-"""Answers held out at most: more would measure no better and cost memory and time."""
-_CHARACTERS_A_TOKEN = 6
-"""More than text has: so many characters of a source are enough for the tokens wanted."""
+"""Largest number of held-out answers; more would cost memory and time without measuring better."""
+_CHARACTERS_PER_TOKEN = 6
+"""More characters per token than any text has, so that enough characters are read."""
 
 
 class Corpora:
-    """Builds and opens the corpora of one run; every method is idempotent.
+    """The corpora of one run, made on first use; every method is idempotent.
 
-    ``answers`` shares the work among the processes of ``group``, each of which must call it; the other methods
-    work alone.
+    All processes of ``group`` must call ``answers``, which shares the work among them. The other methods work alone.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Corpora:
         self.folder = Path(config.folder)
         self._store: AnswerStore | None = None
         self.manifests: dict[str, Any] = {}
-        """What made the corpora that were opened, by name: what a checkpoint remembers of its data."""
+        """The manifests of the opened corpora by name, which checkpoints store."""
 
     # Text ----------------------------------------------------------------------------------------------------
 
@@ -79,25 +77,25 @@ class Corpora:
         return {"base": self.base.identity(), "seed": self.seed, **rows, **self.config.text.manifest()}
 
     def text_rows(self, seq_len: int) -> datasets.Dataset:
-        """The pretraining text, packed into rows of ``seq_len``.
+        """Return the pretraining text packed into rows of ``seq_len``.
 
-        Rows that are on disk are used even when a source has changed since, so that a run resumes with the same rows.
+        Rows on disk are used even if a source has changed since, so that a run resumes with the same rows.
         """
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len)
         folder = folder_of_manifest(self.folder / "text", manifest)
         with exclusive(folder, self.progress):
             if not (check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
                 self.progress("packing text", 0, config.max_tokens)
-                texts = load_documents(config.sources, self.seed, config.max_tokens * _CHARACTERS_A_TOKEN)
+                texts = load_documents(config.sources, self.seed, config.max_tokens * _CHARACTERS_PER_TOKEN)
                 documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
                 pack(self._watched(documents, config.max_tokens), seq_len, split=True, folder=folder)
-                write_manifest(folder, manifest)  # last: it says that the rows are complete
+                write_manifest(folder, manifest)  # last, because a manifest means complete rows
         rows = open_packed(folder)
         self.manifests[f"text in rows of {seq_len}"] = {**manifest, "rows": len(rows)}
         return rows
 
     def text_stream(self, seq_len: int, micro_batch_size: int) -> StreamedRows:
-        """The pretraining text as rows packed while training; ``micro_batch_size`` in turn from one stream shard."""
+        """Return the pretraining text as rows packed while training, ``micro_batch_size`` at a time from each shard."""
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
         folder = folder_of_manifest(self.folder / "stream", manifest)
         with exclusive(folder, self.progress):
@@ -130,7 +128,7 @@ class Corpora:
     # Answers -------------------------------------------------------------------------------------------------
 
     def answers(self) -> AnswerStore:
-        """The corpus of answers, complete."""
+        """Return the complete corpus of answers."""
         if self._store is None:
             folder, config = answers_folder(self.folder), self.config.answers
             if config.copied:
@@ -145,18 +143,18 @@ class Corpora:
         return self._store
 
     def answer_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
-        """The trained or the held-out answers packed into rows, and the prompt number of each packed document."""
+        """Return the trained or the held-out answers as packed rows, and the prompt number of each document."""
         answers = self.answers().read(with_hidden_states=False)
-        chosen = [g for g in answers if is_held_out(g.prompt_number) == held_out]
+        chosen = [answer for answer in answers if is_held_out(answer.prompt_number) == held_out]
         if not chosen:
             raise UserError(
                 f"{len(self.answers().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
                 f"ask for more (data.answers.prompts or .self_prompted)"
             )
-        return pack(as_documents(chosen), seq_len, split=False), [g.prompt_number for g in chosen]
+        return pack(as_documents(chosen), seq_len, split=False), [answer.prompt_number for answer in chosen]
 
     def draft_vocabulary(self, size: int) -> Tensor:
-        """[W] int64: the ``size`` ids most frequent in the answers, and those that end one."""
+        """Return [W] int64: the ``size`` most frequent ids in the answers, including those that end a turn."""
         counts = self.answers().token_counts(self.base.vocab_size)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
@@ -203,6 +201,6 @@ class Corpora:
 
 
 def is_held_out(prompt_number: int) -> bool:
-    """Whether an answer is held out from training."""
-    place, last = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)  # all turns of a conversation, or none
-    return last == HELD_OUT_EVERY - 1 and place < HELD_OUT_MOST
+    """Return True for answers held out from training: all turns of a conversation, or none."""
+    group, index = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)
+    return index == HELD_OUT_EVERY - 1 and group < HELD_OUT_MOST

@@ -130,7 +130,7 @@ def test_bad_stores(tmp_path: Path) -> None:
         other.append_shard([generation(2)])
     with pytest.raises(UserError, match="sampler.temperature = 0.0, expected 1.0; remove the folder"):
         AnswerStore(tmp_path / "a", {**MADE_BY, "sampler": {"temperature": 1.0}})
-    with pytest.raises(UserError, match=r"prompts \[1\] are answered twice"):
+    with pytest.raises(UserError, match=r"prompts \[1\] have two answers"):
         store.append_shard([generation(1)])
     with pytest.raises(UserError, match=r"prompts \[3\] are answered twice"):
         store.append_shard([generation(3), generation(3)])

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafthead.data.embedded.packages import cache_dir
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import file_digest
+from drafthead.data.utils.files import cache_dir, file_digest
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
