@@ -107,8 +107,8 @@ def test_peaks_and_operations(script: Load, monkeypatch: pytest.MonkeyPatch) -> 
     head = MedusaConfig(num_draft_tokens=3, own_lm_head=False)
     layer = 2 * (4 * 16 + 3 * 32 + 8 + 16 * 4)  # the last: 16 tokens, each over half of them, twice
     blocks, shared = 6 * 3 * (16 + 4), 4 * 3 * 10 * 4
-    for hidden_states, base in (("computed", layer), ("cached", 0)):
-        phase = PhaseConfig(corpus="text", seq_len=16, hidden_states=hidden_states)
+    for stored, base in ((False, layer), (True, 0)):
+        phase = PhaseConfig(corpus="text", seq_len=16, store_hidden_states=stored)
         assert step.operations_per_token(head, phase, settings) == base + blocks + shared
 
 

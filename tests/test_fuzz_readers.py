@@ -165,7 +165,7 @@ def read_stream(folder: Path) -> Any:
 
 def read_prompts(folder: Path) -> Any:
     config = AnswersConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
-    return AnswerGenerator(base(), config, 0, folder, ProcessGroup(), lambda *progress: None)._messages()
+    return AnswerGenerator(base(), config, 0, folder, ProcessGroup(), lambda *progress: None).prompts.conversations
 
 
 def make_run(folder: Path) -> None:

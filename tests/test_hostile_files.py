@@ -103,7 +103,7 @@ def test_safetensors_headers(tmp_path: Path, header: dict[str, Any], length: int
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "..", "", ".", "a\0b"])
 def test_names_that_lead_out_of_a_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="which does not lie in it"):
+    with pytest.raises(UserError, match="names the file"):
         safe_join(tmp_path, name)
 
 

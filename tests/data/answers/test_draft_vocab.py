@@ -38,5 +38,5 @@ def test_no_better_choice(counts: list[int], data: st.DataObject) -> None:
 
 
 def test_ids_that_must_be_kept_need_room() -> None:
-    with pytest.raises(UserError, match="cannot hold the 2 ids"):
+    with pytest.raises(UserError, match="cannot hold the 2"):
         draft_vocabulary(COUNTS, 1, [1, 2])

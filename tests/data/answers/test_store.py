@@ -132,7 +132,7 @@ def test_bad_stores(tmp_path: Path) -> None:
         AnswerStore(tmp_path / "a", {**MADE_BY, "sampler": {"temperature": 1.0}})
     with pytest.raises(UserError, match=r"prompts \[1\] have two answers"):
         store.append_shard([generation(1)])
-    with pytest.raises(UserError, match=r"prompts \[3\] are answered twice"):
+    with pytest.raises(UserError, match=r"prompts \[3\] have two answers"):
         store.append_shard([generation(3), generation(3)])
     with pytest.raises(UserError, match="does not exist"):
         AnswerStore(tmp_path / "none")

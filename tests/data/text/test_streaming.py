@@ -131,7 +131,7 @@ def test_bad_streams(tmp_path: Path) -> None:
         take(SourceStream(local(tmp_path / "x.jsonl", 2), 2, 3), 1)
     with pytest.raises(UserError, match=r"row 0 has no column 'body'; present: text"):
         take(SourceStream(hub(tmp_path / "a", 1, column="body"), 0, 1), 1)
-    with pytest.raises(UserError, match=r"names a path where nothing is"):
+    with pytest.raises(UserError, match="names a path that does not exist"):
         take(SourceStream(SourceConfig(kind="hf", name=str(tmp_path / "none")), 0, 1), 1)
 
 
@@ -219,11 +219,11 @@ def test_odd_positions_are_refused(source: SourceConfig, tmp_path: Path) -> None
     path = tmp_path / "lane-000.json"
     for odd in ([], {"x": {}}):
         write_checksummed_json(path, odd)
-        with pytest.raises(UserError, match="holds no positions of a stream; remove it"):
+        with pytest.raises(UserError, match="holds no positions of a stream"):
             rows(source, tmp_path, shards=1)
     for state in (None, {}, {"given": [0], "sources": []}, {"given": [0], "sources": [{"epoch": "x", "taken": 0}]}):
         write_checksummed_json(path, {"1": state})
-        with pytest.raises(UserError, match=r"holds a position that is none of these sources .* remove the file"):
+        with pytest.raises(UserError, match="holds a position of other sources"):
             ids(rows(source, tmp_path, shards=1), [7])
 
 
