@@ -19,13 +19,8 @@ from drafthead.eval.lossless.export_check import ExportCheck, check_export, trai
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.models.base.base_config import DTYPES, BaseConfig
-from drafthead.models.formats import format_named, listed
+from drafthead.models.formats import FORMATS, format_for, format_named, listed
 from drafthead.models.formats.format import Format, published_name
-from drafthead.models.formats.gguf.dspark_gguf import DSparkGgufFormat
-from drafthead.models.formats.gguf.eagle3_gguf import BASE_FILE, GgufFormat
-from drafthead.models.formats.gguf.gguf_files import check_base, write_base
-from drafthead.models.formats.medusa import can_widen, over_full_vocabulary
-from drafthead.models.heads.medusa import MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead, config_class
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.parts.loading import load_base_and_head
@@ -70,8 +65,9 @@ class ExportConfig:
     def __post_init__(self) -> None:
         check_limits(self, dtype=DTYPES, vocabulary=("own", "full"))
         check_limits(self, max_new_tokens="[8, inf)", estimate_tolerance="(0, 1]")
-        if self.base_gguf is not None and self.to not in (GgufFormat.name, DSparkGgufFormat.name):
-            raise ValueError(f"base_gguf goes with to={GgufFormat.name} or {DSparkGgufFormat.name}, got to={self.to}")
+        if self.base_gguf is not None and not format_named(self.to).base_file:
+            fitting = " or ".join(f"to={name}" for name, target in FORMATS.items() if target.base_file)
+            raise ValueError(f"base_gguf needs {fitting}, got to={self.to}")
 
 
 @command("export", ExportConfig, USAGE.format(formats=listed(20)))
@@ -83,13 +79,13 @@ def main(config: ExportConfig) -> None:
     texts = read_texts(Path(config.texts)) if config.texts else []
     display = Display()
     with new_folder(Path(config.out)) as folder:
-        target.require_type(config_class(read_head_config(resolve_folder(config.head))["head_type"]))
+        format_for(config.to, config_class(read_head_config(resolve_folder(config.head))["head_type"]))
         with display.stage(f"head {config.head}"):
             base, head = load_base_and_head(config.head, config.base)
         if config.base_gguf is not None:
-            check_base(base, config.base_gguf)
+            target.check_base(base, config.base_gguf)
         if config.vocabulary == "full":
-            head = _widened(head)
+            head = target.with_full_vocabulary(head)
         dtype = next(head.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         with display.stage(f"write {target.title}"):
             target.export(head, folder, dtype, config.base_name)
@@ -106,27 +102,15 @@ def main(config: ExportConfig) -> None:
             raise UserError(f"the export to {target.name} failed its check and was removed: {'; '.join(failures)}")
         write_json(folder / CHECK_FILE, {"format": config.to, "texts": config.texts or config.suite, **check.record()})
         if config.base_gguf is not None:
-            with display.stage(f"the base as {BASE_FILE} ({config.base_gguf})"):
-                write_base(base, folder / BASE_FILE, config.base_gguf, published_name(base).split("/")[-1])
+            with display.stage(f"the base as {target.base_file} ({config.base_gguf})"):
+                target.write_base(base, folder / target.base_file, config.base_gguf)
     display.line(f"written: {config.out}")
     named = config.base_name or published_name(base)
     for engine in target.engines_for(head):
         display.line(f"   {engine.name}: {engine.support}")
-        if line := engine.command(named, str(config.out), min(head.depth, head.config.trained_positions)):
-            if config.base_gguf is None and BASE_FILE in line:
-                line = line.replace(f"{config.out}/{BASE_FILE}", "BASE.gguf") + f"   (base_gguf=f16 writes {BASE_FILE})"
+        drafts, base_file = min(head.depth, head.config.trained_positions), f"{config.out}/{target.base_file}"
+        if line := engine.command(named, str(config.out), drafts, None if config.base_gguf is None else base_file):
             display.line(f"      {line}")
-
-
-def _widened(head: DraftHead) -> DraftHead:
-    if len(head.d2t) == head.base.vocab_size:
-        return head
-    if not isinstance(head, MedusaHead) or not can_widen(head):
-        raise UserError(
-            "vocabulary=full is for Medusa heads on the base's output head: rows of a head's own for other ids would "
-            "need values that nobody trained; train with head.draft_vocab_size=null"
-        )
-    return over_full_vocabulary(head)
 
 
 def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:

@@ -33,8 +33,7 @@ from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.formats import FORMATS
 from drafthead.models.formats.format import Format
-from drafthead.models.formats.gguf.eagle3_gguf import BASE_FILE, FILE
-from drafthead.models.formats.gguf.gguf_files import write_base
+from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE, write_base
 from drafthead.models.heads.dspark import DSparkHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 

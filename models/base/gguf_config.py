@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
@@ -35,10 +34,12 @@ ELSEWHERE = "name the checkpoint that it was made of instead, with base.name and
 
 def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
     """The config of the base in ``gguf_file`` of ``name``, a folder or a Hub id."""
+    from gguf import GGUFReader  # imported here, as most bases are not GGUF files
+
     config = AutoConfig.from_pretrained(name, gguf_file=gguf_file, **options)
-    place = cached_file(name, gguf_file, revision=options.get("revision"))
-    reader = GGUFReader(Path(str(place)))
-    fields, tensors = reader.fields, {found.name: found for found in reader.tensors}
+    path = cached_file(name, gguf_file, revision=options.get("revision"))
+    reader = GGUFReader(Path(str(path)))
+    fields, tensors = reader.fields, {entry.name: entry for entry in reader.tensors}
     architecture = fields["general.architecture"].contents()
     said = {n.removeprefix(f"{architecture}."): f.contents() for n, f in fields.items() if n.startswith(architecture)}
     changes = _sizes(gguf_file, config, said)

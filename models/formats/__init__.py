@@ -1,46 +1,77 @@
-"""Published formats of draft heads, by the name that ``drafthead export to=NAME`` takes."""
+"""Published formats of draft heads, by the name that ``drafthead export to=NAME`` takes.
 
+Formats are discovered: every class in a module of this package that derives from ``Format`` and sets ``name`` is one.
+The modules are imported at the first look-up, so that importing the package stays cheap.
+"""
+
+import pkgutil
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
 from textwrap import wrap
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.dspark import DFlashFormat, DSparkFormat
-from drafthead.models.formats.eagle3 import Eagle3Format
 from drafthead.models.formats.format import Format
-from drafthead.models.formats.gguf.dspark_gguf import DSparkGgufFormat
-from drafthead.models.formats.gguf.eagle3_gguf import GgufFormat
-from drafthead.models.formats.hydra import HydraFormat
-from drafthead.models.formats.kangaroo import KangarooFormat
-from drafthead.models.formats.medusa import MedusaFormat, TgiMedusaFormat, VllmMedusaFormat
-from drafthead.models.formats.mlp_speculator import MLPSpeculatorFormat
-from drafthead.models.formats.speculators import SpeculatorsFormat
+from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 
-_ALL = (
-    *(MedusaFormat, TgiMedusaFormat, VllmMedusaFormat, HydraFormat, MLPSpeculatorFormat, KangarooFormat),
-    *(Eagle3Format, GgufFormat, SpeculatorsFormat),
-    *(DSparkFormat, DFlashFormat, DSparkGgufFormat),
-)
-FORMATS: dict[str, Format] = {found.name: found() for found in _ALL}
+
+class _Formats(Mapping[str, Format]):
+    """All formats by name, read-only and imported at the first look-up."""
+
+    @cached_property
+    def _by_name(self) -> dict[str, Format]:
+        modules = [import_module(module.name) for module in pkgutil.walk_packages(__path__, f"{__name__}.")]
+        return {
+            entry.name: entry()
+            for module in modules
+            for entry in vars(module).values()
+            # Formats that a module imports from another one belong to the other one.
+            if isinstance(entry, type) and issubclass(entry, Format) and entry.__module__ == module.__name__
+            if "name" in vars(entry)
+        }
+
+    def __getitem__(self, name: str) -> Format:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+
+FORMATS = _Formats()
 
 
 def listed(indent: int) -> str:
-    """All names, wrapped for a usage text whose further lines are indented."""
+    """Return all names, wrapped for a usage text whose further lines are indented by ``indent`` spaces."""
     return f"\n{' ' * indent}".join(wrap(", ".join(FORMATS), 100))
 
 
 def format_named(name: str) -> Format:
-    """The format of that name."""
+    """Return the format called ``name``."""
     if name not in FORMATS:
         raise UserError(f"unknown format {name!r}; choose one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
+def format_for(name: str, head_config: type[DraftHeadConfig]) -> Format:
+    """Return the format called ``name`` if it holds heads of this type; the error names the formats that do."""
+    chosen = format_named(name)
+    if not issubclass(head_config, chosen.head_config):
+        fitting = " or ".join(f"to={f.name}" for f in FORMATS.values() if issubclass(head_config, f.head_config))
+        advice = f"export it {fitting}" if fitting else "no published format holds it; use the head folder itself"
+        raise UserError(f"{chosen.wrong_type(head_config)}: {advice}")
+    return chosen
+
+
 def recognise(config: dict[str, Any], source: str) -> Format:
-    """The format whose ``config.json`` this is."""
-    for found in FORMATS.values():
-        if found.matches(config):
-            return found
+    """Return the format whose ``config.json`` this is; ``source`` names the folder in errors."""
+    for candidate in FORMATS.values():
+        if candidate.matches(config):
+            return candidate
     raise UserError(
-        f"{source}/config.json looks like none of the formats {', '.join(FORMATS)} (model_type "
-        f"{config.get('model_type')!r}, architectures {config.get('architectures')!r}); say which with format=NAME"
+        f"{source}/config.json matches none of the formats {', '.join(FORMATS)} (model_type "
+        f"{config.get('model_type')!r}, architectures {config.get('architectures')!r}); name one with format=NAME"
     )

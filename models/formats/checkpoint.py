@@ -23,9 +23,9 @@ class PublishedCheckpoint:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     source: str = "the checkpoint"
-    """What to call it in messages."""
+    """Name in messages."""
     notes: tuple[str, ...] = ()
-    """What was repaired while reading, for people."""
+    """Repairs made while reading, for people."""
 
     @classmethod
     def read(cls, folder: Path, weights_file: str) -> "PublishedCheckpoint":
@@ -35,13 +35,13 @@ class PublishedCheckpoint:
         for name, tensor in tensors.items():
             if tensor.ndim > 1 and not tensor.is_floating_point():
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                raise UserError(f"{folder} has {name} as {dtype}, expected numbers in floating point; copy it again")
+                raise UserError(f"{folder} has {name} as {dtype}, expected floating-point numbers; copy it again")
             if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
                 raise UserError(f"{folder} has numbers in {name} that are not finite; copy it again")
         return cls(config=config, tensors=tensors, source=str(folder))
 
     def write(self, folder: Path, weights_file: str, dtype: torch.dtype | None) -> None:
-        """Write ``config.json`` and the tensors, floating-point ones as ``dtype`` (None: as they are).
+        """Write ``config.json`` and the tensors, floating-point ones cast to ``dtype`` (None: unchanged).
 
         Every tensor is copied: safetensors refuses tensors that share memory.
         """
@@ -52,29 +52,29 @@ class PublishedCheckpoint:
         require_space(folder, sum(t.nbytes for t in tensors.values()) + (1 << 20), "the export")
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / weights_file, metadata={"format": "pt"})
-        (folder / weights_file).chmod(0o644)  # safetensors leaves it to the owner, and a server may be another user
+        (folder / weights_file).chmod(0o644)  # safetensors allows only the owner, but a server may run as another user
         write_json(folder / CONFIG, self.config)
 
     def integer(self, key: str) -> int:
-        """A positive integer of the config."""
-        found = self.config.get(key)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise UserError(f"{self.source}: config.json has {found!r} as {key}, expected a positive whole number")
-        return found
+        """Return a positive integer of the config."""
+        value = self.config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{self.source}: config.json has {value!r} as {key}, expected a positive whole number")
+        return value
 
     def width(self, key: str, name: str) -> int:
-        """A width that the config says under ``key`` and the rows of tensor ``name`` confirm.
+        """Return the config's width ``key``, which must be the number of rows of tensor ``name``.
 
-        Nothing is built from a config alone whose weights are of another size.
+        So a wrong config cannot allocate a head of another size than the weights.
         """
-        size, found = self.integer(key), self.tensors.get(name)
-        if found is None or len(found) != size:
-            rows = f"it has no tensor {name}" if found is None else f"{name} has {len(found)} rows"
+        size, tensor = self.integer(key), self.tensors.get(name)
+        if tensor is None or len(tensor) != size:
+            rows = f"it has no tensor {name}" if tensor is None else f"{name} has {len(tensor)} rows"
             raise UserError(f"{self.source}: config.json says {key} {size}, but {rows}; copy the folder again")
         return size
 
     def updated(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
-        """A repaired copy that says what was done."""
+        """Return a copy with these fields changed and with further notes."""
         return replace(self, notes=(*self.notes, *notes), **changes)
 
 
@@ -88,11 +88,11 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
         files = sorted(set(mapping.values())) if isinstance(mapping, dict) else []
         # A downloaded index must not lead out of its folder.
         if not files or any(not isinstance(n, str) or Path(n).name != n for n in files):
-            raise UserError(f"{index} lists no shards beside it; copy the folder again")
+            raise UserError(f"{index} lists no files of its folder; copy the folder again")
     else:
         refuse_pickles(folder, [path.name for path in folder.iterdir()])
         raise UserError(
-            f"{folder} has no {weights_file} ({contents(folder)}); copy the weights there, or say which format this is "
+            f"{folder} has no {weights_file} ({contents(folder)}); copy the weights there, or name the format "
             "with format=NAME"
         )
     tensors: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a published folder."""
+    """Read the ``config.json`` of a published folder."""
     config = read_json(safe_join(folder, CONFIG))
     if not isinstance(config, dict):
         raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")
@@ -113,16 +113,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> str:
-    """What a folder holds, for messages."""
+    """List the files of a folder, for messages."""
     names = sorted(path.name for path in folder.iterdir())
     return f"it holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "it is empty"
 
 
 def to_offsets(target_ids: Tensor) -> Tensor:
-    """The target ids [W] int64 of a draft vocabulary as files have them: how far each is from its draft id."""
+    """Convert target ids [W] int64 of a draft vocabulary to offsets: ids 0 2 5 (draft ids 0 1 2) are 0 1 3."""
     return target_ids - torch.arange(len(target_ids), device=target_ids.device)
 
 
 def from_offsets(offsets: Tensor) -> Tensor:
-    """The inverse of :func:`to_offsets`."""
+    """Undo :func:`to_offsets`."""
     return offsets.long() + torch.arange(len(offsets), device=offsets.device)

@@ -1,15 +1,15 @@
 """DSpark and DFlash as engines load them: layers over the base's fused hidden states that draft a block in one pass.
 
     fc.weight [D, n D]   hidden_norm.weight [D]   norm.weight [D]   layers.{i}.*: Qwen3's, with q_norm and k_norm
-    DSpark besides: markov_head.markov_w1.weight [V, r]   markov_head.markov_w2.weight [W, r]   confidence_head.proj.*
-    a draft vocabulary: lm_head.weight [W, D]   d2t [W], offsets: target = draft id + d2t[draft id]
+    DSpark also: markov_head.markov_w1.weight [V, r]   markov_head.markov_w2.weight [W, r]   confidence_head.proj.*
+    with a draft vocabulary: lm_head.weight [W, D]   d2t [W], offsets: target = draft id + d2t[draft id]
 
 to=dspark is DeepSpec's layout (``Qwen3DSparkModel``), to=dflash z-lab's (``DFlashDraftModel``). The base's embedding is
-never written, its output head only in part: engines share the target's. ``target_layer_ids`` counts outputs of layers
-from 0. What a block sees is always said (``dflash_config.causal``): engines have different defaults.
+never written, and of its output head only the drafted rows: engines share the target's. ``target_layer_ids`` counts
+layer outputs from 0. ``dflash_config.causal`` is always written, because engines have different defaults.
 
-A block is as long as it was trained (``block_size``): every slot sees the others, so an engine that is told to draft
-less computes other drafts.
+Blocks must be as long as in training (``block_size``). Every slot attends to the others, so an engine that drafts
+fewer tokens computes different drafts.
 """
 
 import math
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
-from drafthead.models.formats.format import Engine, Format, Unsupported, require_bases_own, vllm
+from drafthead.models.formats.format import Engine, Format, Unsupported, require_base_tensor, unsupported_layers, vllm
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
-from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, TiedMarkov
+from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, TiedMarkov, spread_layers
 
 NAMES = {
     "markov_in.weight": "markov_head.markov_w1.weight",
@@ -31,7 +31,7 @@ NAMES = {
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
-"""Our names of weights -> published ones, where they differ."""
+"""Our names of weights -> published names that differ."""
 W1 = NAMES["markov_in.weight"]
 CONFIDENCE = (NAMES["confidence.weight"], NAMES["confidence.bias"])
 SHARED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
@@ -45,11 +45,11 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0,),
     "hidden_act": ("silu",),
 }
-"""Keys that engines obey, with the only values that heads here have."""
+"""Keys that engines obey -> the only values that heads here support."""
 
 
 class _BlockFormat(Format):
-    """What both layouts share."""
+    """Common base of both layouts."""
 
     head_config = DSparkConfig
     engines: ClassVar[tuple[Engine, ...]]
@@ -62,17 +62,17 @@ class _BlockFormat(Format):
 
     def tensors(self, head: DSparkHead) -> dict[str, Tensor]:
         derived = "markov_in.weight" if head.config.tied_markov else ""
-        return {NAMES.get(name, name): found for name, found in head.named_parameters() if name != derived}
+        return {NAMES.get(name, name): weight for name, weight in head.named_parameters() if name != derived}
 
     def derived_tensors(self, head: DSparkHead) -> dict[str, Tensor]:
-        """A tied Markov table written out; with a draft vocabulary its ids, and its rows of the base's output head."""
-        found = {}
+        """Return a tied Markov table, and with a draft vocabulary its offsets and output rows."""
+        tensors = {}
         if head.config.markov_rank and head.config.tied_markov:
-            found[W1] = cast(TiedMarkov, head.markov_in).inference().weight
+            tensors[W1] = cast(TiedMarkov, head.markov_in).inference().weight
         if len(head.d2t) < head.base.vocab_size:
-            found[OUTPUT] = head.target_lm_head.weight
-            found["d2t"] = to_offsets(head.d2t)
-        return found
+            tensors[OUTPUT] = head.target_lm_head.weight
+            tensors["d2t"] = to_offsets(head.d2t)
+        return tensors
 
     def config(self, head: DSparkHead) -> dict[str, Any]:
         config = head.config
@@ -93,27 +93,26 @@ class _BlockFormat(Format):
         }
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
-        config, layers, count = head.config, list(head.spec.layers), head.base.num_layers
-        if config.reads_state:
+        if head.config.reads_state:
             yield "its slots begin as the base's state (ours)", "head.reads_state=false head.copy_layers=true"
-        if sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= count:
-            what = f"it reads the layers {layers}, and engines join them in ascending order, of 1 to {count - 1}"
-            yield what, "head.layers=null"
+        yield from unsupported_layers(head, spread_layers(head.base.num_layers, head.config.num_layers))
         if head.target_lm_head.softcap is not None:
             yield f"{head.base.name} caps its logits, and the format does not", "another base"
 
     def engines_for(self, head: DSparkHead) -> tuple[Engine, ...]:
-        found = {engine.name: engine for engine in self.engines}
+        engines = {engine.name: engine for engine in self.engines}
         reduced = not head.config.markov_rank and len(head.d2t) < head.base.vocab_size
-        if "llama.cpp" in found and (reduced or layer_config(head.base)["rope_scaling"]):
+        if "llama.cpp" in engines and (reduced or layer_config(head.base)["rope_scaling"]):
             what = "a DFlash head's draft vocabulary" if reduced else "the scaling of the rotation"
-            found["llama.cpp"] = Engine("llama.cpp", f"its converter leaves out {what}; to=gguf_dspark writes the file")
-        return tuple(found.values())
+            engines["llama.cpp"] = Engine(
+                "llama.cpp", f"its converter leaves out {what}; to=gguf_dspark writes the file"
+            )
+        return tuple(engines.values())
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
         if (folder / MASK_FILE).exists():
             raise UserError(
-                f"{folder} has an embedding of its own for mask tokens ({MASK_FILE}); heads here read the base's"
+                f"{folder} has a separate embedding for mask tokens ({MASK_FILE}), which heads here do not support"
             )
         return super().read_files(folder)
 
@@ -121,21 +120,21 @@ class _BlockFormat(Format):
         return self.architecture in (config.get("architectures") or [])
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """With the names of both layouts, and what a config may leave out or say in ``dflash_config``."""
+        """Fill in config keys that may be missing or inside ``dflash_config``, and refuse unsupported values."""
         config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
         inner = config.get("dflash_config") or {}
         for key in ("mask_token_id", "target_layer_ids", "block_size"):
             if config.get(key) is None:
                 config[key] = inner.get(key)
         for key, values in ONLY.items():
-            for place in (config, inner, config.get("rope_parameters") or {}):
-                if (value := place.get(key)) is not None and value not in values:
-                    raise UserError(f"{checkpoint.source} has {key} {value!r}, which heads here do not have")
+            for section in (config, inner, config.get("rope_parameters") or {}):
+                if (value := section.get(key)) is not None and value not in values:
+                    raise UserError(f"{checkpoint.source} has {key} {value!r}, which heads here do not support")
         if config.get("is_causal") is None:
             config["is_causal"] = bool(inner.get("causal", inner.get("causal_head", False)))
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
         if any(kind != "full_attention" for kind in config.get("layer_types") or []):
-            raise UserError(f"{checkpoint.source} has layers with a sliding window, which heads here do not have")
+            raise UserError(f"{checkpoint.source} has layers with a sliding window, which heads here do not support")
         tensors.pop("t2d", None)  # for training; engines read d2t
         return checkpoint.updated(config=config, tensors=tensors)
 
@@ -166,19 +165,19 @@ class _BlockFormat(Format):
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: DSparkHead) -> None:
         require_same_layer(checkpoint, head.base)
-        own_scale = head.target_lm_head.scale
-        scale = checkpoint.config.get("logit_scale", own_scale)
-        if not math.isclose(scale, own_scale, rel_tol=1e-6):
+        base_scale = head.target_lm_head.scale
+        scale = checkpoint.config.get("logit_scale", base_scale)
+        if not math.isclose(scale, base_scale, rel_tol=1e-6):
             raise UserError(
-                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {own_scale}; "
+                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {base_scale}; "
                 "name the base that it was trained for"
             )
-        for name, own in ((SHARED, head.base.embedding), (OUTPUT, head.target_lm_head.weight)):
-            require_bases_own(checkpoint, head.base, name, own)
+        for name, expected in ((SHARED, head.base.embedding), (OUTPUT, head.target_lm_head.weight)):
+            require_base_tensor(checkpoint, head.base, name, expected)
 
 
 class DSparkFormat(_BlockFormat):
-    """``config.json`` and ``model.safetensors`` as in DeepSpec, with a Markov head of the plain kind."""
+    """DeepSpec's layout, ``config.json`` and ``model.safetensors``, with the plain ("vanilla") Markov head."""
 
     name = "dspark"
     title = "DSpark (Qwen3DSparkModel)"
@@ -194,11 +193,11 @@ class DSparkFormat(_BlockFormat):
     }
 
     def config(self, head: DSparkHead) -> dict[str, Any]:
-        found = super().config(head)
-        inner = found["dflash_config"]
+        config = super().config(head)
+        inner = config["dflash_config"]
         return {
-            **found,
-            # DeepSpec has them at the top level, vLLM and llama.cpp read either place.
+            **config,
+            # DeepSpec has these keys at the top level, vLLM and llama.cpp accept both.
             **{key: inner[key] for key in ("mask_token_id", "target_layer_ids")},
             "markov_rank": head.config.markov_rank,
             "markov_head_type": "vanilla",
@@ -213,16 +212,14 @@ class DSparkFormat(_BlockFormat):
             yield "it has no Markov head", "head.markov_rank=64; or to=dflash"
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        found = super().normalize(checkpoint)
-        config, tensors = found.config, found.tensors
+        checkpoint = super().normalize(checkpoint)
+        config, tensors = checkpoint.config, checkpoint.tensors
         if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
-            raise UserError(
-                f"{found.source} has a Markov head of the kind {kind}; drafthead has the plain one, vanilla"
-            )
+            raise UserError(f"{checkpoint.source} has a Markov head of type {kind}; drafthead supports only vanilla")
         if not config.get("confidence_head_with_markov"):
-            # It reads less than ours. Drafts do not depend on it.
+            # Its input is narrower than ours. Drafts do not depend on the confidence head, so it is left out.
             tensors = {name: value for name, value in tensors.items() if name not in CONFIDENCE}
-        return found.updated(config=config, tensors=tensors)
+        return checkpoint.updated(config=config, tensors=tensors)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         anchor = bool(checkpoint.config.get("sample_from_anchor", True))
@@ -236,7 +233,7 @@ class DSparkFormat(_BlockFormat):
 
 
 class DFlashFormat(_BlockFormat):
-    """``config.json`` and ``model.safetensors`` as z-lab publishes them; JetSpec's with ``causal``."""
+    """z-lab's layout, ``config.json`` and ``model.safetensors``; with ``causal``, JetSpec's."""
 
     name = "dflash"
     title = "DFlash (DFlashDraftModel)"
@@ -257,5 +254,5 @@ class DFlashFormat(_BlockFormat):
             yield "its anchor's slot drafts", "head.anchor_predicts=false"
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        own = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
-        return {**super().settings(checkpoint), **own, "num_draft_tokens": checkpoint.integer("block_size") - 1}
+        absent = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
+        return {**super().settings(checkpoint), **absent, "num_draft_tokens": checkpoint.integer("block_size") - 1}

@@ -3,13 +3,14 @@
     fc.weight [D, 3 D]   midlayer.*   norm.weight [D]   lm_head.weight [W, D]   d2t [W]   t2d [V]
 
 ``d2t`` holds offsets: target = draft id + d2t[draft id]; ``t2d`` marks the target ids that can be drafted. Engines
-share the target's embedding when there is none in the file. SGLang skips names that it does not know, so a misnamed
-tensor would stay random: ``check`` compares all of them.
+share the target's embedding if the file has none. SGLang silently skips unexpected names, so a misnamed tensor would
+stay random: imports compare all names.
 
-Two engines count the hidden states that are fused in two ways, and read them in two places of the config. At the top
-level the id k is ``hidden_states[k]`` of transformers, what goes into layer k counted from 0 (vLLM and llama.cpp's
-converter); inside ``eagle_config`` it is what layer k puts out (SGLang adds one). Both are written, and each is read
-in its place's way. vLLM 0.32.0 reads the inner ids where the outer ones are missing, and does not add one.
+Engines count the fused hidden states in two ways, each under its own config key. At the top level, id k is
+``hidden_states[k]`` of transformers: the input of layer k, counted from 0 (vLLM and llama.cpp's converter). Inside
+``eagle_config``, id k is the output of layer k (SGLang adds one). For example, the outputs of the layers 2, 14 and 25
+(counted from 1) are [2, 14, 25] at the top level and [1, 13, 24] inside. Both are written. vLLM 0.32.0 reads the inner
+ids if the outer ones are missing, without adding one.
 """
 
 from dataclasses import replace
@@ -20,9 +21,9 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
-from drafthead.models.formats.format import Engine, Format, Unsupported, require_bases_own, vllm
+from drafthead.models.formats.format import Engine, Format, Unsupported, require_base_tensor, unsupported_layers, vllm
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
-from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -44,7 +45,7 @@ LLAMACPP_CONVERTER = Engine(
 
 
 class Eagle3Format(Format):
-    """``config.json`` and ``model.safetensors``, names without a ``model.`` prefix."""
+    """Layout with ``config.json`` and ``model.safetensors``; tensor names have no ``model.`` prefix."""
 
     name = "eagle3"
     title = "EAGLE-3 (LlamaForCausalLMEagle3)"
@@ -71,11 +72,11 @@ class Eagle3Format(Format):
     ignored_tensors = frozenset({EMBEDDING})
 
     def tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
-        """Ours have the published names."""
+        """Return the parameters as they are: ours have the published names."""
         return dict(head.named_parameters())
 
     def derived_tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
-        """The draft vocabulary as offsets and as marks; the base's output head where the head has none of its own."""
+        """Return the draft vocabulary as offsets and as marks, and the output head, which may be the base's."""
         output = head.output_head(0)
         return {
             "lm_head.weight": output.weight * output.scale,
@@ -91,7 +92,7 @@ class Eagle3Format(Format):
             "intermediate_size": head.midlayer.mlp.gate_proj.out_features,
             "draft_vocab_size": len(head.d2t),
             "target_hidden_size": head.base.hidden_size,
-            "norm_before_fc": head.config.norm_before_fc,  # where llama.cpp's converter and speculators files have it
+            "norm_before_fc": head.config.norm_before_fc,  # for llama.cpp's converter and speculators
             LAYER_IDS: list(head.spec.layers),
             "num_aux_hidden_states": len(head.spec.layers),
             "eagle_config": {
@@ -102,11 +103,7 @@ class Eagle3Format(Format):
         }
 
     def unsupported(self, head: Eagle3Head) -> Unsupported:
-        layers, count = list(head.spec.layers), head.base.num_layers
-        if not layers or sorted(set(layers)) != layers or layers[0] < 1 or layers[-1] >= count:
-            # Engines join the states in the order of the layers, and count the last one's before or after the norm.
-            what = f"it reads the layers {layers}, and engines join them in ascending order, of 1 to {count - 1}"
-            yield what, "head.layers=null"
+        yield from unsupported_layers(head, published_layers(head.base.num_layers))
         if head.config.qk_norm:
             what = "it norms queries and keys, and the layer of this format is Llama's, which does not"
             yield what, "head.qk_norm=false"
@@ -117,27 +114,27 @@ class Eagle3Format(Format):
             yield what, "head.own_lm_head=true"
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
-        # An engine that ignores a key loads the head and drafts badly, without a word.
-        found = {engine.name: engine for engine in self.engines}
+        # An engine that ignores a key loads the head without an error and drafts badly.
+        engines = {engine.name: engine for engine in self.engines}
         if head.config.norm_output:
-            found["SGLang"] = replace(SGLANG, support="reads norm_output in versions of 2026 (its source; not run)")
-            found["llama.cpp"] = _ignores("llama.cpp", "norm_output", "the state before the norm is fed on")
+            engines["SGLang"] = replace(SGLANG, support="reads norm_output in versions of 2026 (its source; not run)")
+            engines["llama.cpp"] = _ignores("llama.cpp", "norm_output", "it feeds back the state before the norm")
         if head.config.norm_before_fc:
-            found["SGLang"] = _ignores("SGLang", "norm_before_fc", "input_norm.weight is skipped")
+            engines["SGLang"] = _ignores("SGLang", "norm_before_fc", "input_norm.weight is skipped")
         if head.config.fc_norm:
-            found["SGLang"] = replace(SGLANG, support="reads fc_norm in versions of 2026 (its source; not run)")
-            found["llama.cpp"] = _ignores("llama.cpp", "fc_norm", "the states are not normed")
+            engines["SGLang"] = replace(SGLANG, support="reads fc_norm in versions of 2026 (its source; not run)")
+            engines["llama.cpp"] = _ignores("llama.cpp", "fc_norm", "the states are not normed")
         if head.config.norm_before_residual:
-            found["SGLang"] = _ignores("SGLang", "norm_before_residual", "the residual is the state before the norm")
+            engines["SGLang"] = _ignores("SGLang", "norm_before_residual", "the residual is the state before the norm")
         if len(head.spec.layers) != 3:
-            found["llama.cpp"] = Engine("llama.cpp", "no: it reads exactly 3 layers")
-        return tuple(found.values())
+            engines["llama.cpp"] = Engine("llama.cpp", "no: it reads exactly 3 layers")
+        return tuple(engines.values())
 
     def matches(self, config: dict[str, Any]) -> bool:
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """With the names of the first checkpoints, what the config leaves out, and ``t2d`` as ``d2t`` implies it."""
+        """Rename tensors of the first checkpoints, fill in missing config keys, and derive ``t2d`` from ``d2t``."""
         names = {name: name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in checkpoint.tensors}
         tensors = {names[name]: value for name, value in checkpoint.tensors.items() if "rotary_emb" not in name}
         config = dict(checkpoint.config)
@@ -148,46 +145,49 @@ class Eagle3Format(Format):
         if rows == config.get("vocab_size") and isinstance(rows, int):
             tensors.setdefault("d2t", torch.zeros(rows, dtype=torch.int64))
         if "d2t" in tensors and isinstance(config.get("vocab_size"), int):
-            # Engines ignore t2d, so it is derived; what a file says may be missing or wrong.
+            # Engines ignore t2d, so a file's own may be missing or wrong.
             marks = torch.zeros(config["vocab_size"], dtype=torch.bool)
             ids = from_offsets(tensors["d2t"])
             marks[ids[(ids >= 0) & (ids < len(marks))]] = True
             tensors["t2d"] = marks
         checkpoint = checkpoint.updated(config=config, tensors=tensors)
         if self._layers(checkpoint) is None:
-            note = "its config.json names no layers: taken for 2, L // 2 and L - 3, as published; or say config.layers"
+            note = (
+                "its config.json names no layers: 2, L // 2 and L - 3 are assumed, as published; or set config.layers"
+            )
             checkpoint = checkpoint.updated(note)
         return checkpoint
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         config, default = checkpoint.config, Eagle3Config()
-        found = super().settings(checkpoint)
-        found.setdefault("ttt_steps", min(default.ttt_steps, found.get("num_draft_tokens", default.num_draft_tokens)))
+        settings = super().settings(checkpoint)
+        num_draft_tokens = settings.get("num_draft_tokens", default.num_draft_tokens)
+        settings.setdefault("ttt_steps", min(default.ttt_steps, num_draft_tokens))
         return {
-            **found,
+            **settings,
             "layers": self._layers(checkpoint),
             "intermediate_size": checkpoint.width("intermediate_size", "midlayer.mlp.gate_proj.weight"),
             "norm_before_fc": bool(_eagle_config(checkpoint).get("norm_before_fc", config.get("norm_before_fc"))),
         }
 
     def _layers(self, checkpoint: PublishedCheckpoint) -> list[int] | None:
-        """The layers as ``head.layers`` counts them, from either place of the config; None: it names none."""
-        if "layers" in checkpoint.config:  # ours, by which an import can be corrected
+        """Return the layers as ``head.layers`` counts them, from either config key; None if neither is set."""
+        if "layers" in checkpoint.config:  # our own key, for correcting an import
             layers: list[int] | None = checkpoint.config["layers"]
             return layers
         outer, inner = checkpoint.config.get(LAYER_IDS), _eagle_config(checkpoint).get(LAYER_IDS)
         for ids in (outer, inner):
             if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
                 raise UserError(f"{checkpoint.source} has {LAYER_IDS} {ids!r}, expected a list of whole numbers")
-        by_place = [list(outer)] if outer else []
-        by_place += [[i + 1 for i in inner]] if inner else []
-        if len(by_place) == 2 and by_place[0] != by_place[1]:
+        candidates = [list(outer)] if outer else []
+        candidates += [[i + 1 for i in inner]] if inner else []
+        if len(candidates) == 2 and candidates[0] != candidates[1]:
             raise UserError(
-                f"{checkpoint.source} has {LAYER_IDS} {outer} at the top level, which is the layers {by_place[0]}, "
-                f"and {inner} in eagle_config, which is {by_place[1]}: engines would read different ones; say which it "
-                "was trained on with config.layers=[a,b,c], where 1 is the output of the first layer"
+                f"{checkpoint.source} has {LAYER_IDS} {outer} at the top level (layers {candidates[0]}) and {inner} in "
+                f"eagle_config (layers {candidates[1]}), so engines would read different layers. Set those it was "
+                "trained on with config.layers=[a,b,c], where 1 is the output of the first layer"
             )
-        return by_place[0] if by_place else None
+        return candidates[0] if candidates else None
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         size = checkpoint.width("draft_vocab_size", "lm_head.weight")
@@ -198,13 +198,13 @@ class Eagle3Format(Format):
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
         require_same_layer(checkpoint, head.base)
-        require_bases_own(checkpoint, head.base, EMBEDDING, head.base.embedding)
+        require_base_tensor(checkpoint, head.base, EMBEDDING, head.base.embedding)
 
 
-def _ignores(engine: str, key: str, how: str) -> Engine:
-    return Engine(engine, f"ignores {key} silently: {how}, and drafts are bad; train with head.{key}=false")
+def _ignores(engine: str, key: str, effect: str) -> Engine:
+    return Engine(engine, f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}=false")
 
 
 def _eagle_config(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    found = checkpoint.config.get("eagle_config")
-    return found if isinstance(found, dict) else {}
+    config = checkpoint.config.get("eagle_config")
+    return config if isinstance(config, dict) else {}

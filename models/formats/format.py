@@ -1,9 +1,9 @@
-"""What a published format is: which head it holds, how its names map to the head's parameters, and who loads it.
+"""Contract of a published format: which head it holds, how names map to the head's parameters, and who loads it.
 
 A format states one mapping: :meth:`Format.tensors`, from published names to the head's own parameters (or views of
 them). Writing saves those tensors. Reading builds a head from ``config.json``, compares names and shapes in both
-directions and copies the values into the same tensors. Both directions matter: engines skip tensors that they do not
-know, so a misnamed one would stay at its initial value without a word.
+directions and copies the values into these tensors. Both directions matter: engines skip tensors whose names they do
+not expect, so a misnamed one would silently stay at its initial value.
 """
 
 from abc import ABC, abstractmethod
@@ -23,32 +23,39 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 
 BASE_NAME = "base_model_name_or_path"
-"""Config key by which engines find the base. All formats carry it; engines that do not know it ignore it."""
+"""Config key by which engines find the base. All formats carry it; other engines ignore it."""
 
 
 Unsupported = Iterator[tuple[str, str]]
-"""What a head does that a format cannot say (``it reads ...``), each with the settings of a head without it."""
+"""Features of a head that a format cannot express (``it reads ...``), each with the settings that avoid it."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine and what is known of its support."""
+    """One serving engine and its known support of a format."""
 
     name: str
     support: str
-    """Which versions load the format, or that none does any more."""
+    """Versions that load the format, or a statement that none does."""
     current: bool = False
-    """The newest version looked at loads it."""
+    """True if the newest version examined loads it."""
     serve: str = ""
-    """The command that serves it, with ``{base}``, ``{folder}``, ``{drafts}`` and ``{nodes}`` (a draft more)."""
+    """Command that serves it, a template of ``base``, ``folder``, ``drafts``, ``nodes`` (drafts + 1), ``base_file``."""
 
-    def command(self, base: str, folder: str, drafts: int) -> str:
-        """How to serve a folder that was exported; empty where no version of the engine loads it."""
-        return self.serve.format(base=base, folder=folder, drafts=drafts, nodes=drafts + 1) if self.current else ""
+    def command(self, base: str, folder: str, drafts: int, base_file: str | None = None) -> str:
+        """Return the command that serves an exported folder; empty if no version of the engine loads it.
+
+        ``base_file`` is the base that was written with the head (``Format.base_file``), if any.
+        """
+        if not self.current:
+            return ""
+        values = {"base": base, "folder": folder, "drafts": drafts, "nodes": drafts + 1}
+        note = "   (base_gguf=f16 writes the base too)" if base_file is None and "{base_file}" in self.serve else ""
+        return self.serve.format(**values, base_file=base_file or "BASE.gguf") + note
 
 
 def vllm(method: str) -> Engine:
-    """vLLM with a head as what it calls ``method``."""
+    """Return vLLM as the engine of a head that it calls ``method``."""
     serve = "vllm serve {base} --speculative-config "
     serve += f"""'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
     support = "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)"
@@ -56,87 +63,105 @@ def vllm(method: str) -> Engine:
 
 
 class Format(ABC):
-    """One published layout of one head."""
+    """One published layout of one head type. Subclasses that set ``name`` are discovered (see the package)."""
 
     name: ClassVar[str]
-    """What the command line calls it."""
+    """Name on the command line."""
     title: ClassVar[str]
-    """What people call it."""
+    """Name in messages for people."""
     weights_file: ClassVar[str] = "model.safetensors"
+    base_file: ClassVar[str] = ""
+    """Name of the file that can hold the base next to the head (``write_base``); empty if the format has none."""
     head_config: ClassVar[type[DraftHeadConfig]]
     engines: ClassVar[tuple[Engine, ...]]
     required: ClassVar[Mapping[str, str]] = {}
-    """Keys of ``config.json`` with a whole number that must be there -> the head's settings that they say."""
+    """Required ``config.json`` keys that hold a positive integer -> the head's settings."""
     optional: ClassVar[Mapping[str, str]] = {}
-    """Further keys -> settings; where a key is missing the setting keeps its default."""
+    """Optional keys -> settings; a missing key leaves the setting at its default."""
     sizes: ClassVar[Mapping[str, str]] = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
-    """Keys that say sizes of the base -> attributes of :class:`BaseModel`."""
+    """Keys that hold sizes of the base -> attributes of :class:`BaseModel`."""
     other_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys that are read besides. An import may override any key that is read."""
+    """Further keys that are used. An import may override every key that is used."""
 
     ignored_tensors: ClassVar[frozenset[str]] = frozenset()
-    """Names that a file may have and that are not loaded."""
+    """Tensor names that a file may contain and that are not loaded."""
 
-    # What a format says ----------------------------------------------------------------------------------------
+    # To be defined by each format --------------------------------------------------------------------------------
 
     @abstractmethod
     def tensors(self, head: Any) -> dict[str, Tensor]:
-        """The head's parameters, or views of them, by their published names."""
+        """Return the head's parameters, or views of them, by their published names."""
 
     def derived_tensors(self, head: Any) -> dict[str, Tensor]:
-        """Tensors of the format that the head does not own: copies of the base's weights, index tables."""
+        """Return tensors of the format that the head does not own: copies of the base's weights, index tables."""
         return {}
 
     def config(self, head: Any) -> dict[str, Any]:
-        """The ``config.json`` of a head."""
+        """Return the ``config.json`` of a head."""
         return {key: getattr(head.config, name) for key, name in {**self.required, **self.optional}.items()}
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        """The head's settings, from a normalized checkpoint; the size of its draft vocabulary is set besides."""
-        found: dict[str, Any] = {name: checkpoint.integer(key) for key, name in self.required.items()}
+        """Return the head's settings from a normalized checkpoint, except ``draft_vocab_size``."""
+        settings: dict[str, Any] = {name: checkpoint.integer(key) for key, name in self.required.items()}
         defaults = self.head_config()
         for key, name in self.optional.items():
             if (value := checkpoint.config.get(key)) is not None:
                 kind = type(getattr(defaults, name))
-                found[name] = checkpoint.integer(key) if kind is int else kind(value)
-        return found
+                settings[name] = checkpoint.integer(key) if kind is int else kind(value)
+        return settings
 
     @abstractmethod
     def matches(self, config: dict[str, Any]) -> bool:
-        """True for a ``config.json`` that looks like this format (for imports that do not say which it is)."""
+        """Return True for a ``config.json`` of this format; False where imports have to name the format."""
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Without the known defects of published files, named as drafthead writes them; notes say what was changed."""
+        """Return the checkpoint with drafthead's own names and with known defects repaired; notes list the repairs."""
         return checkpoint
 
     def unsupported(self, head: Any) -> Unsupported:
-        """Everything that the head does and the format cannot say."""
+        """Yield every feature of the head that the format cannot express."""
         yield from ()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:  # noqa: B027
-        """Refuse a checkpoint that, beside this base, would be another head than the one built from its config."""
+        """Refuse a checkpoint that would compute something else with this base than ``head``, built from its config."""
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
-        """The draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
+        """Return the draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
         return None
 
     def fitted(self, head: Any) -> Any:
-        """The head in the shape that the format's engine loads, where another than its own drafts the same way."""
+        """Return an equivalent head in the shape that the format's engine loads; by default the head itself."""
         return head
 
+    def with_full_vocabulary(self, head: DraftHead) -> DraftHead:
+        """Return an equivalent head over the full vocabulary, or refuse a head that has none."""
+        if len(head.d2t) == head.base.vocab_size:
+            return head
+        raise UserError(
+            "vocabulary=full needs a Medusa head that shares the base's output head: other heads have no trained rows "
+            "for the remaining ids; train with head.draft_vocab_size=null"
+        )
+
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
-        """The engines with what is known of their support of this ``head``."""
+        """Return the engines with their support of this ``head``."""
         return self.engines
 
-    # What all formats share ------------------------------------------------------------------------------------
+    def check_base(self, base: BaseModel, kind: str) -> None:  # noqa: B027
+        """Refuse a base, or a type of its weights, that ``write_base`` cannot write."""
+
+    def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
+        """Write ``base`` to ``path`` with weights of type ``kind``, for formats with a ``base_file``."""
+        raise NotImplementedError(f"the format {self.name} has no file for the base")
+
+    # Shared by all formats ---------------------------------------------------------------------------------------
 
     @property
     def config_keys(self) -> frozenset[str]:
-        """All keys of a ``config.json`` that are read."""
+        """All keys of a ``config.json`` that are used."""
         return self.other_keys | {*self.required, *self.optional, *self.sizes}
 
     def loaded_by(self, head: Any) -> list[str]:
-        """Engines whose newest version loads ``head`` in this format."""
+        """Return the engines whose newest version loads ``head`` in this format."""
         return [engine.name for engine in self.engines_for(head) if engine.current]
 
     def export(
@@ -144,21 +169,22 @@ class Format(ABC):
     ) -> None:
         """Write ``head`` into ``folder``, which may not exist yet.
 
-        ``dtype`` None keeps the head's; ``base_name`` is what engines download the base by, None: its name here.
+        ``dtype`` None keeps the head's. ``base_name`` is the name by which engines download the base; None keeps the
+        name it has here.
         """
-        checkpoint = self.checkpoint(head, dtype, base_name)
-        self.write(checkpoint, folder, dtype)
+        self.write(self.checkpoint(head, dtype, base_name), folder, dtype)
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
-        """What is published of ``head``; refused, with all reasons, where the format cannot say it."""
-        self.require_type(type(head.config))
-        found = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
+        """Return the content to publish; a head that the format cannot express is refused with all reasons."""
+        if not isinstance(head.config, self.head_config):
+            raise UserError(self.wrong_type(type(head.config)))
+        obstacles = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
         if getattr(head.config, "induction_rank", 0):
-            found.append(("it has an induction head (ours)", "head.induction_rank=0"))
-        if found:
-            listed = "; ".join(f"{what} ({instead})" for what, instead in found)
+            obstacles.append(("it has an induction head (ours)", "head.induction_rank=0"))
+        if obstacles:
+            reasons = "; ".join(f"{what} ({instead})" for what, instead in obstacles)
             raise UserError(
-                f"the format {self.name} cannot hold this head: {listed}. In brackets: what to set, head.* when "
+                f"the format {self.name} cannot hold this head: {reasons}. In brackets: what to set, head.* when "
                 "training; recipes called NAME_served set it (docs/serving.md)"
             )
         kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
@@ -166,29 +192,29 @@ class Format(ABC):
         return PublishedCheckpoint(config, self._all_tensors(head))
 
     def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
-        """The files of a checkpoint; ``dtype`` None keeps the tensors'."""
+        """Write the files of a checkpoint; ``dtype`` None keeps the tensors'."""
         checkpoint.write(folder, self.weights_file, dtype)
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
-        """What :meth:`write` wrote, or others published."""
+        """Read the files that :meth:`write` or another project wrote."""
         return PublishedCheckpoint.read(folder, self.weights_file)
 
     def read(self, folder: Path, config: dict[str, Any] | None = None) -> PublishedCheckpoint:
-        """The normalized content of a published folder; ``config`` overrides keys of its ``config.json``."""
+        """Return the normalized content of a published folder; ``config`` overrides keys of its ``config.json``."""
         if unknown := sorted(set(config or {}) - self.config_keys - {BASE_NAME}):
             raise UserError(
-                f"the format {self.name} reads no {', '.join(f'config.{key}' for key in unknown)}; it reads "
+                f"the format {self.name} does not use {', '.join(f'config.{key}' for key in unknown)}; choose from "
                 f"{', '.join(sorted(self.config_keys))}"
             )
-        found = self.read_files(folder)
-        return self.normalize(found.updated(config={**found.config, **(config or {})}))
+        checkpoint = self.read_files(folder)
+        return self.normalize(checkpoint.updated(config={**checkpoint.config, **(config or {})}))
 
     def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
-        """A normalized checkpoint as a head of ``base``."""
+        """Build the head of a normalized checkpoint on ``base``."""
         for key, size in self.sizes.items():
-            if (found := checkpoint.integer(key)) != getattr(base, size):
+            if (published := checkpoint.integer(key)) != getattr(base, size):
                 raise UserError(
-                    f"{checkpoint.source} was made for a base with {size} {found}, but {base.name} has "
+                    f"{checkpoint.source} was made for a base with {size} {published}, but {base.name} has "
                     f"{getattr(base, size)}; name the base that it was trained for"
                 )
         try:
@@ -198,7 +224,7 @@ class Format(ABC):
         except UserError as error:
             raise UserError(f"{'' if checkpoint.source in str(error) else f'{checkpoint.source}: '}{error}") from None
         except (ValueError, TypeError) as error:
-            raise UserError(f"{checkpoint.source} holds a head that drafthead does not have: {error}") from None
+            raise UserError(f"{checkpoint.source} holds a head that drafthead does not support: {error}") from None
         self.require_same(checkpoint, head)
         self._require_tensors(checkpoint, head)
         with torch.no_grad():
@@ -207,59 +233,77 @@ class Format(ABC):
         return head.eval()
 
     def load(self, folder: Path, base: BaseModel) -> DraftHead:
-        """The published head in ``folder``, attached to ``base``: :meth:`read` and :meth:`attach`."""
+        """Return the published head in ``folder``, attached to ``base``: :meth:`read` and :meth:`attach`."""
         return self.attach(self.read(folder), base)
 
     def _all_tensors(self, head: DraftHead) -> dict[str, Tensor]:
         return {**self.derived_tensors(head), **self.tensors(head)}
 
     def _require_tensors(self, checkpoint: PublishedCheckpoint, head: DraftHead) -> None:
-        wanted = {name: tuple(tensor.shape) for name, tensor in self._all_tensors(head).items()}
-        found = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
-        missing, unknown = sorted(wanted.keys() - found), sorted(found.keys() - wanted - self.ignored_tensors)
-        wrong = [f"{k} is {found[k]}, not {s}" for k, s in wanted.items() if k in found and found[k] != s]
+        expected = {name: tuple(tensor.shape) for name, tensor in self._all_tensors(head).items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+        missing, unknown = sorted(expected.keys() - shapes), sorted(shapes.keys() - expected - self.ignored_tensors)
+        wrong = [f"{k} is {shapes[k]}, not {s}" for k, s in expected.items() if k in shapes and shapes[k] != s]
         if missing or unknown or wrong:
             raise UserError(
                 f"{checkpoint.source} does not fit {head.base.name} in the format {self.name}: missing "
-                f"{_some(missing)}, unknown {_some(unknown)}, of another shape {_some(wrong)}; name the base that it "
+                f"{_some(missing)}, unknown {_some(unknown)}, of another shape {_some(wrong)}. Name the base that it "
                 "was trained for; or its config.json and weights belong to different heads"
             )
 
-    def require_type(self, config: type[DraftHeadConfig]) -> None:
-        """Refuse heads of another type, which their settings tell before anything is loaded."""
-        from drafthead.models.formats import FORMATS
-
-        if issubclass(config, self.head_config):
-            return
-        fitting = " or ".join(f"to={found.name}" for found in FORMATS.values() if issubclass(config, found.head_config))
-        wanted, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, config))
-        raise UserError(
-            f"the format {self.name} holds heads of the type {wanted}, this is one of the type {given}: "
-            + (f"export it {fitting}" if fitting else "no published format holds it; use the head folder itself")
-        )
+    def wrong_type(self, head_config: type[DraftHeadConfig]) -> str:
+        """Return the message that refuses heads of another type."""
+        expected, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, head_config))
+        return f"the format {self.name} holds heads of the type {expected}, this is one of the type {given}"
 
 
 def unsupported_adapter(head: DraftHead) -> Unsupported:
-    """A base with an adapter merged into it: its name, by which engines download it, would find another one."""
-    if (adapter := head.base.config.adapter) is not None:
-        instead = "publish the base as a whole model, which head.save_merged=true writes, and name it: base_name=user/x"
-        yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
+    """Refuse a base with a merged adapter: engines would download the base without it."""
+    if (adapter := head.base.config.adapter) is None:
+        return
+    if hasattr(head.config, "save_merged"):  # Medusa-2 trains the adapter itself
+        instead = "publish the merged base, which head.save_merged=true writes, and name it: base_name=user/x"
+    else:
+        instead = (
+            "merge the adapter with peft's merge_and_unload, publish that model and name it: base_name=user/x; or "
+            "train the head on it"
+        )
+    yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
 
 
 def unsupported_vocabulary(head: DraftHead, instead: str = "") -> Unsupported:
-    """A draft vocabulary where the format has none; ``instead``: ``or to=...`` of another format that has one.
+    """Refuse a draft vocabulary if the format has none; ``instead`` may name another format: ``or to=...``.
 
-    Rows for the other ids would need values that nobody trained.
+    The format would need output rows for the remaining ids, which nobody trained.
     """
     if (ids := len(head.d2t)) != head.base.vocab_size:
         what = f"it drafts over {ids} of {head.base.vocab_size} ids, and the format has no draft vocabulary"
         yield what, f"head.draft_vocab_size=null{instead}"
 
 
-def require_bases_own(checkpoint: PublishedCheckpoint, base: BaseModel, name: str, own: Tensor) -> None:
-    """Refuse a tensor, where there is one, that is not the base's ``own``; a copy rounded to bfloat16 still is."""
-    found = checkpoint.tensors.get(name)
-    if found is None or (found.shape == own.shape and torch.allclose(found.to(own), own, rtol=2**-7, atol=1e-6)):
+def unsupported_layers(head: Any, default: tuple[int, ...]) -> Unsupported:
+    """Refuse base layers that engines cannot join, and advise others.
+
+    Engines join the states in the order of the layers, each layer once. The last layer is excluded, because engines
+    take its state before or after the final norm. ``default``: the layers of ``head.layers=null`` on this base.
+    """
+    count = head.base.num_layers
+
+    def joins(layers: tuple[int, ...]) -> bool:
+        return bool(layers) and list(layers) == sorted({*layers}) and layers[0] >= 1 and layers[-1] < count
+
+    if joins(layers := tuple(head.spec.layers)):
+        return
+    spread = [1, count // 2, count - 1] if count > 3 else [1]
+    instead = "null" if joins(default) else str(spread).replace(" ", "")
+    what = f"it reads the layers {list(layers)}, and engines join them in ascending order, of 1 to {count - 1}"
+    yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
+
+
+def require_base_tensor(checkpoint: PublishedCheckpoint, base: BaseModel, name: str, expected: Tensor) -> None:
+    """Refuse a file whose tensor ``name`` differs from the base's ``expected``; copies in bfloat16 are accepted."""
+    tensor = checkpoint.tensors.get(name)
+    if tensor is None or tensor.shape == expected.shape and torch.allclose(tensor.to(expected), expected, 2**-7, 1e-6):
         return
     raise UserError(
         f"{checkpoint.source} has a {name} that is not {base.name}'s, and heads here read the base's; name the base "
@@ -268,7 +312,7 @@ def require_bases_own(checkpoint: PublishedCheckpoint, base: BaseModel, name: st
 
 
 def published_name(base: BaseModel) -> str:
-    """The base's name as others know it: what engines download the base by."""
+    """Return the name by which engines download the base."""
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
 
 

@@ -5,10 +5,10 @@
     hydra_lm_head.{k}.weight [V, D], .bias [V]
     prefix_embeding_layer.layers.0.*, prefix_embeding_layer.norm.weight        Hydra++ (hydra_head_arch: prefix-mlp)
 
-So the authors' code (``hydra/model/hydra_heads``) names the modules of a "mlp" head. Those of "prefix-mlp" have a
-dropout before each: block j is module ``2 j + 1`` there, and the output layer ``hydra_lm_head.{k}.1``. Either is read
-for both. Its loader reads ``hydra_lm_head.pt`` and is not strict, so what a file lacks stays random: an output layer
-without a bias is written with one of zeros. The prefix layer's own embedding, which nothing reads, is left out.
+These are the module names of a "mlp" head in the authors' code (``hydra/model/hydra_heads``). A "prefix-mlp" head has
+a dropout before each module: block j is module ``2 j + 1``, and the output layer is ``hydra_lm_head.{k}.1``. Imports
+accept either naming for both. The authors' loader reads ``hydra_lm_head.pt`` and leaves missing tensors random, so an
+output layer without a bias is written with a zero one. The prefix layer's unused embedding is left out.
 """
 
 import re
@@ -24,11 +24,11 @@ from drafthead.models.formats.medusa import tied
 from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead
 
 PREFIX = "prefix_embeding_layer."
-"""As the authors spell it."""
+"""Prefix of the prefix layer, spelt as by the authors."""
 
 
 class HydraFormat(Format):
-    """``config.json`` and ``hydra_lm_head.safetensors``."""
+    """Layout with ``config.json`` and ``hydra_lm_head.safetensors``."""
 
     name = "hydra"
     title = "Hydra and Hydra++"
@@ -47,35 +47,35 @@ class HydraFormat(Format):
     def unsupported(self, head: HydraHead) -> Unsupported:
         yield from unsupported_vocabulary(head)
         if head.config.unit_embeddings:
-            yield "it reads embeddings of unit length, the format as they are", "head.unit_embeddings=false"
+            yield "it normalises embeddings to unit length, and the format does not", "head.unit_embeddings=false"
         if head.target_lm_head.scale != 1.0 or head.target_lm_head.softcap is not None:
             what = f"{head.base.name} scales or caps its logits, and the format does not"
             yield what, "another base; no setting avoids it"
 
     def tensors(self, head: HydraHead) -> dict[str, Tensor]:
         prefixed, width = head.config.prefix_layer, head.base.hidden_size
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, parameter in head.prefix.named_parameters() if head.prefix else ():
-            found[PREFIX + (name if name == "norm.weight" else f"layers.0.{name}")] = parameter
+            tensors[PREFIX + (name if name == "norm.weight" else f"layers.0.{name}")] = parameter
         for k in range(head.depth):
             blocks = cast(HydraBlocks, head.blocks[k])
             for j in range(head.config.num_layers):
                 for name, parameter in blocks[min(j, len(blocks) - 1)].named_parameters():
-                    found[f"{_block(k, j, prefixed)}.{name.replace('residual', 'res_connection')}"] = parameter
+                    tensors[f"{_block(k, j, prefixed)}.{name.replace('residual', 'res_connection')}"] = parameter
             if head.config.own_lm_head:
-                # Our bias is one more column of the weight.
+                # Our bias is the last column of the weight.
                 weight = head.output_head(k).weight
-                found[f"{_output(k, prefixed)}.weight"] = weight[:, :width]
+                tensors[f"{_output(k, prefixed)}.weight"] = weight[:, :width]
                 if head.config.projection_bias:
-                    found[f"{_output(k, prefixed)}.bias"] = weight[:, width]
-        return found
+                    tensors[f"{_output(k, prefixed)}.bias"] = weight[:, width]
+        return tensors
 
     def derived_tensors(self, head: HydraHead) -> dict[str, Tensor]:
-        """An output layer with a bias for every head: the base's, with zeros, where a head has none of its own."""
+        """Return the base's output layer with a zero bias for every head; ``tensors`` replaces those it has."""
         weight = head.target_lm_head.weight
         layer = {"weight": weight, "bias": torch.zeros_like(weight[:, 0])}
         names = [_output(k, head.config.prefix_layer) for k in range(head.depth)]
-        return {f"{name}.{part}": value for name in names for part, value in layer.items()}
+        return {f"{name}.{key}": value for name in names for key, value in layer.items()}
 
     def config(self, head: HydraHead) -> dict[str, Any]:
         architecture = "prefix-mlp" if head.config.prefix_layer else "mlp"
@@ -85,18 +85,19 @@ class HydraFormat(Format):
         return "hydra_num_heads" in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """With one naming of both variants, without what the base has, and with a bias in every output layer."""
+        """Use one naming for both variants, drop the base's tensors, and add zero biases to output layers."""
         config, tensors = checkpoint.config, {}
         architecture, grounded = config.get("hydra_head_arch", "mlp"), config.get("grounded_heads", True)
         if architecture not in ("mlp", "prefix-mlp") or not grounded:
             raise UserError(
-                f"{checkpoint.source} has hydra_head_arch {architecture!r} and grounded_heads {grounded!r}; heads here "
-                "are grounded ones of mlp or prefix-mlp"
+                f"{checkpoint.source} has hydra_head_arch {architecture!r} and grounded_heads {grounded!r}; expected "
+                "mlp or prefix-mlp, with grounded heads"
             )
         for name, value in checkpoint.tensors.items():
             if name.endswith(("rotary_emb.inv_freq", "embed_tokens.weight")):
                 continue
             if not name.startswith(("hydra_mlp.", "hydra_lm_head.")):
+                # Files spell the prefix layer's name in several ways; only what follows it is fixed.
                 name = re.sub(r"^.*?(?=layers\.0\.|norm\.weight$)", PREFIX, name)
             tensors[name] = value
         prefixed = _is_prefixed(checkpoint)
@@ -110,13 +111,13 @@ class HydraFormat(Format):
         return checkpoint.updated(tensors=tensors)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        found, prefixed = super().settings(checkpoint), _is_prefixed(checkpoint)
-        heads, layers = found["num_draft_tokens"], found["num_layers"]
+        settings, prefixed = super().settings(checkpoint), _is_prefixed(checkpoint)
+        heads, layers = settings["num_draft_tokens"], settings["num_layers"]
         biases = (checkpoint.tensors.get(f"{_output(k, prefixed)}.bias") for k in range(heads))
-        # The first block has a shape of its own.
+        # The first block has another shape, so only the further ones can be tied.
         further = ([f"{_block(k, j, prefixed)}.linear" for j in range(1, layers)] for k in range(heads))
         return {
-            **found,
+            **settings,
             "prefix_layer": prefixed,
             "projection_bias": any(bias is not None and bool(bias.any()) for bias in biases),
             "tie_blocks": tied(checkpoint.tensors, further),
@@ -128,17 +129,17 @@ def _is_prefixed(checkpoint: PublishedCheckpoint) -> bool:
 
 
 def _block(k: int, j: int, prefixed: bool) -> str:
-    """Module name of block j of head k."""
+    """Return the module name of block j of head k."""
     return f"hydra_mlp.{k}.{2 * j + 1 if prefixed else j}"
 
 
 def _output(k: int, prefixed: bool) -> str:
-    """Module name of the output layer of head k."""
+    """Return the module name of the output layer of head k."""
     return f"hydra_lm_head.{k}.1" if prefixed else f"hydra_lm_head.{k}"
 
 
 def _renumbered(name: str, counts_dropouts: bool) -> str:
-    """A name with dropout modules counted instead of not counted, or the other way round."""
+    """Return a name without the dropout modules it counts, or with those it does not: ``0.3.x`` <-> ``0.1.x``."""
     kind, *path = name.split(".")
     if kind == "hydra_mlp":
         number = int(path[1]) // 2 if counts_dropouts else 2 * int(path[1]) + 1

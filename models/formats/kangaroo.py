@@ -1,7 +1,7 @@
 """Kangaroo's adapter as its authors save it: a Llama config of one layer, and a layer without an MLP.
 
 The authors' code (``kangaroo/adapter.py``) reads ``pytorch_model.bin`` and takes the exit layer from its command line;
-here it stands in the config. Training checkpoints of theirs may carry more than the adapter.
+here the config names it. Their training checkpoints may contain more than the adapter.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 
 
 class KangarooFormat(Format):
-    """``config.json`` and ``model.safetensors`` with the adapter; the output head is the base's."""
+    """Layout with ``config.json`` and ``model.safetensors``; the output head is the base's."""
 
     name = "kangaroo"
     title = "Kangaroo adapter"
@@ -34,7 +34,7 @@ class KangarooFormat(Format):
         return unsupported_vocabulary(head)
 
     def tensors(self, head: KangarooHead) -> dict[str, Tensor]:
-        """Ours, with the layer's number before all but the final norm."""
+        """Return our parameters, with ``layers.0.`` before all names but the final norm's."""
         return {n if n == "norm.weight" else f"layers.0.{n}": p for n, p in head.named_parameters()}
 
     def config(self, head: KangarooHead) -> dict[str, Any]:
@@ -44,9 +44,9 @@ class KangarooFormat(Format):
         return "exit_layer" in config and config.get("num_hidden_layers") == 1
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Without the frequencies of the rotary embedding, which the base has."""
-        kept = {k: v for k, v in checkpoint.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
-        return checkpoint.updated(tensors=kept)
+        """Drop the rotary frequencies, which are the base's."""
+        tensors = {k: v for k, v in checkpoint.tensors.items() if not k.endswith("rotary_emb.inv_freq")}
+        return checkpoint.updated(tensors=tensors)
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: KangarooHead) -> None:
         require_same_layer(checkpoint, head.base)

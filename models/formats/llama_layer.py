@@ -1,7 +1,7 @@
-"""What formats with a Llama-style layer of their own share: its config keys, and the comparison with the base's layers.
+"""Config keys of a head's Llama-style layer, and their comparison with the base's layers.
 
-A head's layer takes sizes, rotary embedding and the norm's epsilon from its base, so a published layer must have the
-same ones.
+A head's layer takes sizes, rotary embedding and the norm's epsilon from its base, so those of a published layer must
+equal the base's.
 """
 
 import math
@@ -17,11 +17,11 @@ LAYER_KEYS = frozenset(
     "model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias rms_norm_eps "
     "rope_theta rope_scaling rope_parameters".split()
 )
-"""Keys of a Llama config that are read, besides its sizes."""
+"""Keys of a Llama config that are used, apart from sizes."""
 
 
 def layer_config(base: BaseModel) -> dict[str, Any]:
-    """Keys of a Llama config of one layer like the base's, with rotary keys that old and new loaders read."""
+    """Return a Llama config of one layer like the base's, with rotary keys for old and new loaders."""
     settings = base.model.config
     kv_heads, head_dim = attention_sizes(settings)
     theta, scaling = _rotation(head_rope(base))
@@ -35,7 +35,7 @@ def layer_config(base: BaseModel) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
-        "rms_norm_eps": float(f"{norm_eps(base):.6g}"),  # a float32 of another file format may be 9.9999997e-06
+        "rms_norm_eps": float(f"{norm_eps(base):.6g}"),  # float32 turns 1e-05 into 9.9999997e-06
         "rope_theta": theta,
         "rope_scaling": scaling,
         "max_position_embeddings": base.max_context,
@@ -44,13 +44,13 @@ def layer_config(base: BaseModel) -> dict[str, Any]:
 
 
 def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None:
-    """Refuse a layer whose attention would be another one with this base: other heads, rotation or epsilon."""
-    config, wanted = checkpoint.config, layer_config(base)
+    """Refuse a layer whose heads, rotation or epsilon differ from this base's."""
+    config, expected = checkpoint.config, layer_config(base)
     heads = checkpoint.integer("num_attention_heads")
     rope = config.get("rope_parameters")
     rope = rope or {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta")}
     theta, scaling = _rotation(rope)
-    found = {
+    published = {
         "num_attention_heads": heads,
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or base.hidden_size // heads,
@@ -59,17 +59,17 @@ def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None
         "rope_theta": theta,
         "rope_scaling": scaling,
     }
-    for key, value in found.items():
-        near = isinstance(value, float) and math.isclose(value, wanted[key], rel_tol=1e-4)
-        if value != wanted[key] and not near:
+    for key, value in published.items():
+        near = isinstance(value, float) and math.isclose(value, expected[key], rel_tol=1e-4)
+        if value != expected[key] and not near:
             raise UserError(
-                f"{checkpoint.source} has a layer with {key} {value}, {base.name} one with {wanted[key]}; name the "
-                "base that it was trained for; a layer whose sizes or rotation are not its base's is not read"
+                f"{checkpoint.source} has a layer with {key} {value}, but {base.name} has {expected[key]}. A head's "
+                "layer must match its base; name the base that it was trained for"
             )
 
 
 def _rotation(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Theta, and the scaling without keys that change nothing."""
+    """Return theta, and the scaling without keys that have no effect (None without scaling)."""
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type") and v is not None}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     return float(rope.get("rope_theta") or 10000.0), None if kind == "default" else {**scaling, "rope_type": kind}

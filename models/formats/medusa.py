@@ -5,7 +5,7 @@ Head k is a ``Sequential`` of residual blocks and, in variant A, an output layer
     {k}.{j}.linear.weight [D, D]   {k}.{j}.linear.bias [D]   {k}.{blocks}.weight [V, D]
 
 Variant B (the later recipe) has no output layers and uses the base's. The released code repeats one block module, so
-files of several blocks a head hold the same values under several names: read as ``tie_blocks``.
+a head with several blocks has equal values under several names: they are imported as ``tie_blocks``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +22,15 @@ from drafthead.models.formats.format import (
     Engine,
     Format,
     Unsupported,
-    require_bases_own,
+    require_base_tensor,
     unsupported_vocabulary,
     vllm,
 )
 from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 
 FULL_MODEL = "medusa_head."
-"""Prefix of the heads in a whole Medusa-2 model."""
+"""Prefix of the heads in a complete Medusa-2 model."""
 _SAVE = "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"
 FASTER_DECODING = Engine("FasterDecoding/Medusa", _SAVE)
 NO_VLLM = Engine("vLLM", "no, it reads to=vllm_medusa")
@@ -60,14 +61,14 @@ class MedusaFormat(Format):
         yield from _scaled_logits(head)
 
     def tensors(self, head: MedusaHead) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for k, blocks in enumerate(head.blocks):
-            for j, block in enumerate(cast(Blocks, blocks).in_order()):  # a tied one comes repeatedly
+            for j, block in enumerate(cast(Blocks, blocks).in_order()):  # yields a tied block repeatedly
                 name = self.block_name.format(k=k, j=j)
-                found |= {f"{name}.{part}": parameter for part, parameter in block.linear.named_parameters()}
+                tensors |= {f"{name}.{key}": parameter for key, parameter in block.linear.named_parameters()}
         for k, weight in enumerate(head.projections.weights):
-            found[self.output_name.format(k=k, layers=head.config.num_layers)] = weight
-        return found
+            tensors[self.output_name.format(k=k, layers=head.config.num_layers)] = weight
+        return tensors
 
     def config(self, head: MedusaHead) -> dict[str, Any]:
         return {**super().config(head), "version": "1" if head.config.own_lm_head else "2"}
@@ -76,32 +77,40 @@ class MedusaFormat(Format):
         return "medusa_num_heads" in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Without the base and the prefixes of a whole saved model; heads and blocks are counted in the weights."""
+        """Drop the base and the prefixes of a complete saved model, and count heads and blocks in the weights."""
         tensors = checkpoint.tensors
         if any(name.startswith(FULL_MODEL) for name in tensors):
             tensors = {name.removeprefix(FULL_MODEL): t for name, t in tensors.items() if name.startswith(FULL_MODEL)}
         if left_out := len(checkpoint.tensors) - len(tensors):
-            checkpoint = checkpoint.updated(f"{left_out} tensors of the base model beside the heads: left out")
+            checkpoint = checkpoint.updated(f"{left_out} tensors of the base model were left out")
         checkpoint = checkpoint.updated(tensors=tensors)
-        parts = [name.split(".") for name in tensors]
+        paths = [name.split(".") for name in tensors]
         counts = {
-            "medusa_num_heads": 1 + max((int(p[0]) for p in parts if p[0].isdigit()), default=-1),
-            "medusa_num_layers": 1 + max((int(p[1]) for p in parts if p[2:] == ["linear", "weight"]), default=-1),
+            "medusa_num_heads": 1 + max((int(p[0]) for p in paths if p[0].isdigit()), default=-1),
+            "medusa_num_layers": 1 + max((int(p[1]) for p in paths if p[2:] == ["linear", "weight"]), default=-1),
         }
         for key, count in counts.items():
             given = checkpoint.config.get(key)
             if count and given != count:
-                # Published configs say 2 heads for files of 5; FasterDecoding's loader overrides them in the code.
-                note = f"config.json says {key} {given}, the weights hold {count}: {count} it is"
+                # Published configs say 2 heads for files with 5; FasterDecoding's loader overrides them in its code.
+                note = f"config.json says {key} {given}, but the weights hold {count}; {count} is used"
                 checkpoint = checkpoint.updated(note, config={**checkpoint.config, key: count})
         return checkpoint
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        found = super().settings(checkpoint)
-        heads, layers = found["num_draft_tokens"], found["num_layers"]
+        settings = super().settings(checkpoint)
+        heads, layers = settings["num_draft_tokens"], settings["num_layers"]
         blocks = ([self.block_name.format(k=k, j=j) for j in range(layers)] for k in range(heads))
-        own = self.output_name.format(k=0, layers=layers) in checkpoint.tensors
-        return {**found, "own_lm_head": own, "tie_blocks": tied(checkpoint.tensors, blocks)}
+        own_lm_head = self.output_name.format(k=0, layers=layers) in checkpoint.tensors
+        return {**settings, "own_lm_head": own_lm_head, "tie_blocks": tied(checkpoint.tensors, blocks)}
+
+    def with_full_vocabulary(self, head: DraftHead) -> DraftHead:
+        """Return the head over the full vocabulary if it uses the base's output head; refuse others."""
+        return (
+            over_full_vocabulary(head)
+            if isinstance(head, MedusaHead) and can_widen(head)
+            else super().with_full_vocabulary(head)
+        )
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
         for what, _ in _scaled_logits(head):
@@ -109,7 +118,7 @@ class MedusaFormat(Format):
 
 
 class TgiMedusaFormat(MedusaFormat):
-    """The same, within what TGI's two Medusa classes accept; as an import it is read as the other one."""
+    """The ``medusa`` layout, restricted to heads that TGI's two Medusa classes accept."""
 
     name = "tgi_medusa"
     title = "Medusa (TGI)"
@@ -126,23 +135,25 @@ class TgiMedusaFormat(MedusaFormat):
     def unsupported(self, head: MedusaHead) -> Unsupported:
         yield from super().unsupported(head)
         if not head.config.own_lm_head and (layers := head.config.num_layers) != 1:
-            what = f"it has {layers} blocks a head and the base's output head, with which TGI has exactly 1 block"
+            what = f"it has {layers} blocks per head and the base's output head; TGI then supports exactly 1 block"
             yield what, "head.own_lm_head=true or head.num_layers=1"
 
     def matches(self, config: dict[str, Any]) -> bool:
-        return False
+        return False  # imports recognise these files as ``medusa``
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """As ``medusa``, and refused where TGI would not take the config for a Medusa head."""
+        """Refuse a config that TGI would not recognise as a Medusa head, and normalize as ``medusa``."""
         if checkpoint.config.get("architectures"):
-            raise UserError(f"{checkpoint.source}: TGI takes a config with architectures for no Medusa head; remove it")
+            raise UserError(
+                f"{checkpoint.source}: TGI recognises no Medusa head if config.json has architectures; remove it"
+            )
         if not checkpoint.config.get(BASE_NAME):
             raise UserError(f"{checkpoint.source}: TGI needs {BASE_NAME} in config.json; add it")
         return super().normalize(checkpoint)
 
 
 class VllmMedusaFormat(MedusaFormat):
-    """What vLLM serves: one chain of top-1 proposals, no tree, over the full vocabulary."""
+    """vLLM's layout. vLLM drafts one chain of top-1 tokens, without a tree, over the full vocabulary."""
 
     name = "vllm_medusa"
     title = "Medusa (vLLM)"
@@ -166,11 +177,11 @@ class VllmMedusaFormat(MedusaFormat):
             yield f"{head.base.name} caps its logits, and the format does not", "another base; no setting avoids it"
 
     def fitted(self, head: MedusaHead) -> MedusaHead:
-        """Over the full vocabulary, where the base's output head is used anyway."""
+        """Return the head over the full vocabulary if it uses the base's output head."""
         return over_full_vocabulary(head) if can_widen(head) else head
 
     def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:
-        """One copy of the base's output head that all heads share, and the draft vocabulary of a file that has one."""
+        """Return one copy of the base's output head for all heads, and the draft vocabulary's target ids."""
         shared = {} if head.config.own_lm_head else {"lm_heads.0.weight": head.target_lm_head.weight}
         return shared | ({"token_map": head.d2t} if len(head.d2t) != head.base.vocab_size else {})
 
@@ -182,7 +193,7 @@ class VllmMedusaFormat(MedusaFormat):
             "hidden_size": head.base.hidden_size,
             "vocab_size": head.base.vocab_size,
             "truncated_vocab_size": len(head.d2t),
-            "medusa_fc_bias": True,  # its default drops the biases without a word
+            "medusa_fc_bias": True,  # vLLM's default silently drops the biases
             "original_lm_head": not head.config.own_lm_head,
             "logit_scale": head.target_lm_head.scale,
         }
@@ -191,24 +202,24 @@ class VllmMedusaFormat(MedusaFormat):
         return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """With vLLM's names, with biases, and of output layers over all ids the rows of ``token_map``."""
+        """Use vLLM's names, add zero biases, and reduce output layers over all ids to the rows of ``token_map``."""
         config = dict(checkpoint.config)
         for key in [k for k in config if "num" in k]:  # as vLLM's config class does
-            for part, wanted in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
-                if part in key and key != wanted:
-                    config[wanted] = config.pop(key)
+            for word, standard in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
+                if word in key and key != standard:
+                    config[standard] = config.pop(key)
         config.setdefault("truncated_vocab_size", config.get("vocab_size"))
         tensors = {name.replace("medusa_heads.", ""): value for name, value in checkpoint.tensors.items()}
         if not config.get("medusa_fc_bias"):
             if dropped := [name for name in tensors if name.startswith("blocks.") and name.endswith(".bias")]:
                 raise UserError(
-                    f"{checkpoint.source} has {dropped[0]}, which vLLM drops where config.json does not say "
-                    "medusa_fc_bias; say config.medusa_fc_bias=true if its heads were trained with biases"
+                    f"{checkpoint.source} has {dropped[0]}, which vLLM drops unless config.json says "
+                    "medusa_fc_bias; set config.medusa_fc_bias=true if its heads were trained with biases"
                 )
             weights = {name: value for name, value in tensors.items() if name.startswith("blocks.")}
             tensors |= {n.removesuffix("weight") + "bias": w.new_zeros(len(w)) for n, w in weights.items()}
         token_map = tensors.get("token_map")
-        if token_map is not None:  # output layers may be whole: vLLM picked the rows itself
+        if token_map is not None:  # vLLM selected these rows itself while it supported token_map
             tensors |= {
                 name: value[token_map]
                 for name, value in tensors.items()
@@ -226,42 +237,42 @@ class VllmMedusaFormat(MedusaFormat):
         return checkpoint.tensors["token_map"].long()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
-        scale, own = checkpoint.config.get("logit_scale", 1.0), head.target_lm_head
-        if scale != own.scale or own.softcap is not None:
+        scale, output = checkpoint.config.get("logit_scale", 1.0), head.target_lm_head
+        if scale != output.scale or output.softcap is not None:
             raise UserError(
-                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {own.scale} (soft-cap "
-                f"{own.softcap}); name the base that it was trained for"
+                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {output.scale} (soft-cap "
+                f"{output.softcap}); name the base that it was trained for"
             )
         if not head.config.own_lm_head:
-            require_bases_own(checkpoint, head.base, "lm_heads.0.weight", own.weight)
+            require_base_tensor(checkpoint, head.base, "lm_heads.0.weight", output.weight)
 
 
 def can_widen(head: MedusaHead) -> bool:
-    """Whether the head could draft over the full vocabulary: its blocks are its own, the output head is the base's."""
+    """Return True if the head drafts over a part of the vocabulary and uses the base's output head."""
     return not head.config.own_lm_head and len(head.d2t) != head.base.vocab_size
 
 
 def over_full_vocabulary(head: MedusaHead) -> MedusaHead:
-    """The same blocks under the base's whole output head: the logits of the ids that were drafted stay the same."""
-    found = replace(head.config, draft_vocab_size=None).build(head.base)
-    found.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
+    """Return the same blocks with the base's full output head; logits of drafted ids do not change."""
+    wide = replace(head.config, draft_vocab_size=None).build(head.base)
+    wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
     if head.tree is not None:
-        found.tree, found.confidence_threshold = head.tree, head.confidence_threshold
-    return found.eval()
+        wide.tree, wide.confidence_threshold = head.tree, head.confidence_threshold
+    return wide.eval()
 
 
 def tied(tensors: Mapping[str, Tensor], heads: Iterable[Sequence[str]]) -> bool:
-    """True when every head has several blocks with equal values; ``heads``: the names of each one's linear layers."""
+    """Return True if every head has several blocks with equal values; ``heads`` names the linear layers of each."""
     return all(len(names) > 1 and all(_equal(tensors, names[0], other) for other in names[1:]) for names in heads)
 
 
 def _equal(tensors: Mapping[str, Tensor], one: str, other: str) -> bool:
-    pairs = [(tensors.get(f"{one}.{part}"), tensors.get(f"{other}.{part}")) for part in ("weight", "bias")]
+    pairs = [(tensors.get(f"{one}.{key}"), tensors.get(f"{other}.{key}")) for key in ("weight", "bias")]
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
 def unsupported_last_token(head: MedusaHead) -> Unsupported:
-    """Heads that read more than the base's hidden state, which no Medusa format has."""
+    """Refuse heads that also read the last token's embedding, which no Medusa format supports."""
     if head.config.reads_last_token:
         what = "its heads read the last token's embedding, and those of the format do not"
         yield what, "head.reads_last_token=false"
@@ -270,5 +281,5 @@ def unsupported_last_token(head: MedusaHead) -> Unsupported:
 def _scaled_logits(head: MedusaHead) -> Unsupported:
     base = head.target_lm_head
     if head.config.own_lm_head and (base.scale != 1.0 or base.softcap is not None):
-        what = f"{head.base.name} scales or caps its logits, and the format does not those of a head's own output layer"
+        what = f"{head.base.name} scales or caps its logits, and the format does not scale or cap a head's own ones"
         yield what, "head.own_lm_head=false"

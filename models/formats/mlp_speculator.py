@@ -3,8 +3,8 @@
     speculator.emb.{i}.weight [V, E]    speculator.proj.{i}.weight [E, D], then [E, E]
     speculator.ln.{i}.weight|bias [E]   speculator.head.{i}.weight [V, E]
 
-Tied, one of each serves all positions, except that projection 0 reads the base's state and 1 all later ones: a file
-then holds emb.0, proj.0, proj.1, ln.0 and head.0, which is what vLLM and TGI read.
+In a tied speculator, all positions share one tensor of each kind. Only projections differ: 0 reads the base's state
+and 1 the head's own states. A file then holds emb.0, proj.0, proj.1, ln.0 and head.0, as vLLM and TGI expect.
 """
 
 import re
@@ -21,11 +21,11 @@ from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig, MLPSpecul
 
 PREFIX = "speculator."
 SHARED_FROM = {"emb": 1, "head": 1, "ln": 1, "proj": 2}
-"""First index that a tied speculator has no tensor of its own for."""
+"""First index at which a tied speculator reuses the previous tensor."""
 
 
 class MLPSpeculatorFormat(Format):
-    """``config.json`` and ``model.safetensors``."""
+    """Layout with ``config.json`` and ``model.safetensors``."""
 
     name = "mlp_speculator"
     title = "MLPSpeculator (IBM)"
@@ -49,11 +49,11 @@ class MLPSpeculatorFormat(Format):
 
     def unsupported(self, head: MLPSpeculatorHead) -> Unsupported:
         if head.config.cell != "rnn":
-            yield "it has LSTM cells, and the format IBM's own", "head.cell=rnn"
+            yield "it has LSTM cells, and the format has IBM's RNN cells", "head.cell=rnn"
         if not head.config.own_embedding:
-            yield "it reads the base's embedding, and the format has one of its own", "head.own_embedding=true"
+            yield "it reads the base's embedding, and the format stores the head's", "head.own_embedding=true"
         if not head.config.own_lm_head:
-            yield "it uses the base's output head, and the format has one of its own", "head.own_lm_head=true"
+            yield "it uses the base's output head, and the format stores the head's", "head.own_lm_head=true"
         yield from unsupported_vocabulary(head)
 
     def tensors(self, head: MLPSpeculatorHead) -> dict[str, Tensor]:
@@ -67,7 +67,9 @@ class MLPSpeculatorFormat(Format):
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "vocab_size": head.base.vocab_size,
             "emb_dim": head.base.hidden_size,
-            "inner_dim": cast(RNNCells, head.cells).proj[0].out_features,  # never 0, which TGI takes for a width
+            "inner_dim": cast(RNNCells, head.cells)
+            .proj[0]
+            .out_features,  # not 0 (the default): TGI would use it as the width
             # vLLM's default has three entries, and it asserts that there are n_predict.
             "top_k_tokens_per_head": [max(1, 5 - i) for i in range(head.depth)],
             "n_candidates": 5,
@@ -83,7 +85,7 @@ class MLPSpeculatorFormat(Format):
         return config.get("model_type") == "mlp_speculator"
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """With prefixed names and an inner width; tied files without their copies."""
+        """Add the prefix and the inner width, and drop the copies of tied tensors."""
         tensors = {PREFIX + name.removeprefix(PREFIX): value for name, value in checkpoint.tensors.items()}
         config = dict(checkpoint.config)
         if (kinds := config.get("architectures")) and "MLPSpeculatorPreTrainedModel" not in kinds:
@@ -94,7 +96,7 @@ class MLPSpeculatorFormat(Format):
             tensors = _without_copies(tensors, checkpoint.source)
         top = config.get("top_k_tokens_per_head")
         if top is not None and (not isinstance(top, list) or len(top) != config.get("n_predict")):
-            note = f"top_k_tokens_per_head is {top}, and vLLM asserts one entry for each position: not used here"
+            note = f"top_k_tokens_per_head is {top}, but vLLM asserts one entry per position; it is ignored here"
             checkpoint = checkpoint.updated(note)
         return checkpoint.updated(config=config, tensors=tensors)
 
@@ -104,14 +106,14 @@ class MLPSpeculatorFormat(Format):
 
 
 def _without_copies(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Tied files may repeat a tensor for every position; the repetitions must be equal."""
-    kept = {}
+    """Drop the copies of tied tensors, which a file may have for every position and which must be equal."""
+    shared = {}
     for name, value in tensors.items():
         match = re.fullmatch(r"speculator\.(emb|head|ln|proj)\.(\d+)(\..+)", name)
         if match is None or int(match[2]) < SHARED_FROM[match[1]]:
-            kept[name] = value
+            shared[name] = value
             continue
         original = tensors.get(f"{PREFIX}{match[1]}.{SHARED_FROM[match[1]] - 1}{match[3]}")
         if original is None or not torch.equal(original, value):
-            raise UserError(f"{source} says tie_weights, but {name} is not the one of an earlier position")
-    return kept
+            raise UserError(f"{source} says tie_weights, but {name} differs from the previous position's")
+    return shared

@@ -1,9 +1,9 @@
 """EAGLE-3 in the layout of vLLM's ``speculators`` library: one folder that ``vllm serve FOLDER`` serves by itself.
 
 The tensors are those of to=eagle3. The config names the base ("verifier") and the number of drafts, so that vLLM loads
-both. There is no ``model_type``: vLLM 0.32.0 would look for a model of that name. Aux ids stand at the top level, as
-vLLM counts them; ``norm_before_residual`` is said, as its default is true there. vLLM passes ``norm_before_fc`` and
-``norm_output`` on from the top level.
+both. There is no ``model_type``, because vLLM 0.32.0 would look for a model of that name. Layer ids, ``norm_before_fc``
+and ``norm_output`` are at the top level, where vLLM reads them. ``norm_before_residual`` is always written, because
+the library's default is true.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ METHODS = "speculators_config"
 
 
 class SpeculatorsFormat(Eagle3Format):
-    """``config.json`` and ``model.safetensors``."""
+    """Layout with ``config.json`` and ``model.safetensors``."""
 
     name = "speculators"
     title = "EAGLE-3 (speculators, for vLLM)"
@@ -39,12 +39,12 @@ class SpeculatorsFormat(Eagle3Format):
     other_keys = Eagle3Format.other_keys | {TYPE, LAYER, METHODS, "num_aux_hidden_states"}
 
     def config(self, head: Eagle3Head) -> dict[str, Any]:
-        found = super().config(head)
-        own = ["architectures", "draft_vocab_size", "target_hidden_size", "norm_before_residual"]
-        own += ["norm_before_fc", "fc_norm", "norm_output", "num_tokens", "ttt_steps", LAYER_IDS]
-        layer = {key: value for key, value in found.items() if key not in own and key != "eagle_config"}
+        config = super().config(head)
+        outer = ["architectures", "draft_vocab_size", "target_hidden_size", "norm_before_residual"]
+        outer += ["norm_before_fc", "fc_norm", "norm_output", "num_tokens", "ttt_steps", LAYER_IDS]
+        layer = {key: value for key, value in config.items() if key not in outer and key != "eagle_config"}
         return {
-            **{key: found[key] for key in own},
+            **{key: config[key] for key in outer},
             "architectures": ["Eagle3Speculator"],
             TYPE: "eagle3",
             LAYER: layer,
@@ -74,7 +74,7 @@ class SpeculatorsFormat(Eagle3Format):
         return config.get(TYPE) == "eagle3"
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """As to=eagle3: the layer's keys at the top level, and what vLLM takes for granted."""
+        """Move the layer's keys to the top level, as to=eagle3 has them, and fill in the library's defaults."""
         config = {**(checkpoint.config.get(LAYER) or {}), **checkpoint.config}
         config.setdefault("norm_before_residual", True)  # the library's default
         methods = (config.get(METHODS) or {}).get("proposal_methods") or [{}]

@@ -155,7 +155,7 @@ def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
         (
             "export",
             ["head=x", "to=eagle3", "out=y", "base_gguf=f16"],
-            "base_gguf goes with to=gguf or gguf_dspark, got to=eagle3",
+            "base_gguf needs .*got to=eagle3",
         ),
         ("export", ["head=x", "to=medusa", "out=y", "vocabulary=all"], "vocabulary must be one of own, full"),
         ("export", ["head=x"], "missing: to=... out=...; see --help"),
@@ -210,7 +210,7 @@ def test_an_import_says_what_is_wrong_with_its_source(saved: Path, tiny_base: Ti
         ([f"from={saved.parent}"], r"it has no config.json \(it holds head\); name the folder that has it"),
         (
             [f"from={tmp_path / 'published'}", "config.bogus=3", "config.exit_layer=1"],
-            "the format kangaroo reads no config.bogus; it reads .*exit_layer",
+            "kangaroo does not use config.bogus.*exit_layer",
         ),
     ]
     for arguments, says in cases:
@@ -229,6 +229,6 @@ def test_an_import_without_sizes_that_fit_is_refused(saved: Path, tiny_base: Tin
     MedusaFormat().export(fitted(base), tmp_path / "published")
     shape = {**base.config.shape, "vocab_size": 280}
     wanted = [f"base.shape={json.dumps(shape).replace(chr(34), '')}", "base.random=true", "base.tokenizer=builtin:tiny"]
-    with pytest.raises(SystemExit, match=r"1.weight is \(300, 32\), not \(280, 32\).*name the base"):
+    with pytest.raises(SystemExit, match=r"1.weight is \(300, 32\), not \(280, 32\)"):
         call("import", f"from={tmp_path / 'published'}", *wanted, f"out={tmp_path / 'o'}")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["published", "run"]

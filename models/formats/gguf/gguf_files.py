@@ -1,7 +1,8 @@
-"""GGUF files for llama.cpp, written and read with PyPI's ``gguf``: what all files share, and the base.
+"""GGUF files for llama.cpp, written and read with PyPI's ``gguf``: the parts common to all files, and the base.
 
-A base is written as llama.cpp's own converter writes it, for Llama-like targets with a byte-level BPE tokenizer. Other
-bases need that converter, which the message names.
+A GGUF file is a header of typed keys, then the tensors. Keys begin with the architecture's name, such as
+``eagle3.block_count``. A base is written as llama.cpp's own converter writes it, for Llama-like targets with a
+byte-level BPE tokenizer. Other bases need that converter, which the error names.
 """
 
 import json
@@ -22,7 +23,10 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.base.layers import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.format import BASE_NAME, Format, Unsupported, published_name
+from drafthead.models.heads.parts.draft_head import DraftHead
 
+FILE, BASE_FILE = "head.gguf", "base.gguf"
 KINDS = {
     "f32": ("F32", "ALL_F32"),
     "f16": ("F16", "MOSTLY_F16"),
@@ -31,11 +35,14 @@ KINDS = {
     "q4_0": ("Q4_0", "MOSTLY_Q4_0"),
     "q4_1": ("Q4_1", "MOSTLY_Q4_1"),
 }
-"""Name -> type of the matrices and of the file, as ``gguf`` calls them. No Python library quantises to Q4_K."""
+"""Our names of weight types -> ``gguf``'s types of a matrix and of a file. No Python library quantises to Q4_K."""
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
-"""transformers' model type -> llama.cpp's architecture, of the bases that are written here."""
+"""Model types that ``write_base`` supports -> llama.cpp's architectures."""
+RECORDED = ("llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss")
+"""Model types whose llama.cpp graphs keep the inputs of layers, which heads read; llama.cpp aborts with others."""
 DRAFTERS = {"gguf": "eagle3", "gguf_dspark": "dflash"}
-"""Format -> llama.cpp's architecture, of the heads."""
+"""Formats of heads -> llama.cpp's architectures."""
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -50,39 +57,43 @@ SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
-"""Keys of a file, after its architecture -> of a Llama config."""
+"""Keys of a file, without its architecture -> keys of a Llama config."""
 LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
-    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
     "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
-    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
-"""Parts of a layer: transformers' names -> llama.cpp's."""
+"""Modules of a layer: transformers' names -> llama.cpp's."""
 CONVERTER = "python convert_hf_to_gguf.py FOLDER --outfile base.gguf (llama.cpp's own)"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe", _CONTRACTIONS + r"\p{N}" + _REST: "qwen2"}
-"""The regular expression that splits a text into words -> llama.cpp's name of it."""
+"""Regular expressions that split text into words before BPE -> llama.cpp's names of them."""
 
 
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection from transformers' halves to the pairs that llama.cpp's Llama rotates."""
+    """Reorder the rows of a query or key projection for llama.cpp's rotation, [heads x E, D] -> the same shape.
+
+    transformers rotates row i of a head together with row i + E / 2, llama.cpp's Llama rotates neighbouring rows. For
+    E = 4 the rows 0 1 2 3 become 0 2 1 3.
+    """
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of :func:`to_pairs`."""
+    """Undo :func:`to_pairs`."""
     return weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 class GgufFile:
-    """A GGUF file under way: sizes of a Llama layer, tensors, then :meth:`close`."""
+    """Writer of one GGUF file: add sizes and tensors, then :meth:`close`."""
 
     def __init__(self, path: Path, architecture: str, name: str, kind: str) -> None:
-        """``kind``: of the matrices, one of ``KINDS``; vectors stay in float32."""
-        logging.getLogger("gguf").setLevel(logging.WARNING)  # at INFO it has a line for every file and key
+        """Start a file whose matrices have the type ``kind`` of ``KINDS``; vectors stay in float32."""
+        logging.getLogger("gguf").setLevel(logging.WARNING)  # at INFO it logs every file and key
         self._kind = gguf.GGMLQuantizationType[KINDS[kind][0]]
         self.writer = gguf.GGUFWriter(path, architecture)
         self.writer.add_type("model")
@@ -91,7 +102,7 @@ class GgufFile:
         self.writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     def add_sizes(self, config: dict[str, Any]) -> None:
-        """The sizes, epsilon and rotation of a Llama config, of a base or of a head's own layer."""
+        """Add the sizes, epsilon and rotary settings of a Llama config."""
         for key, name in SIZES.items():
             add = self.writer.add_float32 if name in ("rope_theta", "rms_norm_eps") else self.writer.add_uint32
             add(f"{self.writer.arch}.{key}", config[name])
@@ -99,22 +110,23 @@ class GgufFile:
             self.add("rope_freqs.weight", factors)
 
     def add(self, name: str, tensor: Tensor, kind: str | None = None) -> None:
-        """A tensor: integers as int64, vectors as float32, matrices as ``kind`` (None: the file's)."""
-        wanted = self._kind if kind is None else gguf.GGMLQuantizationType[KINDS[kind][0]]
+        """Add a tensor: integers as int64, vectors as float32, matrices as ``kind`` (None: the file's)."""
+        target = self._kind if kind is None else gguf.GGMLQuantizationType[KINDS[kind][0]]
         tensor = tensor.detach().cpu().contiguous()
         if not tensor.is_floating_point():
             self.writer.add_tensor(name, tensor.long().numpy())
-        elif tensor.ndim == 1 or wanted == gguf.GGMLQuantizationType.F32:
+        elif tensor.ndim == 1 or target == gguf.GGMLQuantizationType.F32:
             self.writer.add_tensor(name, tensor.float().numpy())
-        elif wanted == gguf.GGMLQuantizationType.F16:
+        elif target == gguf.GGMLQuantizationType.F16:
             self.writer.add_tensor(name, tensor.half().numpy())
         else:
-            block = gguf.GGML_QUANT_SIZES[wanted][0]
+            block = gguf.GGML_QUANT_SIZES[target][0]
             if tensor.shape[-1] % block:
-                raise UserError(f"{name} has rows of {tensor.shape[-1]}, and {wanted.name} needs multiples of {block}")
-            self.writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
+                raise UserError(f"{name} has rows of {tensor.shape[-1]}, and {target.name} needs multiples of {block}")
+            self.writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), target), raw_dtype=target)
 
     def close(self) -> None:
+        """Write everything that was added."""
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
         self.writer.write_tensors_to_file()
@@ -122,73 +134,113 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The keys and the tensors (dequantised, in torch's order of dimensions) of a file."""
+    """Return the keys and the tensors of a file, dequantised and in torch's order of dimensions."""
     try:
         reader = gguf.GGUFReader(path)
         keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-        tensors = {found.name: torch.from_numpy(_values(found)) for found in reader.tensors}
+        tensors = {entry.name: torch.from_numpy(_values(entry)) for entry in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"{path} is no GGUF file that can be read ({error}); copy it again") from None
+        raise UserError(f"{path} cannot be read as a GGUF file ({error}); copy it again") from None
     return keys, tensors
 
 
 def read_drafter(path: Path, to: str, needed: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Keys, without the architecture that they begin with, and tensors of a head's file that ``to`` writes."""
+    """Return keys, without their architecture, and tensors of a head that an export to ``to`` wrote.
+
+    ``needed`` are keys that the file must have besides ``SIZES``.
+    """
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; export with to={to} writes one")
     keys, tensors = read_gguf(path)
-    wanted, kind = DRAFTERS[to], keys.get("general.architecture")
-    if kind != wanted:
+    expected, kind = DRAFTERS[to], keys.get("general.architecture")
+    if kind != expected:
         hint = "".join(f" (format={name})" for name, architecture in DRAFTERS.items() if architecture == kind)
-        raise UserError(f"{path} is of the architecture {kind}, expected {wanted}{hint}")
-    keys = {name.removeprefix(f"{wanted}."): value for name, value in keys.items()}
+        raise UserError(f"{path} has the architecture {kind}, expected {expected}{hint}")
+    keys = {name.removeprefix(f"{expected}."): value for name, value in keys.items()}
     if missing := sorted((needed | SIZES.keys()) - keys.keys()):
         raise UserError(f"{path} lacks the keys {', '.join(missing)}, which an export writes")
     return keys, tensors
 
 
 def with_scaling_of(checkpoint: PublishedCheckpoint, base: BaseModel) -> PublishedCheckpoint:
-    """A head's file with its base's rotary scaling: there it is a tensor, written from the same config."""
+    """Return the checkpoint with the base's rotary scaling, because a file stores only the tensor computed from it."""
     scaling = getattr(base.model.config, "rope_parameters", None) or {}
     return checkpoint.updated(config={**checkpoint.config, "rope_scaling": scaling, "rope_parameters": None})
 
 
-def _values(found: Any) -> npt.NDArray[Any]:
-    integer = found.tensor_type == gguf.GGMLQuantizationType.I64
-    values: npt.NDArray[Any] = found.data if integer else gguf.quants.dequantize(found.data, found.tensor_type)
-    return np.array(values)  # a copy: the file is mapped
+def _values(entry: Any) -> npt.NDArray[Any]:
+    integer = entry.tensor_type == gguf.GGMLQuantizationType.I64
+    values: npt.NDArray[Any] = entry.data if integer else gguf.quants.dequantize(entry.data, entry.tensor_type)
+    return np.array(values)  # a copy, because the file is memory-mapped
 
 
 def rope_factors(config: dict[str, Any]) -> Tensor | None:
-    """What llama.cpp divides the rotary frequencies by, [E / 2]; None without scaling.
+    """Return the divisors [E / 2] of the rotary frequencies that llama.cpp reads; None without scaling.
 
-    Llama-3's scaling as in llama.cpp's converter; others, which take metadata instead, are refused.
+    Only Llama-3's scaling is a tensor in GGUF. Other scalings are metadata, which is not written here.
     """
     scaling = config.get("rope_scaling")
     if not scaling:
         return None
     if (kind := scaling.get("rope_type")) != "llama3":
-        raise UserError(f"a rotary scaling of type {kind} is not written as GGUF here; use {CONVERTER}")
+        raise UserError(f"rotary scaling of type {kind} cannot be written as GGUF here; use {CONVERTER}")
     return llama3_factors(scaling, config["rope_theta"], config["head_dim"])
 
 
-# A base ---------------------------------------------------------------------------------------------------------------
+# Heads ----------------------------------------------------------------------------------------------------------------
+
+
+class GgufLayout(Format):
+    """Mixin of the formats for llama.cpp: the head as ``head.gguf``, and the base next to it as ``base.gguf``."""
+
+    weights_file = FILE
+    base_file = BASE_FILE
+
+    def matches(self, config: dict[str, Any]) -> bool:
+        return False  # a GGUF file has no config.json
+
+    def check_base(self, base: BaseModel, kind: str) -> None:
+        check_base(base, kind)
+
+    def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
+        write_base(base, path, kind, published_name(base).split("/")[-1])
+
+    def new_file(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None) -> GgufFile:
+        """Start the file of a head with the sizes of its layers; ``dtype`` None keeps the tensors'."""
+        config, tensors = checkpoint.config, checkpoint.tensors
+        folder.mkdir(parents=True, exist_ok=True)
+        require_space(folder, 4 * sum(t.numel() for t in tensors.values()), "the export")
+        name = f"{config[BASE_NAME].split('/')[-1]} {self.title}"
+        file = GgufFile(folder / FILE, DRAFTERS[self.name], name, DTYPES[dtype or tensors["fc.weight"].dtype])
+        file.add_sizes(config)
+        return file
+
+
+def unsupported_graph(head: DraftHead) -> Unsupported:
+    """Refuse bases whose llama.cpp graph does not keep the layer inputs that the head reads."""
+    if (kind := head.base.model.config.model_type) not in RECORDED:
+        what = f"llama.cpp's graph of {kind} does not keep the inputs of layers, and aborts"
+        yield what, f"another base: one of type {', '.join(RECORDED)}"
+
+
+# The base -------------------------------------------------------------------------------------------------------------
 
 
 def check_base(base: BaseModel, kind: str) -> None:
-    """Refuse a base, or a kind of matrices, that is not written here."""
+    """Refuse a base, or a weight type ``kind``, that :func:`write_base` does not support."""
     if kind not in KINDS:
         hint = "; llama.cpp's llama-quantize makes one from f16" if kind.startswith("q") else ""
         raise UserError(f"base_gguf must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
     if (model_type := base.model.config.model_type) not in ARCHITECTURES:
-        raise UserError(f"a base of type {model_type} is not written as GGUF here; use {CONVERTER}")
+        raise UserError(f"a base of type {model_type} cannot be written as GGUF here; use {CONVERTER}")
     split_name(base.tokenizer)
 
 
 def write_base(base: BaseModel, path: Path, kind: str, name: str) -> None:
-    """``base`` as a GGUF that llama.cpp runs: ``kind`` is one of ``KINDS``, ``name`` what the file says it is.
+    """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` of ``KINDS``.
 
-    In the files of 4 bits the embedding and the output head have 8, as they decide the logits.
+    ``name`` is the model name in the file's metadata. In 4-bit files the embedding and the output head have 8 bits,
+    because they decide the logits.
     """
     check_base(base, kind)
     settings = base.model.config
@@ -205,16 +257,17 @@ def write_base(base: BaseModel, path: Path, kind: str, name: str) -> None:
     file = GgufFile(path, architecture, name, kind)
     file.add_sizes(sizes)
     add_tokenizer(file.writer, base)
+    # Only llama.cpp's Llama rotates neighbouring rows; its Qwen3 rotates halves, as transformers does.
     permuted = {"q_proj": settings.num_attention_heads, "k_proj": kv_heads} if architecture == "llama" else {}
     number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
     names = gguf.get_tensor_name_map(number, base.num_layers)
-    for own, tensor in weights.items():
-        if settings.tie_word_embeddings and own == "lm_head.weight":
+    for stock_name, tensor in weights.items():
+        if settings.tie_word_embeddings and stock_name == "lm_head.weight":
             continue
-        theirs = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        theirs = names.get_name(stock_name, try_suffixes=(".weight", ".bias"))
         if theirs is None:
-            raise UserError(f"llama.cpp's {architecture} has no tensor for {own}; use {CONVERTER}")
-        heads = next((heads for part, heads in permuted.items() if own.endswith(f"{part}.weight")), None)
+            raise UserError(f"llama.cpp's {architecture} has no tensor for {stock_name}; use {CONVERTER}")
+        heads = next((heads for key, heads in permuted.items() if stock_name.endswith(f"{key}.weight")), None)
         outer = theirs in ("token_embd.weight", "output.weight")
         tensor = tensor if heads is None else to_pairs(tensor, heads)
         file.add(theirs, tensor, "q8_0" if outer and kind.startswith("q4") else None)
@@ -222,23 +275,24 @@ def write_base(base: BaseModel, path: Path, kind: str, name: str) -> None:
 
 
 def split_name(tokenizer: Any) -> str:
-    """llama.cpp's name of how ``tokenizer`` splits a text into words before BPE."""
-    found = json.loads(tokenizer.backend_tokenizer.to_str())
-    splitter = found.get("pre_tokenizer") or {}
-    parts = splitter.get("pretokenizers", [splitter])
-    kinds = [part.get("type") for part in parts]
-    if kinds == ["Digits", "ByteLevel"] and parts[0]["individual_digits"] and parts[1]["use_regex"]:
+    """Return llama.cpp's name for the way in which ``tokenizer`` splits text into words before BPE."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    splitter = content.get("pre_tokenizer") or {}
+    steps = splitter.get("pretokenizers", [splitter])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and steps[1]["use_regex"]:
         return "smollm"
-    if kinds == ["Split", "ByteLevel"] and (name := SPLITS.get(parts[0]["pattern"].get("Regex"))):
+    if kinds == ["Split", "ByteLevel"] and (name := SPLITS.get(steps[0]["pattern"].get("Regex"))):
         return name
-    raise UserError(f"how the tokenizer splits words is not known to be one of llama.cpp's ways; use {CONVERTER}")
+    raise UserError(f"the tokenizer splits words in a way that llama.cpp is not known to support; use {CONVERTER}")
 
 
 def add_tokenizer(writer: Any, base: BaseModel) -> None:
-    """The base's tokenizer, as llama.cpp reads it."""
+    """Add the base's tokenizer: vocabulary, token types, merges, special tokens and chat template."""
     tokenizer, types = base.tokenizer, gguf.TokenType
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
     known = {number: text for text, number in tokenizer.get_vocab().items()}
+    # Ids of the embedding without a token get a placeholder: llama.cpp expects a name for every row.
     rows = [
         (known[n], (types.CONTROL if added[n] else types.USER_DEFINED) if n in added else types.NORMAL)
         if n in known

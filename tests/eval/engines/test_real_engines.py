@@ -18,7 +18,7 @@ from drafthead.eval.evaluate import evaluate
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
 from drafthead.models.formats.format import Format
-from drafthead.models.formats.gguf.eagle3_gguf import FILE
+from drafthead.models.formats.gguf.gguf_files import FILE
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.parts.draft_head import DraftHead

@@ -120,7 +120,7 @@ def test_engine_and_round_trip_give_the_heads_logits(
 
 @pytest.mark.parametrize("model_type", ["llama", "granite"])
 def test_bases_that_scale(tmp_path: Path, model_type: str) -> None:
-    """The rotation as Llama 3, and logits as Granite: an engine that misses either drafts badly without a word."""
+    """Scale the rotation (Llama 3) and the logits (Granite); an engine without either silently drafts badly."""
     llama3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
     llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     scaled = {"llama": {"rope_parameters": llama3}, "granite": {"logits_scaling": 4.0}}[model_type]
@@ -131,29 +131,28 @@ def test_bases_that_scale(tmp_path: Path, model_type: str) -> None:
     forms = [(DSPARK, vllm_engine), (GGUF, llamacpp_engine)][: 2 if model_type == "llama" else 1]
     for form, engine in forms:
         form.export(head, tmp_path / form.name)
-        wanted = logits_of(base, head)
-        found = engine(tmp_path / form.name, base)[:, head.d2t]
-        assert torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
-        assert torch.allclose(logits_of(base, form.load(tmp_path / form.name, base)), wanted, atol=1e-5)
+        expected = logits_of(base, head)
+        assert torch.allclose(engine(tmp_path / form.name, base)[:, head.d2t], expected, atol=1e-3, rtol=1e-3)
+        assert torch.allclose(logits_of(base, form.load(tmp_path / form.name, base)), expected, atol=1e-5)
     converter = next(engine for engine in DSPARK.engines_for(head) if engine.name == "llama.cpp")
     assert ("leaves out the scaling of the rotation" in converter.support) == (model_type == "llama")
 
 
-def test_what_a_layout_cannot_say_is_refused(tmp_path: Path) -> None:
+def test_heads_that_a_layout_cannot_express_are_refused(tmp_path: Path) -> None:
     base = deep_base()
     reads_state = {"reads_state": True, "copy_layers": False}
     for form, settings, says in (
-        (DSPARK, reads_state, r"its slots begin as the base's state \(ours\) \(head.reads_state=false"),
-        (DSPARK, {"layers": [3, 6]}, r"reads the layers \[3, 6\], and engines join them .* of 1 to 5 \(head.layers"),
-        (DSPARK, FLASH, r"it has no Markov head \(head.markov_rank=64; or to=dflash\)"),
-        (DFLASH, {}, r"a Markov or a confidence head .*or to=dspark\); its anchor's slot drafts"),
-        (GGUF, {"markov_rank": 0}, r"a confidence head \(head.markov_rank=0 head.confidence=false\)"),
+        (DSPARK, reads_state, "head.reads_state=false"),
+        (DSPARK, {"layers": [3, 6]}, r"layers \[3, 6\], .* of 1 to 5 \(head.layers=null"),
+        (DSPARK, FLASH, "head.markov_rank=64; or to=dflash"),
+        (DFLASH, {}, "or to=dspark.*head.anchor_predicts=false"),
+        (GGUF, {"markov_rank": 0}, "head.markov_rank=0 head.confidence=false"),
     ):
         with pytest.raises(UserError, match=says):
             form.export(block_head(base, **settings), tmp_path / "refused")
-    with pytest.raises(UserError, match="graph of gemma does not keep what goes into a layer, and aborts"):
+    with pytest.raises(UserError, match="graph of gemma .*aborts"):
         GGUF.export(block_head(deep_base("gemma")), tmp_path / "refused")
-    with pytest.raises(UserError, match="how the tokenizer splits words is not known .*; export to=dspark, and con"):
+    with pytest.raises(UserError, match="the tokenizer splits words.*; export to=dspark"):
         GGUF.export(block_head(base), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
 
@@ -161,10 +160,10 @@ def test_what_a_layout_cannot_say_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"markov_head_type": "gated"}, "a Markov head of the kind gated; drafthead has the plain one"),
-        ({"hidden_act": "gelu"}, "has hidden_act 'gelu', which heads here do not have"),
-        ({"is_neox_style": False}, "has is_neox_style False, which heads here do not have"),
-        ({"num_attention_heads": 2}, "a layer whose sizes or rotation are not its base's is not read"),
+        ({"markov_head_type": "gated"}, "a Markov head of type gated"),
+        ({"hidden_act": "gelu"}, "has hidden_act 'gelu'"),
+        ({"is_neox_style": False}, "has is_neox_style False"),
+        ({"num_attention_heads": 2}, "num_attention_heads 2, but"),
         ({"layer_types": ["sliding_attention"] * 2}, "has layers with a sliding window"),
         ({"target_layer_ids": [-2, 2]}, r"has target_layer_ids \[-2, 2\], expected a list of layers"),
         ({"mask_token_id": "none"}, "has mask_token_id 'none', expected a token's id"),
@@ -180,34 +179,33 @@ def test_a_config_that_says_something_else_is_refused(tmp_path: Path, config: di
 
 
 def test_files_of_other_projects(tmp_path: Path) -> None:
-    """With copies of the base's weights, marks of the vocabulary, and a confidence head that reads less than ours."""
+    """Import copies of the base's weights, vocabulary marks, and a confidence head with a narrower input."""
     base, head = deep_base(), block_head(deep_base())
     DSPARK.export(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    own = {"embed_tokens.weight": base.embedding.clone(), "lm_head.weight": head.target_lm_head.weight.clone()}
+    copies = {"embed_tokens.weight": base.embedding.clone(), "lm_head.weight": head.target_lm_head.weight.clone()}
     marks = {"t2d": torch.ones(base.vocab_size, dtype=torch.bool), "confidence_head.proj.weight": torch.ones(1, 32)}
-    rewrite(tmp_path, {**tensors, **own, **marks}, confidence_head_with_markov=False)
+    rewrite(tmp_path, {**tensors, **copies, **marks}, confidence_head_with_markov=False)
     assert not DSPARK.load(tmp_path, base).config.confidence
-    rewrite(tmp_path, {**tensors, **own, "lm_head.weight": own["lm_head.weight"] + 1}, confidence_head_with_markov=True)
-    with pytest.raises(UserError, match="has a lm_head.weight that is not .*'s, and heads here read the base's"):
+    copies["lm_head.weight"] += 1
+    rewrite(tmp_path, {**tensors, **copies}, confidence_head_with_markov=True)
+    with pytest.raises(UserError, match="lm_head.weight that is not"):
         DSPARK.load(tmp_path, base)
     DFLASH.export(block_head(base, **FLASH), tmp_path / "jetspec")
     inner = {"mask_token_id": 9, "target_layer_ids": [1, 2, 4], "causal_head": True}
     rewrite(tmp_path / "jetspec", dflash_config=inner)
     assert DFLASH.load(tmp_path / "jetspec", base).config.causal, "as JetSpec's own files say it"
     (tmp_path / "jetspec" / "mask_embedding.pt").touch()
-    with pytest.raises(UserError, match=r"an embedding of its own for mask tokens \(mask_embedding.pt\)"):
+    with pytest.raises(UserError, match="mask_embedding.pt"):
         DFLASH.load(tmp_path / "jetspec", base)
 
 
 def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path, smollm_like: None) -> None:
     GGUF.export(block_head(deep_base()), tmp_path)
-    with pytest.raises(
-        UserError, match=r"head.gguf is of the architecture dflash, expected eagle3 \(format=gguf_dspark"
-    ):
+    with pytest.raises(UserError, match=r"dflash, expected eagle3 \(format=gguf_dspark"):
         FORMATS["gguf"].load(tmp_path, deep_base())
     FORMATS["gguf"].export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
-    with pytest.raises(UserError, match=r"head.gguf is of the architecture eagle3, expected dflash \(format=gguf\)"):
+    with pytest.raises(UserError, match=r"eagle3, expected dflash \(format=gguf\)"):
         GGUF.load(tmp_path, deep_base())
-    with pytest.raises(UserError, match="has no head.gguf; export with to=gguf_dspark writes one"):
+    with pytest.raises(UserError, match="no head.gguf; .*to=gguf_dspark"):
         GGUF.load(tmp_path / "nothing", deep_base())

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,7 @@ def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
     assert config["tie_word_embeddings"] is False and config["eagle_config"]["use_aux_hidden_state"] is True
     layer = PlainLayer(load_file(folder / "model.safetensors"), config, config["rope_theta"])
-    outer, inner = (
-        config["eagle_aux_hidden_state_layer_ids"],
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
-    )
+    outer, inner = config[LAYER_IDS], config["eagle_config"][LAYER_IDS]
     assert inner == [i - 1 for i in outer] and config["num_aux_hidden_states"] == len(outer)  # SGLang adds one
     assert config["norm_before_fc"] == config["eagle_config"]["norm_before_fc"]
     targets = torch.arange(config["draft_vocab_size"]) + layer.get("d2t")
@@ -52,7 +50,7 @@ def eagle_engine(folder: Path, base: BaseModel) -> Tensor:
 
 @torch.inference_mode()
 def speculators_engine(folder: Path, base: BaseModel) -> Tensor:
-    """As vLLM does: the layer's keys, then what its updater copies from the top level, then to=eagle3's loader."""
+    """Read the layer's keys and those that vLLM copies from the top level, then load as to=eagle3."""
     config = json.loads((folder / "config.json").read_text())
     methods = config["speculators_config"]
     assert "model_type" not in config  # vLLM asks transformers for a model of that name
@@ -113,13 +111,21 @@ def test_no_engine_is_promised_that_ignores_a_setting(settings: dict[str, Any], 
     assert bool(said["llama.cpp"]) is ("llama.cpp" in engines) and not said["TGI"]
 
 
-@pytest.mark.parametrize("layers", [[], [0, 1, 2], [3, 2, 1], [2, 2, 3], [2, 3, 6]])
-def test_layers_that_engines_would_join_otherwise_are_refused(tmp_path: Path, layers: list[int]) -> None:
-    with pytest.raises(UserError, match=r"engines join them in ascending order, of 1 to 5 \(head.layers=null\)"):
+@pytest.mark.parametrize("layers", [[], [0, 1, 2], [3, 2, 1], [2, 2, 3], [2, 3, 6], None])
+def test_layers_that_engines_cannot_join_are_refused(tmp_path: Path, layers: list[int] | None) -> None:
+    """The published default repeats a layer on a base of six, so the advice names layers that pass."""
+    with pytest.raises(UserError, match=r"head.layers=\[1,3,5\]"):
         EAGLE.export(eagle(deep_base(), layers=layers), tmp_path)
+    EAGLE.export(eagle(deep_base(), layers=[1, 3, 5]), tmp_path)
 
 
-OUTER, INNER = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+def test_the_default_layers_are_advised_where_engines_can_join_them() -> None:
+    deep = BaseModel.load(replace(deep_base().config, shape={**deep_base().config.shape, "num_hidden_layers": 8}))
+    reasons = dict(EAGLE.unsupported(eagle(deep, layers=[3, 2, 1])))
+    assert list(reasons.values()) == ["head.layers=null"] and not list(EAGLE.unsupported(eagle(deep, layers=None)))
+
+
+OUTER = INNER = {LAYER_IDS: [1, 2, 4]}
 
 
 @pytest.mark.parametrize(
@@ -131,28 +137,26 @@ OUTER, INNER = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, {"eagle_aux_hidd
         ({**OUTER, "eagle_config": INNER, "layers": [2, 3, 4]}, [2, 3, 4]),
     ],
 )
-def test_layer_ids_are_read_by_their_place(tmp_path: Path, config: dict[str, Any], layers: list[int] | None) -> None:
-    """At the top level as they are, in eagle_config one more: the usual triple less one is another triple there."""
+def test_layer_ids_follow_their_config_key(tmp_path: Path, config: dict[str, Any], layers: list[int] | None) -> None:
+    """Ids at the top level count from 1, those in eagle_config from 0."""
     EAGLE.export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
     rewrite(tmp_path, **config)
-    found = EAGLE.load(tmp_path, deep_base())
-    assert list(found.spec.layers) == (layers or [2, 3, 3])
+    head = EAGLE.load(tmp_path, deep_base())
+    assert list(head.spec.layers) == (layers or [2, 3, 3])
 
 
 def test_layer_ids_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     EAGLE.export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
     rewrite(tmp_path, **OUTER, eagle_config=INNER)
-    with pytest.raises(
-        UserError, match=r"the layers \[1, 2, 4\], and \[1, 2, 4\] in eagle_config, which is \[2, 3, 5\]"
-    ):
+    with pytest.raises(UserError, match=r"layers \[1, 2, 4\].*layers \[2, 3, 5\]"):
         EAGLE.load(tmp_path, deep_base())
     rewrite(tmp_path, eagle_aux_hidden_state_layer_ids="2", eagle_config={})
-    with pytest.raises(UserError, match="has eagle_aux_hidden_state_layer_ids '2', expected a list of whole numbers"):
+    with pytest.raises(UserError, match=f"{LAYER_IDS} '2'"):
         EAGLE.load(tmp_path, deep_base())
 
 
 def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """Prefixes, layers.0, an embedding of the target, no t2d, no keys of ours, SGLang's layer ids."""
+    """Import prefixes, layers.0, the target's embedding, no t2d, none of our keys, SGLang's layer ids."""
     base = tiny_base()
     head = eagle(base, torch.arange(0, 300, 4))
     EAGLE.export(head, tmp_path)
@@ -165,14 +169,14 @@ def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     theirs["model.embed_tokens.weight"] = base.embedding.detach().clone()
     theirs["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     gone = dict.fromkeys(("num_tokens", "ttt_steps", "target_hidden_size", "norm_output", "head_dim"))
-    ids = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.spec.layers]}
-    gone["eagle_aux_hidden_state_layer_ids"] = None
+    ids = {LAYER_IDS: [layer - 1 for layer in head.spec.layers]}
+    gone[LAYER_IDS] = None
     rewrite(tmp_path, theirs, architectures=["Eagle3LlamaForCausalLM"], eagle_config=ids, **gone)
     again = EAGLE.load(tmp_path, base)
     assert again.depth == 7 and torch.equal(logits_of(base, again), logits_of(base, head))
     theirs["model.embed_tokens.weight"] += 1
     rewrite(tmp_path, theirs)
-    with pytest.raises(UserError, match="has a embed_tokens.weight that is not random-llama's"):
+    with pytest.raises(UserError, match="embed_tokens.weight that is not random-llama's"):
         EAGLE.load(tmp_path, base)
 
 
@@ -199,7 +203,7 @@ def test_a_config_that_would_draft_wrongly_is_refused(
     ("damage", "said"),
     [
         (lambda weight: weight.fill_(torch.nan), "has numbers in fc.weight that are not finite"),
-        (lambda weight: weight.to(torch.int8), "has fc.weight as int8, expected numbers in floating point"),
+        (lambda weight: weight.to(torch.int8), "fc.weight as int8"),
     ],
 )
 def test_damaged_weights_are_refused_before_they_are_imported(
@@ -214,15 +218,13 @@ def test_damaged_weights_are_refused_before_they_are_imported(
 
 
 def test_what_a_file_leaves_open_or_says_twice(tiny_base: TinyBase, tmp_path: Path) -> None:
-    base, ids = tiny_base(), "eagle_aux_hidden_state_layer_ids"
+    base = tiny_base()
     EAGLE.export(eagle(base, torch.arange(50)), tmp_path)
     assert not EAGLE.read(tmp_path).notes
     tensors = load_file(tmp_path / "model.safetensors")
-    rewrite(tmp_path, tensors, eagle_config=None, **{ids: None})
-    assert EAGLE.read(tmp_path).notes == (
-        "its config.json names no layers: taken for 2, L // 2 and L - 3, as published; or say config.layers",
-    )
+    rewrite(tmp_path, tensors, eagle_config=None, **{LAYER_IDS: None})
+    assert ["config.layers" in note for note in EAGLE.read(tmp_path).notes] == [True]
     tensors["d2t"][7] -= 1
     rewrite(tmp_path, tensors, layers=[1, 2])
-    with pytest.raises(UserError, match=f"{tmp_path}: the draft vocabulary must hold different ids, but 1 of 50"):
+    with pytest.raises(UserError, match=f"{tmp_path}: the draft vocabulary .* 1 of 50"):
         EAGLE.load(tmp_path, base)

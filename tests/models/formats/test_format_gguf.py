@@ -1,4 +1,4 @@
-"""GGUF as llama.cpp reads it: the drafter, the base, rotary scaling."""
+"""GGUF files as llama.cpp reads them: the drafter, the base, rotary scaling."""
 
 from pathlib import Path
 from typing import Any
@@ -56,19 +56,19 @@ def test_engine_and_round_trip_give_the_heads_logits(
     check_round_trip(GGUF, llamacpp_engine, eagle(deep_base(), d2t, **THREE, **settings), tmp_path)
 
 
-def test_what_llamacpp_would_ignore_or_die_of_is_refused(tmp_path: Path) -> None:
+def test_settings_that_llamacpp_ignores_or_aborts_on_are_refused(tmp_path: Path) -> None:
     for settings, says in (
-        ({**THREE, "norm_output": True}, r"the state before the norm on, without a word \(head.norm_output=false"),
-        ({"layers": [2, 3]}, r"reads 2 layers, and llama.cpp reads exactly 3 \(head.layers=null"),
+        ({**THREE, "norm_output": True}, r"head.norm_output=false"),
+        ({"layers": [2, 3]}, r"exactly 3 \(head.layers=null"),
     ):
         with pytest.raises(UserError, match=says):
             GGUF.export(eagle(deep_base(), **settings), tmp_path)
-    with pytest.raises(UserError, match="graph of gemma does not keep what goes into a layer, and aborts"):
+    with pytest.raises(UserError, match="graph of gemma .*aborts"):
         GGUF.export(eagle(deep_base("gemma"), **THREE), tmp_path)
     with pytest.raises(UserError, match="has no head.gguf"):
         GGUF.load(tmp_path, deep_base())
     (tmp_path / "head.gguf").write_bytes(b"GGUF no more")
-    with pytest.raises(UserError, match="is no GGUF file that can be read"):
+    with pytest.raises(UserError, match="head.gguf cannot be read"):
         GGUF.load(tmp_path, deep_base())
 
 
@@ -82,8 +82,8 @@ def test_a_gguf_head_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> No
 
 
 def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
-    """Names, rotated pairs and the tokenizer; a tokenizer or a type that is not known is refused by name."""
-    with pytest.raises(UserError, match="how the tokenizer splits words is not known to be one of llama.cpp's ways"):
+    """Compare names, rotated pairs and the tokenizer; refuse an unknown tokenizer or weight type."""
+    with pytest.raises(UserError, match="the tokenizer splits words"):
         write_base(deep_base(), tmp_path / "base.gguf", "f32", "tiny")
     base = BaseModel.wrap(deep_base().stock(), known_tokenizer())
     with pytest.raises(UserError, match="base_gguf must be one of f32, .*got 'q4_k'; llama.cpp's llama-quantize"):
@@ -106,5 +106,14 @@ def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
 
 
 def test_a_rotary_scaling_that_is_no_tensor_is_refused() -> None:
-    with pytest.raises(UserError, match="scaling of type yarn is not written as GGUF"):
+    with pytest.raises(UserError, match="scaling of type yarn"):
         rope_factors({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4, "head_dim": 8})
+
+
+def test_the_command_names_the_base_that_was_written() -> None:
+    llamacpp = next(engine for engine in GGUF.engines if engine.current)
+    assert GGUF.base_file == "base.gguf"
+    assert " -m out/base.gguf -md out/head.gguf " in llamacpp.command("user/base", "out", 3, "out/base.gguf")
+    assert (
+        " -m BASE.gguf -md out/head.gguf " in (line := llamacpp.command("user/base", "out", 3)) and "base_gguf" in line
+    )

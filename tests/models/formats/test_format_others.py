@@ -128,7 +128,7 @@ def test_engine_and_round_trip_give_the_heads_logits(
         (mlp, {"inner_dim": 64}, "inner_dim 64, but speculator.proj.0.weight has 32 rows"),
         (mlp, {"emb_dim": 64}, "made for a base with hidden_size 64, but random-llama has 32"),
         (kangaroo, {"exit_layer": 3}, "must be below the base's 3 layers"),
-        (kangaroo, {"rope_theta": 5e5}, "has a layer with rope_theta 500000.0, random-llama one with 10000.0"),
+        (kangaroo, {"rope_theta": 5e5}, "rope_theta 500000.0, but random-llama has 10000.0"),
     ],
 )
 def test_a_config_that_would_draft_wrongly_is_refused(
@@ -139,7 +139,7 @@ def test_a_config_that_would_draft_wrongly_is_refused(
 
 
 def test_hydra_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """Whatever their prefix layer is called, and with the embedding that nothing reads."""
+    """Import any name of the prefix layer, and its unused embedding."""
     base = tiny_base()
     head = hydra(base, prefix_layer=True)
     HYDRA.export(head, tmp_path)
@@ -154,7 +154,7 @@ def test_hydra_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
 def test_hydra_modules_are_counted_with_dropouts_or_without(
     tiny_base: TinyBase, tmp_path: Path, prefix_layer: bool
 ) -> None:
-    """Older code has no dropout modules, newer code may have them in all heads; some files have no biases."""
+    """Import files with and without dropout modules, and without biases."""
     base = tiny_base()
     head = hydra(base, num_layers=3, prefix_layer=prefix_layer)
     HYDRA.export(head, tmp_path)
@@ -175,7 +175,7 @@ def test_hydra_modules_are_counted_with_dropouts_or_without(
 
 def test_hydra_refusals(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
-    with pytest.raises(UserError, match=r"reads embeddings of unit length, .*\(head.unit_embeddings=false\)"):
+    with pytest.raises(UserError, match="head.unit_embeddings=false"):
         HYDRA.export(hydra(base, unit_embeddings=True), tmp_path)
     scaled = hydra(base)
     scaled.target_lm_head = type(scaled.target_lm_head)(weight=scaled.target_lm_head.weight, scale=0.5)
@@ -185,7 +185,7 @@ def test_hydra_refusals(tiny_base: TinyBase, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "hydra_lm_head.safetensors")
     tensors["prefix_embeding_layer.layers.0.self_attn.k_proj.weight"] = torch.ones(32, 32)
     rewrite(tmp_path, tensors)
-    with pytest.raises(UserError, match=r"k_proj.weight is \(32, 32\), not \(16, 32\)\]; name the base"):
+    with pytest.raises(UserError, match=r"k_proj.weight is \(32, 32\), not \(16, 32\)"):
         HYDRA.load(tmp_path, base)
 
 
@@ -198,7 +198,7 @@ def test_tgi_loads_tied_mlp_speculators(tiny_base: TinyBase, tied: bool) -> None
 
 
 def test_mlp_speculators_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """Every name of a tied model, inner_dim 0, no prefix, vLLM's default of three entries."""
+    """Import copies of tied tensors, inner_dim 0, no prefix, and vLLM's default of three entries."""
     base = tiny_base()
     head = mlp(base, num_draft_tokens=4, tie_weights=True)
     MLP.export(head, tmp_path)
@@ -211,24 +211,19 @@ def test_mlp_speculators_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     theirs = {name.removeprefix("speculator."): t for name, t in tensors.items()}
     rewrite(tmp_path, theirs, inner_dim=0, top_k_tokens_per_head=[5, 4, 3])
     checkpoint = MLP.read(tmp_path)
-    assert checkpoint.notes == (
-        "top_k_tokens_per_head is [5, 4, 3], and vLLM asserts one entry for each position: not used here",
-    )
+    assert ["top_k_tokens_per_head is [5, 4, 3]" in note for note in checkpoint.notes] == [True]
     assert torch.equal(logits_of(base, MLP.attach(checkpoint, base)), logits_of(base, head))
     tensors["speculator.proj.3.weight"] += 1
     rewrite(tmp_path, tensors)
-    with pytest.raises(UserError, match="says tie_weights, but speculator.proj.3.weight is not the one"):
+    with pytest.raises(UserError, match="tie_weights, but speculator.proj.3.weight"):
         MLP.read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"cell": "lstm", "tie_weights": True}, r"it has LSTM cells, .*\(head.cell=rnn\)"),
-        (
-            {"own_embedding": False, "own_lm_head": False},
-            r"reads the base's embedding, .*\(head.own_embedding=true\); it uses .*\(head.own_lm_head=true\)",
-        ),
+        ({"cell": "lstm", "tie_weights": True}, "LSTM.*head.cell=rnn"),
+        ({"own_embedding": False, "own_lm_head": False}, "head.own_embedding=true.*head.own_lm_head=true"),
     ],
 )
 def test_what_ibm_lacks_is_refused(tiny_base: TinyBase, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
@@ -255,11 +250,7 @@ def test_more_heads_that_a_format_cannot_hold(tiny_base: TinyBase, tmp_path: Pat
         (FORMATS["mlp_speculator"], MLPSpeculatorConfig(draft_vocab_size=50)),
     ):
         head = config.build(base, torch.arange(50))
-        says = f"{form.name} cannot hold this head: it drafts over 50 of 300 ids, .*\\(head.draft_vocab_size=null\\)"
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=f"{form.name} .*50 of 300 ids.*head.draft_vocab_size=null"):
             form.export(head, tmp_path)
-    with pytest.raises(
-        UserError,
-        match="medusa holds heads of the type medusa, this is one of the type mlp_speculator: export it to=mlp_",
-    ):
+    with pytest.raises(UserError, match="of the type medusa, .* of the type mlp_speculator"):
         FORMATS["medusa"].export(head, tmp_path)

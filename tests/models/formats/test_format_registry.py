@@ -1,0 +1,43 @@
+"""Discovery of formats, and the look-ups by name, head type and ``config.json``."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models import formats
+from drafthead.models.formats import FORMATS, format_for, format_named, recognise
+from drafthead.models.heads.kangaroo import KangarooConfig
+from drafthead.models.heads.medusa import MedusaConfig
+
+TOY = """
+from drafthead.models.formats.kangaroo import KangarooFormat
+
+class ToyFormat(KangarooFormat):
+    name = "toy"
+"""
+
+
+def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    discovered = type(FORMATS)()
+    assert discovered["toy"].title == FORMATS["kangaroo"].title
+    assert set(discovered) == {"toy", *FORMATS} and len(FORMATS) == 12
+
+
+def test_importing_the_package_imports_no_format() -> None:
+    code = "import sys, drafthead.models.formats; print({'gguf', 'drafthead.models.formats.medusa'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_look_ups() -> None:
+    assert format_for("kangaroo", KangarooConfig) is format_named("kangaroo") is FORMATS["kangaroo"]
+    with pytest.raises(UserError, match="type hydra, .*type medusa: export it to=medusa or to=tgi_medusa"):
+        format_for("hydra", MedusaConfig)
+    with pytest.raises(UserError, match="unknown format 'onnx'; choose one of .*medusa"):
+        format_named("onnx")
+    with pytest.raises(UserError, match="x/config.json matches none of the formats"):
+        recognise({"model_type": "llama"}, "x")
