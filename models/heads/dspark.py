@@ -29,7 +29,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
@@ -37,13 +36,13 @@ from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
-from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, attend_block
+from drafthead.models.decoding.drafter import DraftConfig, DraftState
+from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
-from drafthead.models.heads.parts.induction import InductionAnchors, InductionContext, InductionHead, InductionReader
+from drafthead.models.heads.parts.induction import InductionAnchors, InductionHead, InductionReader
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
-from drafthead.models.heads.parts.multi_position import MultiPositionHead
+from drafthead.models.heads.parts.multi_position import HeadState, MultiPositionHead
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
@@ -116,18 +115,6 @@ class DSparkConfig(DraftHeadConfig):
         return DSparkHead(self, base, d2t)
 
 
-@dataclass
-class BlockState(DraftState):
-    """State of a :class:`DSparkHead` between steps."""
-
-    context: PendingInputs
-    """Fused hidden states of the base."""
-    hidden: Tensor
-    """[B, D] the base's last state; NaN before the prompt."""
-    copied: InductionContext | None
-    """Context of the induction head."""
-
-
 class DSparkHead(MultiPositionHead):
     """N Qwen3-like layers over a block, the base's output head, a Markov head and a confidence head."""
 
@@ -158,7 +145,8 @@ class DSparkHead(MultiPositionHead):
                 if config.tied_markov
                 else nn.Embedding(base.vocab_size, rank, device=base.device)
             )
-        self.induction = InductionHead(base, config.induction_rank) if config.induction_rank else None
+        if config.induction_rank:
+            self.induction = InductionHead(base, config.induction_rank)
         if config.low_rank:
             self.markov_out = nn.Linear(config.low_rank, len(self.d2t), bias=False, device=base.device)
         self.confidence: nn.Linear | None = None
@@ -268,31 +256,29 @@ class DSparkHead(MultiPositionHead):
     # Drafting ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def init_state(self, batch: int) -> BlockState:
+    def init_state(self, batch: int) -> HeadState:
         weight = self.fc.weight
         if self._context_reader is None:
             self._context_reader = context_reader(self.decoder_layers, self.config.inference_dtype(self.base))
         shape = self.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(self.layers))
         cache = BlockCache(self._context_reader, shape)
-        hidden = weight.new_full((batch, self.base.hidden_size), torch.nan)
-        copied = InductionContext.none(batch) if self.induction else None
-        return BlockState(context=PendingInputs.none(cache, batch, hidden), hidden=hidden, copied=copied)
+        context = PendingInputs.none(cache, batch, weight.new_empty(self.base.hidden_size))
+        return replace(super().init_state(batch), context=context)
 
     @torch.inference_mode()
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> BlockState:
-        assert isinstance(state, BlockState) and base_hidden is not None and base_hidden.layers is not None
-        head = self.inference()
-        context = state.context.append(head.fuse(base_hidden.layers), counts)
-        copied = state.copied
-        if copied is not None:
-            copied = copied.append(head.induction, tokens, counts)
-        return BlockState(context=context, hidden=last_valid(base_hidden.final, counts), copied=copied)
+    ) -> HeadState:
+        assert isinstance(state, HeadState) and state.context is not None
+        assert base_hidden is not None and base_hidden.layers is not None
+        context = state.context.append(self.inference().fuse(base_hidden.layers), counts)
+        return replace(super().update(state, tokens, base_hidden, counts), context=context)
 
     @torch.inference_mode()
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "BlockDraftPass":
-        assert isinstance(state, BlockState) and isinstance(state.context.cache, BlockCache)
+        assert (
+            isinstance(state, HeadState) and state.context is not None and isinstance(state.context.cache, BlockCache)
+        )
         head = self.inference()
         slots = head.block(last_token, state.hidden)
         seen = self.seen_slots(slots.device)
@@ -324,13 +310,8 @@ class DSparkHead(MultiPositionHead):
             # The context is not changed by the layers: each makes keys and values of the same fused states.
             context_key, context_value = layer.self_attn.keys_values(context, batch.position_ids)
             query, key, value = (torch.unflatten(states, 2, block) for states in layer.states(x, positions))
-            # Recomputed in the backward pass; otherwise every layer would store S P x T scores per attention head.
-            out: Tensor = checkpoint(
-                attend_block,
-                *(query, context_key, context_value, context_seen, key, value, slots_seen),
-                use_reentrant=False,
-            )
-            x = layer.add_mlp(x, layer.self_attn.join(out.flatten(2, 3)))
+            context_kv = context_key, context_value, context_seen
+            x = layer.add_mlp(x, layer.self_attn.output_of_blocks(query, *context_kv, key, value, slots_seen))
         x = self.norm(torch.unflatten(x, 1, block))
         induction = None if self.induction is None else InductionAnchors(self.induction, batch, anchors)
         inputs = []

@@ -27,7 +27,6 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, check_limits
@@ -41,7 +40,6 @@ from drafthead.models.heads.parts.attention_layer import (
     HeadDecoderLayer,
     HeadMLP,
     HeadRMSNorm,
-    attend_block,
 )
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
@@ -131,11 +129,8 @@ class EagleLayer(nn.Module):
             query, *kv = self.step_states(embedded(step, anchors), feature, positions[rows, anchors] + step)
             step_kv.append((kv[0], kv[1]))
             keys, values = (torch.stack(states, 3) for states in zip(*step_kv, strict=True))
-            # Recomputed in the backward pass; otherwise every step would store S x T scores per attention head.
-            out: Tensor = checkpoint(
-                attend_block, query[:, :, :, None], context_key, context_value, seen, keys, values, use_reentrant=False
-            )
-            attended = self.self_attn.join(out[:, :, :, 0])
+            block_query = query[:, :, :, None]  # one query per anchor
+            attended = self.self_attn.output_of_blocks(block_query, context_key, context_value, seen, keys, values)
             outputs.append(self.add_mlp(feature, attended))
         return outputs
 
@@ -212,14 +207,14 @@ class Eagle3Config(CopyingConfig):
         return Eagle3Head(self, base, d2t)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EagleState(HeadState):
-    """Context of the layer, and the last feature, whose next token is not committed yet."""
+    """State of EAGLE-3's layer between steps."""
 
     context: PendingInputs
     """Inputs of the layer: the embedding of ``x_{t+1}`` and the feature ``f_t``, concatenated."""
     feature: Tensor
-    """[B, D] feature of the last token that the base has read; NaN before the prompt."""
+    """[B, D] feature of the last token that the base has read; its next token is not committed yet."""
     started: bool = False
     """True once the base has read the prompt."""
 
@@ -420,10 +415,8 @@ class Eagle3Head(CopyingHead):
                 continue
             masked_states = states(layer, mask_token, drafted, later.flatten(1))
             query, block_key, block_value = (torch.unflatten(part, 2, block) for part in masked_states)
-            out: Tensor = checkpoint(
-                attend_block, query, key, value, seen, block_key, block_value, order, use_reentrant=False
-            )
-            drafted = layer.add_mlp(drafted, layer.self_attn.join(out.flatten(2, 3)))
+            attended = layer.self_attn.output_of_blocks(query, key, value, seen, block_key, block_value, order)
+            drafted = layer.add_mlp(drafted, attended)
         first = context[rows, anchors]
         return [first, *(torch.unflatten(drafted, 1, block).unbind(2) if count else ())]
 

@@ -122,14 +122,6 @@ class PrefixLayer(HeadDecoderLayer):
         return cast(Tensor, self.norm(super().forward(x, positions, mask, cache)))
 
 
-@dataclass
-class HydraState(HeadState):
-    """State of Hydra++."""
-
-    context: PendingInputs
-    """Context of the prefix layer."""
-
-
 class HydraHead(RecurrentHead):
     """K Hydra heads. A node's state is the next head's input: ``h`` and the embeddings on the node's path."""
 
@@ -169,26 +161,24 @@ class HydraHead(RecurrentHead):
 
     def init_state(self, batch: int) -> HeadState:
         state = super().init_state(batch)
-        if self.prefix is None:
+        layer = self.inference().prefix
+        if self.prefix is None or layer is None:
             return state
-        layer, shape = self.inference().prefix, self.prefix.self_attn.cache_shape(self.dtype, self.base.device)
-        assert layer is not None
-        context = PendingInputs.none(LayerKVCache(layer, shape), batch, self.prefix.norm.weight)
-        return HydraState(hidden=state.hidden, copied=state.copied, context=context)
+        cache = LayerKVCache(layer, self.prefix.self_attn.cache_shape(self.dtype, self.base.device))
+        return replace(state, context=PendingInputs.none(cache, batch, self.prefix.norm.weight))
 
     def update(
         self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> HeadState:
         updated = super().update(state, tokens, base_hidden, counts)
-        if not isinstance(state, HydraState):
+        assert isinstance(state, HeadState) and base_hidden is not None
+        if state.context is None:
             return updated
-        assert base_hidden is not None
         with torch.inference_mode():
-            context = state.context.append(base_hidden.final.to(self.dtype), counts)
-        return HydraState(hidden=updated.hidden, copied=updated.copied, context=context)
+            return replace(updated, context=state.context.append(base_hidden.final.to(self.dtype), counts))
 
     def read_state(self, state: HeadState) -> Tensor:
-        return state.context.cache.prefill(state.context) if isinstance(state, HydraState) else state.hidden
+        return state.hidden if state.context is None else state.context.cache.prefill(state.context)
 
     def first_states(self, hidden: Tensor) -> States:
         return (hidden,)

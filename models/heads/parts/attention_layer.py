@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -103,6 +104,14 @@ class HeadAttention(nn.Module):
         """Return the projected attention of given queries, keys and values: [B, T, D]."""
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
         return self.join(out)
+
+    def output_of_blocks(self, query: Tensor, *context_and_blocks: Tensor | None) -> Tensor:
+        """Return the projected attention of blocks, [B, S P, D]; the arguments are those of ``attend_block``.
+
+        Scores are recomputed in the backward pass. Otherwise every layer would store S P x T per attention head.
+        """
+        out: Tensor = checkpoint(attend_block, query, *context_and_blocks, use_reentrant=False)
+        return self.join(out.flatten(2, 3))
 
     def join(self, attended: Tensor) -> Tensor:
         """Project the outputs of all attention heads: [B, H, T, E] -> [B, T, D]."""

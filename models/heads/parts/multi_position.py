@@ -23,14 +23,31 @@ from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_vali
 from drafthead.models.decoding.growth import DraftPass
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.induction import InductionContext, InductionHead, InductionReader
+from drafthead.models.heads.parts.layer_cache import PendingInputs
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.parts.targets import DraftTargets, rank_of
 from drafthead.models.kernels.cuda_graphs import StaticCalls
 
 
+@dataclass
+class HeadState(DraftState):
+    """State of a :class:`MultiPositionHead` between steps."""
+
+    hidden: Tensor
+    """[B, D] the base's ``h`` at the last position it has read; NaN before the prompt."""
+    copied: InductionContext | None
+    """Context of the induction head."""
+    context: PendingInputs | None = None
+    """Context of the head's own attention layers, if it has any."""
+
+
 class MultiPositionHead(DraftHead):
     """A head that gives the projection's input at every position; loss and ranks follow."""
+
+    def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
+        super().__init__(config, base, d2t)
+        self.induction: InductionHead | None = None
 
     @abstractmethod
     def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
@@ -71,6 +88,20 @@ class MultiPositionHead(DraftHead):
             ranks[draft_targets.source_idx[k, valid], k] = position_ranks
         return ranks.view(*batch.input_ids.shape, self.depth)
 
+    def init_state(self, batch: int) -> HeadState:
+        weight = self.target_lm_head.weight
+        hidden = weight.new_full((batch, weight.shape[1]), torch.nan)
+        return HeadState(hidden=hidden, copied=InductionContext.none(batch) if self.induction else None)
+
+    def update(
+        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+    ) -> HeadState:
+        assert isinstance(state, HeadState) and base_hidden is not None
+        copied = state.copied
+        if copied is not None:
+            copied = copied.append(self.inference().induction, tokens, counts)
+        return HeadState(hidden=last_valid(base_hidden.final, counts), copied=copied)
+
 
 @dataclass(kw_only=True)
 class CopyingConfig(DraftHeadConfig):
@@ -89,16 +120,6 @@ class CopyingConfig(DraftHeadConfig):
             raise ValueError("head.induction_rank adds to the base's projection; set head.own_lm_head=false")
 
 
-@dataclass
-class HeadState(DraftState):
-    """State of a :class:`CopyingHead` between steps; subclasses add caches."""
-
-    hidden: Tensor
-    """[B, D] the base's ``h`` at the last position it has read; NaN before the prompt."""
-    copied: InductionContext | None
-    """Context of the induction head."""
-
-
 class CopyingHead(MultiPositionHead):
     """A head that drafts from the base's last state, and can have an induction head.
 
@@ -112,7 +133,6 @@ class CopyingHead(MultiPositionHead):
     def __init__(self, config: CopyingConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self._static = StaticCalls(base.device) if base.uses_graphs else None
-        self.induction: InductionHead | None = None
         if config.induction_rank:
             self.induction = InductionHead(base, config.induction_rank)
             self.induction_out = nn.Linear(config.induction_rank, len(self.d2t), bias=False, device=base.device)
@@ -151,20 +171,6 @@ class CopyingHead(MultiPositionHead):
             return hidden
         copied = self.induction.at_targets(batch, base_hidden.final, draft_targets)
         return torch.cat([hidden, copied.to(hidden.dtype)], -1)
-
-    def init_state(self, batch: int) -> HeadState:
-        weight = self.target_lm_head.weight
-        hidden = weight.new_full((batch, weight.shape[1]), torch.nan)
-        return HeadState(hidden=hidden, copied=InductionContext.none(batch) if self.induction else None)
-
-    def update(
-        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> HeadState:
-        assert isinstance(state, HeadState) and base_hidden is not None
-        copied = state.copied
-        if copied is not None:
-            copied = copied.append(self.inference().induction, tokens, counts)
-        return HeadState(hidden=last_valid(base_hidden.final, counts), copied=copied)
 
     @torch.inference_mode()
     def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
