@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import MISSING
-from rich.table import Table
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.eval.report.plots import ACCENT, INK, SOFT, new_axes, save_png, short_name, styled
+from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
     FinishedAnswer,
@@ -135,7 +135,7 @@ def main(config: ReplayConfig) -> None:
             )
             nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else draft_config.nodes
             rows.append(Row(spec, nodes, draft_config.depth, simulated, None))
-    display.console.print(table(rows, config))
+    display.console.print(table(rows, config).console())
     if config.plot:
         draw(rows, Path(config.plot))
         display.line(f"figure: {config.plot}")
@@ -199,15 +199,16 @@ def rows(
     return simulated_rows
 
 
-def table(rows: Sequence[Row], config: ReplayConfig) -> Table:
+def table(rows: Sequence[Row], config: ReplayConfig) -> ResultTable:
     """Return the rows as a table for the console."""
-    title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
-    shown = Table("draft", "nodes", "mean accepted length", "95 %", "predicted speedup", title=title)
+    cells = []
     for row in rows:
-        between = " to ".join(f"{end:.2f}" for end in row.simulated.interval or ())
+        interval = " to ".join(f"{end:.2f}" for end in row.simulated.interval or ())
         speedup = "" if row.speedup is None else f"{row.speedup:.2f}"
-        shown.add_row(row.name, str(row.nodes), f"{row.simulated.mean_accepted_length:.2f}", between, speedup)
-    return shown
+        cells.append((row.name, str(row.nodes), f"{row.simulated.mean_accepted_length:.2f}", interval, speedup))
+    title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
+    columns = ("draft", "nodes", "mean accepted length", "95 %", "predicted speedup")
+    return ResultTable(title, columns, cells, has_total=False)
 
 
 @styled

@@ -4,19 +4,25 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.data.utils.files import make_folder, write_json
-from drafthead.data.utils.machine import hardware, versions
+from drafthead.data.utils.machine import hardware, other_processes_line, versions
+from drafthead.eval.metrics.acceptance import mean_accepted_length
+from drafthead.eval.metrics.speed import decode_tokens_per_second
+from drafthead.eval.metrics.speedup_breakdown import expected_tokens
+from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report.plots import GRID, INK, new_axes, save_png, styled
+from drafthead.eval.report.tables import ResultTable
+from drafthead.eval.timing.interleaved import Decoder, TimedResults, run_interleaved
 from drafthead.eval.trees.answers import FinishedAnswer, base_answers, text_ranks
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
@@ -25,7 +31,6 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
-from drafthead.models.decoding.step_log import StepRecord
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import default_device
 from drafthead.models.token_tree import TokenTree
@@ -95,14 +100,16 @@ def main(config: StudyConfig) -> None:
     heads = {folder.name: DraftHead.from_pretrained(folder / "head", base) for folder in folders}
     rows = []
     for name, head in heads.items():
-        with display.stage(f"acceptance and latency: {name}"):
+        with display.stage(f"acceptance and latency of {name}"):
             rows.append({"name": name, **predicted(base, head, texts)})
-    with display.stage("decoding, all shapes side by side"):
-        decode_interleaved(base, list(heads.values()), rows, texts)
+    with display.stage("decoding with all shapes in one run"):
+        timed = measure_speeds(base, heads, rows, texts, config.max_new_tokens)
     record = {"recipe": config.recipe, "suite": config.suite, "limit": config.limit, "rows": rows}
-    write_json(out / "study.json", record | {"hardware": hardware(), "versions": versions()})
+    measured_on = hardware() | {"other_processes_cores": timed.other_processes_cores}
+    write_json(out / "study.json", record | {"hardware": measured_on, "versions": versions()})
     draw(rows, out / "study.png")
-    display.console.print(table(rows))
+    display.console.print(table(rows).console())
+    display.line(other_processes_line(timed.other_processes_cores))
     best, expected = (max(rows, key=lambda row: row[key])["name"] for key in ("measured", "predicted"))
     display.line(f"fastest: {best}; predicted: {expected}   {out / 'study.json'}, {out / 'study.png'}")
 
@@ -111,10 +118,10 @@ def equal_width(shape: ModelShape, reference: int, depth: int) -> int:
     """Return the MLP channels, a multiple of 16, with which ``depth`` layers are as large as ``reference`` whole
     layers.
     """
-    a_channel = 3 * shape.hidden_size
-    inner = next(outputs for name, _, outputs in shape.linears if name == "gate_proj")
-    beside = shape.layer_parameters - a_channel * inner
-    width = (reference * shape.layer_parameters / depth - beside) / a_channel
+    per_channel = 3 * shape.hidden_size  # a column of gate, up and down projection
+    channels = next(outputs for name, _, outputs in shape.linears if name == "gate_proj")
+    without_mlp = shape.layer_parameters - per_channel * channels
+    width = (reference * shape.layer_parameters / depth - without_mlp) / per_channel
     if width < 16:
         raise UserError(
             f"{depth} layers without an MLP are as large as {reference} of the base already; raise reference, or lower "
@@ -154,34 +161,33 @@ def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer])
     }
 
 
-def decode_interleaved(
-    base: BaseModel, heads: Sequence[DraftHead], rows: Sequence[dict[str, Any]], texts: Sequence[FinishedAnswer]
-) -> None:
-    """Add to every row the measured speed of its best chain and of plain decoding.
+def measure_speeds(
+    base: BaseModel, heads: dict[str, DraftHead], rows: list[dict[str, Any]], texts: Sequence[FinishedAnswer], new: int
+) -> TimedResults:
+    """Decode all answers again in one interleaved run; add to every row the speed of its best chain and the baseline's.
 
-    Answers are decoded in turns, so that a slow minute affects all.
+    ``new`` is the most tokens of an answer.
     """
-    steps: list[list[StepRecord]] = [[] for _ in (None, *heads)]
-    for text in texts:
-        for head_steps, head, row in zip(steps, (None, *heads), (None, *rows), strict=True):
-            chain = DraftConfig(tree=TokenTree.chain(row["draft_tokens"] if row else 0))
-            new = len(text.ids) - text.boundary
-            head_steps += decode(base, head, text.ids[: text.boundary], max_new_tokens=new, draft_config=chain).steps
-    speeds = [
-        sum(step.committed for step in head_steps) / sum(step.total_s for step in head_steps) for head_steps in steps
-    ]
-    for row, speed, head_steps in zip(rows, speeds[1:], steps[1:], strict=True):
-        committed = sum(step.committed for step in head_steps)
-        row |= {"measured": speed, "tokens_decoded": committed / len(head_steps), "autoregressive": speeds[0]}
+    prompts = [EvalPrompt("study", n, [], input_ids=tuple(text.ids[: text.boundary])) for n, text in enumerate(texts)]
+    decoders: dict[str, Decoder] = {"autoregressive": partial(decode, base, None, max_new_tokens=new)}
+    for row in rows:
+        chain = DraftConfig(tree=TokenTree.chain(row["draft_tokens"]))
+        decoders[row["name"]] = partial(decode, base, heads[row["name"]], max_new_tokens=new, draft_config=chain)
+    timed = run_interleaved(
+        prompts, lambda prompt, _: list(prompt.input_ids or ()), decoders, None, 0, lambda done, total: None
+    )
+    speeds = {name: decode_tokens_per_second(results).value for name, results in timed.results.items()}
+    for row in rows:
+        row |= {"measured": speeds[row["name"]], "autoregressive": speeds["autoregressive"]}
+        row["tokens_decoded"] = mean_accepted_length(timed.results[row["name"]]).value
+    return timed
 
 
 def chain_speed(row: dict[str, Any], acceptance: float, draft_s: float) -> float:
     """Return tokens per second of the best chain of a drafter with equal acceptance at all positions (2211.17192)."""
-    fastest = 0.0
-    for length in range(1, len(row["verify_s"])):
-        tokens = sum(acceptance**k for k in range(length + 1))
-        fastest = max(fastest, tokens / (length * draft_s + row["verify_s"][length] + row["overhead_s"]))
-    return fastest
+    lengths = range(1, len(row["verify_s"]))
+    step_s = {length: length * draft_s + row["verify_s"][length] + row["overhead_s"] for length in lengths}
+    return max(float(expected_tokens(acceptance, length) / step_s[length]) for length in lengths)
 
 
 @styled
@@ -192,7 +198,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     low, high = min(row["acceptance"] for row in rows), max(row["acceptance"] for row in rows)
     delays = np.linspace(slowest / 40, slowest, 40)
     chances = np.linspace(max(0.0, low - 0.1), min(0.99, high + 0.1), 40)
-    plain = 1 / (rows[0]["verify_s"][0] + rows[0]["overhead_s"])  # of the minute that its latencies are of
+    plain = 1 / (rows[0]["verify_s"][0] + rows[0]["overhead_s"])  # measured together with its latencies
     speeds = [[chain_speed(rows[0], a, d) / plain for d in delays] for a in chances]
     lines = axes.contour(1e3 * delays, chances, speeds, levels=10, colors=GRID, linewidths=1.2)
     axes.clabel(lines, fmt="%.2fx", fontsize=7, colors=INK)
@@ -205,11 +211,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     save_png(figure, path)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> Table:
+def table(rows: Sequence[dict[str, Any]]) -> ResultTable:
     """Return the table for the console, the fastest shape first."""
-    shown = Table("shape", "parameters", "acceptance", "draft ms", "chain", "tau", "tokens/s predicted", "measured")
-    for row in sorted(rows, key=lambda row: -row["measured"]):
-        shown.add_row(
+    columns = ("shape", "parameters", "acceptance", "draft ms", "chain", "tau", "predicted tok/s", "measured")
+    cells = [
+        (
             row["name"],
             f"{row['parameters'] / 1e6:.1f} M",
             f"{row['acceptance']:.3f}",
@@ -219,4 +225,6 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['predicted']:.1f}",
             f"{row['measured']:.1f}",
         )
-    return shown
+        for row in sorted(rows, key=lambda row: -row["measured"])
+    ]
+    return ResultTable("Draft models of equal size", columns, cells, has_total=False)

@@ -54,8 +54,8 @@ class ResultTable:
             heading = self.columns[n].replace(" tok", "\ntok").replace("Spec-", "Spec-\n")
             if n:
                 table.add_column(heading, justify="right", no_wrap=True)
-            else:  # the name of a method may be a path
-                table.add_column(heading, overflow="fold", max_width=22)
+            else:  # many columns leave little room for a method's name, which may be a path
+                table.add_column(heading, overflow="fold", max_width=22 if len(self.columns) > 6 else None)
         for row in self.rows:
             is_total = self.has_total and row is self.rows[-1]
             if is_total:
