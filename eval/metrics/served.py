@@ -105,9 +105,10 @@ def engine_lines(evaluation: dict[str, Any]) -> list[str]:
             f"{' / '.join(map(str, one['accepted'])) or 'not counted'} of {one['steps']} steps"
             for one in (counts["engine"], counts["ours"])
         ]
+        options = f"with {row['options']} " if row.get("options") else ""
         plain = "plain not measured" if speeds["plain"] is None else f"plain {speeds['plain']:.1f}"
         lines.append(
-            f"served by {row['engine']} {row['version']} ({row['format']}, chain of {row['drafts']}): "
+            f"served by {row['engine']} {row['version']} {options}({row['format']}, chain of {row['drafts']}): "
             f"{counts['engine']['mean_accepted_length']:.2f} tokens a step against "
             f"{counts['ours']['mean_accepted_length']:.2f} of our engine; accepted by position {shown[0]}, ours "
             f"{shown[1]}; texts equal to {texts['compared_with']}: {texts['same']} of {texts['of']}, near-ties: "
