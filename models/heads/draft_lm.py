@@ -20,7 +20,7 @@ from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
-from drafthead.models.decoding.drafter import DraftConfig, DraftState
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears
@@ -88,13 +88,11 @@ class DraftLM(AutoregressiveHead):
         return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._inference_model()))
 
     def update(
-        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+        self, state: PendingTokens, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> PendingTokens:
-        assert isinstance(state, PendingTokens)
         return state.append(tokens, counts)
 
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
-        assert isinstance(state, PendingTokens)
+    def start(self, state: PendingTokens, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
         text = state.text.append(last_token[:, None])
         return CachedDraftPass(state.cache, text, draft_config, self.projection.logits)
 

@@ -36,7 +36,7 @@ from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.drafter import DraftConfig, DraftState
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.heads.parts.induction import InductionAnchors, InductionHead, InductionReader
@@ -267,15 +267,15 @@ class DSparkHead(MultiPositionHead):
 
     @torch.inference_mode()
     def update(
-        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+        self, state: HeadState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> HeadState:
-        assert isinstance(state, HeadState) and state.context is not None
+        assert state.context is not None
         assert base_hidden is not None and base_hidden.layers is not None
         context = state.context.append(self.inference().fuse(base_hidden.layers), counts)
         return replace(super().update(state, tokens, base_hidden, counts), context=context)
 
     @torch.inference_mode()
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "BlockDraftPass":
+    def start(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> "BlockDraftPass":
         assert (
             isinstance(state, HeadState) and state.context is not None and isinstance(state.context.cache, BlockCache)
         )

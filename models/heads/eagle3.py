@@ -33,7 +33,7 @@ from drafthead.data.utils.errors import UserError, check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
+from drafthead.models.decoding.drafter import DraftConfig, last_valid
 from drafthead.models.decoding.growth import DraftPass
 from drafthead.models.heads.parts.attention_layer import (
     HeadAttention,
@@ -331,7 +331,7 @@ class Eagle3Head(CopyingHead):
 
     @torch.inference_mode()
     def update(
-        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+        self, state: HeadState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> EagleState:
         assert isinstance(state, EagleState) and base_hidden is not None
         updated = super().update(state, tokens, base_hidden, counts)
@@ -347,7 +347,7 @@ class Eagle3Head(CopyingHead):
         return EagleState(hidden=updated.hidden, copied=updated.copied, context=context, feature=feature, started=True)
 
     @torch.inference_mode()
-    def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         assert isinstance(state, EagleState)
         if not self.config.parallel:
             return _EagleDraftPass(self, state)

@@ -27,7 +27,6 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
-from drafthead.models.decoding.drafter import DraftState
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
@@ -168,10 +167,10 @@ class HydraHead(RecurrentHead):
         return replace(state, context=PendingInputs.none(cache, batch, self.prefix.norm.weight))
 
     def update(
-        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+        self, state: HeadState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> HeadState:
         updated = super().update(state, tokens, base_hidden, counts)
-        assert isinstance(state, HeadState) and base_hidden is not None
+        assert base_hidden is not None
         if state.context is None:
             return updated
         with torch.inference_mode():

@@ -214,14 +214,13 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         shallow = PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._first))
         return KangarooState(adapter=PendingInputs.none(cache, batch, self.norm.weight), shallow=shallow, target=None)
 
-    def attach(self, state: DraftState, cache: KVCache | RaggedCache) -> "KangarooState":
-        assert isinstance(state, KangarooState)
+    def attach(self, state: "KangarooState", cache: KVCache | RaggedCache) -> "KangarooState":
         return KangarooState(adapter=state.adapter, shallow=None, target=cache)
 
     def update(
-        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+        self, state: "KangarooState", tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> "KangarooState":
-        assert isinstance(state, KangarooState) and base_hidden is not None
+        assert base_hidden is not None
         with torch.inference_mode():
             return KangarooState(
                 adapter=state.adapter.append(base_hidden.layer(0), counts),
@@ -229,8 +228,7 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
                 target=state.target,
             )
 
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> "_KangarooDraftPass":
-        assert isinstance(state, KangarooState)
+    def start(self, state: "KangarooState", last_token: Tensor, draft_config: DraftConfig) -> "_KangarooDraftPass":
         exit_states: DraftPass
         if state.shallow is None:
             assert state.target is not None

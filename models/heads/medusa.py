@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import check_limits
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig, DraftState
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
 from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
 from drafthead.models.heads.parts.targets import DraftTargets
@@ -121,8 +121,7 @@ class MedusaHead(CopyingHead):
         embedded = F.embedding(last_token, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
-    def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> LevelDraftPass:
-        assert isinstance(state, HeadState)
+    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> LevelDraftPass:
         depth = draft_config.depth
         if self._static is None:
             return LevelDraftPass(self.draft_logits(state.hidden, last_token, depth))

@@ -94,9 +94,9 @@ class MultiPositionHead(DraftHead):
         return HeadState(hidden=hidden, copied=InductionContext.none(batch) if self.induction else None)
 
     def update(
-        self, state: DraftState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+        self, state: HeadState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> HeadState:
-        assert isinstance(state, HeadState) and base_hidden is not None
+        assert base_hidden is not None
         copied = state.copied
         if copied is not None:
             copied = copied.append(self.inference().induction, tokens, counts)
@@ -145,7 +145,7 @@ class CopyingHead(MultiPositionHead):
         return DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(self.base), scaled=not config.induction_rank)
 
     @abstractmethod
-    def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
+    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         """Start drafting without the induction head; arguments as in ``StepwiseDrafter.start``."""
 
     @abstractmethod
@@ -173,8 +173,7 @@ class CopyingHead(MultiPositionHead):
         return torch.cat([hidden, copied.to(hidden.dtype)], -1)
 
     @torch.inference_mode()
-    def start(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        assert isinstance(state, HeadState)
+    def start(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         draft_pass = self.levels(state, last_token, draft_config)
         if state.copied is None:
             return draft_pass
@@ -230,8 +229,7 @@ class RecurrentHead(CopyingHead):
             tokens: [B, F] int64 target ids; the root for k = 0, then drafts.
         """
 
-    def levels(self, state: DraftState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        assert isinstance(state, HeadState)
+    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
         return RecurrentDraftPass(self, self.first_states(self.read_state(state)[:, None].to(self.dtype)))
 
     def read_state(self, state: HeadState) -> Tensor:
