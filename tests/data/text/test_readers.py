@@ -31,9 +31,9 @@ class Hub:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    found = Hub("README.md", "data/train.parquet")
-    monkeypatch.setattr(readers, "_hub_info", found)
-    return found
+    hub = Hub("README.md", "data/train.parquet")
+    monkeypatch.setattr(readers, "_hub_info", hub)
+    return hub
 
 
 def test_a_dataset_stays_at_the_commit_of_the_start(hub: Hub, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_hub_is_asked_for_commit_and_files(monkeypatch: pytest.MonkeyPatch) 
 def test_pickles_and_scripts_are_refused_by_name(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Of a folder and of a repository, before ``datasets`` sees them."""
+    """Refuse a folder and a repository before ``datasets`` opens them."""
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: pytest.fail("opened"))
     about = ["README.md", ".gitattributes", "LICENSE", "dataset_infos.json"]
     for file in (*about, name):

@@ -19,13 +19,8 @@ TOKENIZER = tiny_tokenizer()
 T = 32
 
 
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
 def hub(folder: Path, files: int, rows: int = 12, **settings: Any) -> SourceConfig:
-    """A dataset of several files that ``datasets`` streams, with rows that are no texts among them."""
+    """A dataset of several files that ``datasets`` streams, including rows without text."""
     folder.mkdir(parents=True, exist_ok=True)
     for f in range(files):
         texts = [f"{folder.name} {f} {i}" for i in range(rows)]
@@ -50,15 +45,15 @@ def take(stream: Any, count: int) -> list[str]:
 def test_shards_share_out_every_text(tmp_path: Path, kind: str, files: int, shards: int) -> None:
     """By files where there are enough of them, else row by row; each text once an epoch."""
     source = hub(tmp_path / "set", files) if kind == "hf" else local(tmp_path / "set.jsonl", files * 10)
-    found: list[str] = []
+    seen: list[str] = []
     for shard in range(shards):
         stream = SourceStream(source, shard, shards)
         epoch: list[str] = []
         while stream.state()["epoch"] == 0:
             epoch.append(next(stream))
         assert [*epoch[:-1]] and epoch[-1] == epoch[0], "the next epoch begins as this one did"
-        found += epoch[:-1]
-    assert len(found) == len(set(found)) == files * 10
+        seen += epoch[:-1]
+    assert len(seen) == len(set(seen)) == files * 10
 
 
 @pytest.mark.parametrize(("files", "shards"), [(5, 2), (2, 3)])
@@ -92,13 +87,13 @@ def test_a_position_spares_reading_what_is_before_it(tmp_path: Path) -> None:
     stream = SourceStream(source, 0, 1)
     take(stream, 5 * 28 + 10)
     state = stream.state()
-    wanted = next(stream)
-    assert wanted.startswith("set 5 ")
+    expected = next(stream)
+    assert expected.startswith("set 5 ")
     for f in (1, 2, 3):
         (tmp_path / "set" / f"part-{f}.jsonl").write_text("no JSON")
     again = SourceStream(source, 0, 1)
     again.load(state)
-    assert next(again) == wanted
+    assert next(again) == expected
     with pytest.raises(UserError, match="could not be read"):
         take(SourceStream(source, 0, 1), 5 * 28)
 
@@ -120,10 +115,10 @@ def test_parts_of_the_characters(tmp_path: Path) -> None:
 
 def test_a_limit_is_of_the_source_not_of_a_shard(tmp_path: Path) -> None:
     for source in (hub(tmp_path / "set", 5, limit=20), local(tmp_path / "x.jsonl", 50, limit=20)):
-        found = set()
+        seen = set()
         for shard in range(2):
-            found |= set(take(SourceStream(source, shard, 2), 60))
-        assert len(found) == (16 if source.kind == "hf" else 20)  # rows without a text count as read
+            seen |= set(take(SourceStream(source, shard, 2), 60))
+        assert len(seen) == (16 if source.kind == "hf" else 20)  # rows without a text count as read
 
 
 def test_bad_streams(tmp_path: Path) -> None:
@@ -162,7 +157,7 @@ def test_batches_are_packed_rows(source: SourceConfig, tmp_path: Path) -> None:
     batch = rows(source, tmp_path).batch(list(range(40)))
     assert batch.loss_mask.float().mean() > 0.95 and bool((batch.document_ids[batch.loss_mask] >= 0).all())
     starts = ((batch.position_ids == 0) & batch.loss_mask).nonzero().tolist()
-    first_words = ["".join(map(chr, batch.input_ids[row, place : place + 4].tolist())) for row, place in starts]
+    first_words = ["".join(map(chr, batch.input_ids[row, column : column + 4].tolist())) for row, column in starts]
     assert first_words.count("text") > 0.5 * len(first_words)
     for row in range(40):
         documents = batch.document_ids[row][batch.loss_mask[row]].tolist()
@@ -171,19 +166,19 @@ def test_batches_are_packed_rows(source: SourceConfig, tmp_path: Path) -> None:
 
 def test_a_row_is_the_same_whoever_asks(source: SourceConfig, tmp_path: Path) -> None:
     """One process or several, forwards or backwards, one worker or more, from the start or after one."""
-    wanted = ids(rows(source, tmp_path / "one"), list(range(96)))
-    assert len({tuple(row) for row in wanted.tolist()}) > 80
+    expected = ids(rows(source, tmp_path / "one"), list(range(96)))
+    assert len({tuple(row) for row in expected.tolist()}) > 80
     for world in (2, 4):
         for rank in range(world):
             mine = [n for n in range(96) if n // 2 % world == rank]
-            assert torch.equal(ids(rows(source, tmp_path / f"{world}-{rank}"), mine), wanted[mine])
-    together = [rows(source, tmp_path / "shared", workers=1) for _ in range(3)]  # shards are no multiple of these
+            assert torch.equal(ids(rows(source, tmp_path / f"{world}-{rank}"), mine), expected[mine])
+    together = [rows(source, tmp_path / "shared", workers=1) for _ in range(3)]  # not a divisor of the number of shards
     for rank, stream in enumerate(together):
         mine = [n for n in range(96) if n // 2 % 3 == rank]
-        assert torch.equal(ids(stream, mine), wanted[mine])
+        assert torch.equal(ids(stream, mine), expected[mine])
     backwards = list(range(95, -1, -1))
-    assert torch.equal(ids(rows(source, tmp_path / "back"), backwards), wanted[backwards])
-    assert torch.equal(ids(rows(source, tmp_path / "one"), [90, 3, 41]), wanted[[90, 3, 41]])
+    assert torch.equal(ids(rows(source, tmp_path / "back"), backwards), expected[backwards])
+    assert torch.equal(ids(rows(source, tmp_path / "one"), [90, 3, 41]), expected[[90, 3, 41]])
 
 
 def test_a_process_reads_its_shards_only(source: SourceConfig, tmp_path: Path) -> None:
@@ -195,12 +190,12 @@ def test_a_process_reads_its_shards_only(source: SourceConfig, tmp_path: Path) -
 def test_a_restart_reads_no_more_than_its_window(
     source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = ids(rows(source, tmp_path, shards=1), list(range(60)))
-    read: list[int] = []
+    expected = ids(rows(source, tmp_path, shards=1), list(range(60)))
+    reads: list[int] = []
     original = Mixture.__next__
-    monkeypatch.setattr(Mixture, "__next__", lambda self: read.append(1) or original(self))
-    assert torch.equal(ids(rows(source, tmp_path, shards=1), [54, 55]), wanted[54:56])
-    assert len(read) < 30, "60 rows of 32 bytes have some 40 texts, 12 rows hardly 10"
+    monkeypatch.setattr(Mixture, "__next__", lambda self: reads.append(1) or original(self))
+    assert torch.equal(ids(rows(source, tmp_path, shards=1), [54, 55]), expected[54:56])
+    assert len(reads) < 30, "60 rows of 32 bytes have some 40 texts, 12 rows hardly 10"
 
 
 def test_positions_are_forgotten_in_the_end(
@@ -208,11 +203,11 @@ def test_positions_are_forgotten_in_the_end(
 ) -> None:
     monkeypatch.setattr(streaming, "KEPT_POSITIONS", 3)
     stream = rows(source, tmp_path, shards=1)
-    wanted = ids(stream, list(range(60)))
+    expected = ids(stream, list(range(60)))
     ids(stream, [61])
-    kept = sorted(map(int, read_checksummed_json(tmp_path / "lane-000.json")))
-    assert len(kept) == 4 and kept[0] == 0 and kept[1] >= 9
-    assert torch.equal(ids(rows(source, tmp_path, shards=1), list(range(60))), wanted)
+    positions = sorted(map(int, read_checksummed_json(tmp_path / "lane-000.json")))
+    assert len(positions) == 4 and positions[0] == 0 and positions[1] >= 9
+    assert torch.equal(ids(rows(source, tmp_path, shards=1), list(range(60))), expected)
 
 
 def test_odd_positions_are_refused(source: SourceConfig, tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def served(base: BaseModel, server: Callable[..., Any], **options: Any) -> Any:
     def answer(prompt: list[int], body: dict[str, Any]) -> list[int]:
         sampler = SamplerConfig(max_new_tokens=body["max_tokens"], temperature=body["temperature"], seed=body["seed"])
         with lock:
-            (found,) = generate_answers(base, [(0, prompt)], sampler, batch_size=1, max_prompt_tokens=len(prompt))
-        return found.input_ids[found.boundary :].tolist()
+            (results,) = generate_answers(base, [(0, prompt)], sampler, batch_size=1, max_prompt_tokens=len(prompt))
+        return results.input_ids[results.boundary :].tolist()
 
     return server(answer, base.tokenizer, base.eos_ids, **options)
 
@@ -86,32 +86,32 @@ def with_server(server: Any, **settings: Any) -> AnswersConfig:
 
 
 def together(base: BaseModel, folder: Path, waits: list[Callable[[], None]]) -> list[list[Row]]:
-    """What each of several processes, threads here, has in the end."""
-    found = dict[int, list[Row]]()
+    """Return the final rows of each of several processes, which are threads here."""
+    results = dict[int, list[Row]]()
 
     def work(rank: int, wait: Callable[[], None]) -> None:
-        found[rank] = rows_of(make(base, CONFIG, folder, ProcessGroup(rank, len(waits), wait)))
+        results[rank] = rows_of(make(base, CONFIG, folder, ProcessGroup(rank, len(waits), wait)))
 
     threads = [threading.Thread(target=work, args=entry) for entry in enumerate(waits)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[rank] for rank in range(len(waits))]
+    return [results[rank] for rank in range(len(waits))]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_make_what_one_makes(base: BaseModel, tmp_path: Path, size: int) -> None:
     """To the bit, hidden states too."""
     barrier = threading.Barrier(size)
-    wanted = rows_of(make(base, CONFIG, tmp_path / "one"))
-    assert [row[0] for row in wanted] == list(range(27))
-    assert together(base, tmp_path / "several", [lambda: barrier.wait(60) and None] * size) == [wanted] * size
+    expected = rows_of(make(base, CONFIG, tmp_path / "one"))
+    assert [row[0] for row in expected] == list(range(27))
+    assert together(base, tmp_path / "several", [lambda: barrier.wait(60) and None] * size) == [expected] * size
 
 
 def test_a_late_process_does_not_take_the_blocks_of_another(base: BaseModel, tmp_path: Path) -> None:
     """The second process goes on from the first meeting only when the first one has written, or waits for it."""
-    barrier, wanted = threading.Barrier(2), rows_of(make(base, CONFIG, tmp_path / "one"))
+    barrier, expected = threading.Barrier(2), rows_of(make(base, CONFIG, tmp_path / "one"))
     folder, meetings = tmp_path / "two", [0, 0]
 
     def first() -> None:
@@ -124,7 +124,7 @@ def test_a_late_process_does_not_take_the_blocks_of_another(base: BaseModel, tmp
         while meetings[1] == 1 and meetings[0] == 1 and not list(folder.glob("shard-*.parquet")):
             time.sleep(0.001)
 
-    assert together(base, folder, [first, late]) == [wanted] * 2
+    assert together(base, folder, [first, late]) == [expected] * 2
 
 
 def test_processes_without_a_common_folder(base: BaseModel, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_processes_without_a_common_folder(base: BaseModel, tmp_path: Path) -> N
 
 def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) -> None:
     """The second process of two never answers; its blocks are what a later start makes."""
-    wanted = rows_of(make(base, CONFIG, tmp_path / "whole"))
+    expected = rows_of(make(base, CONFIG, tmp_path / "whole"))
 
     class LeftAloneError(Exception):
         pass
@@ -150,12 +150,12 @@ def test_a_corpus_begun_by_two_is_ended_by_one(base: BaseModel, tmp_path: Path) 
 
     with pytest.raises(LeftAloneError):
         make(base, CONFIG, tmp_path / "part", ProcessGroup(0, 2, wait))
-    kept = rows_of(AnswerStore(tmp_path / "part"))
-    longest_first = sorted(wanted, key=lambda row: -row[2])
+    remaining = rows_of(AnswerStore(tmp_path / "part"))
+    longest_first = sorted(expected, key=lambda row: -row[2])
     blocks = [longest_first[first : first + 4] for first in range(0, len(longest_first), 4)]
     random.Random(CONFIG.sampler.seed).shuffle(blocks)
-    assert kept == sorted(row for block in blocks[::2] for row in block)
-    assert rows_of(make(base, CONFIG, tmp_path / "part")) == wanted
+    assert remaining == sorted(row for block in blocks[::2] for row in block)
+    assert rows_of(make(base, CONFIG, tmp_path / "part")) == expected
 
 
 def test_a_server_gives_what_the_built_in_decoding_gives(
@@ -163,13 +163,13 @@ def test_a_server_gives_what_the_built_in_decoding_gives(
 ) -> None:
     """Token for token, greedily; with a manifest that says who answered, and not where."""
     server = served(base, completions_server)
-    wanted = rows_of(make(base, replace(CONFIG, self_prompted=0), tmp_path / "built in", states=False))
+    expected = rows_of(make(base, replace(CONFIG, self_prompted=0), tmp_path / "built in", states=False))
     config = replace(with_server(server), self_prompted=0)
-    assert rows_of(make(base, config, tmp_path / "server")) == wanted
+    assert rows_of(make(base, config, tmp_path / "server")) == expected
     manifest = (tmp_path / "server" / "manifest.json").read_text()
     assert '"answers": "ids"' in manifest and server.url not in manifest
     server.close()
-    assert rows_of(make(base, config, tmp_path / "server")) == wanted, "a finished corpus needs no server"
+    assert rows_of(make(base, config, tmp_path / "server")) == expected, "a finished corpus needs no server"
     with pytest.raises(
         UserError, match=r"was started with a server, .* with the built-in decoding; set data.answers.server.url"
     ):
@@ -178,25 +178,20 @@ def test_a_server_gives_what_the_built_in_decoding_gives(
 
 @pytest.mark.parametrize("dialect", ["ids", "text"])
 def test_a_server_writes_prompts(
-    base: BaseModel,
-    completions_server: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dialect: str,
+    base: BaseModel, completions_server: Callable[..., Any], tmp_path: Path, dialect: str
 ) -> None:
     """The same ones on every try, whatever came back first.
 
     A random base's answers are no valid UTF-8, so most ids change on their way through text; all are there.
     """
-    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
-    found = []
+    results = []
     for name in ("a", "b"):
         server = served(base, completions_server, dialect=dialect)
         server.fault = lambda number, body: "503" if random.random() < 0.2 else None
         config = replace(with_server(server, min_greedy_match_rate=0.0), prompts=5, self_prompted=1)
         assert make(base, config, tmp_path / name).done == set(range(6))
-        found.append((tmp_path / name / "prompts.json").read_text())
-    assert found[0] == found[1]
+        results.append((tmp_path / name / "prompts.json").read_text())
+    assert results[0] == results[1]
     assert f'"answers": "{dialect}"' in (tmp_path / "a" / "manifest.json").read_text()
 
 
@@ -232,14 +227,14 @@ def test_killed_beside_a_server_every_prompt_is_answered_once(
             time.sleep(0.002)
         process.kill()
         assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    kept = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.parquet")}
+    remaining = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.parquet")}
     subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept and len(kept) < 8
-    found = rows_of(AnswerStore(folder))
-    assert [row[0] for row in found] == list(range(24))
-    for number, ids, boundary, _, _ in found:
-        (wanted,) = generate_answers(tiny, [(number, ids[:boundary])], SamplerConfig(max_new_tokens=24), batch_size=1)
-        assert wanted.input_ids.tolist() == ids
+    assert {path: path.stat().st_mtime_ns for path in remaining} == remaining and len(remaining) < 8
+    results = rows_of(AnswerStore(folder))
+    assert [row[0] for row in results] == list(range(24))
+    for number, ids, boundary, _, _ in results:
+        (expected,) = generate_answers(tiny, [(number, ids[:boundary])], SamplerConfig(max_new_tokens=24), batch_size=1)
+        assert expected.input_ids.tolist() == ids
 
 
 @pytest.mark.parametrize("odd", [{}, [1], [[]], [[1]], [[{"role": "user"}]], [[{"role": "user", "content": 1}]]])
@@ -304,7 +299,7 @@ def test_prompts_near_those_of_a_suite_are_left_out(base: BaseModel, tmp_path: P
     excluding = replace(CONFIG, self_prompted=0, exclude_suites=[str(tmp_path / "suite.jsonl")])
     texts = [
         {base.tokenizer.decode(g.input_ids[: g.boundary]) for g in make(base, config, tmp_path / name).read()}
-        for name, config in (("all", replace(CONFIG, self_prompted=0)), ("kept", excluding))
+        for name, config in (("all", replace(CONFIG, self_prompted=0)), ("remaining", excluding))
     ]
     (left_out,) = texts[0] - texts[1]
     assert "Explain to a child why the sky is blue." in left_out and len(texts[1]) == 23
@@ -342,8 +337,8 @@ def test_precomputed_answers_are_compared_and_copied(base: BaseModel, tiny_base:
 def test_precomputed_answers_to_long_prompts_are_left_out(base: BaseModel, tmp_path: Path) -> None:
     made = make(base, CONFIG, tmp_path / "made", states=False)
     longest = max(g.boundary for g in made.read())
-    kept = precomputed(base, tmp_path / "made", tmp_path / "short", max_prompt_tokens=longest - 1)
-    assert 0 < len(kept.done) < len(made.done) and max(g.boundary for g in kept.read()) < longest
+    remaining = precomputed(base, tmp_path / "made", tmp_path / "short", max_prompt_tokens=longest - 1)
+    assert 0 < len(remaining.done) < len(made.done) and max(g.boundary for g in remaining.read()) < longest
     with pytest.raises(UserError, match="data.answers.max_prompt_tokens=8"):
         precomputed(base, tmp_path / "made", tmp_path / "none", max_prompt_tokens=8)
 

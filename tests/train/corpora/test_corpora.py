@@ -16,9 +16,7 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding import corpus as batched_generation
 from drafthead.train.config import AnswersConfig, DataConfig, PhaseConfig, TextConfig
-from drafthead.train.corpora import corpora
 from drafthead.train.corpora.corpora import Corpora, is_held_out
 from drafthead.train.trainer.batches import open_held_out, open_phase
 from support import TinyBase, composed
@@ -39,28 +37,31 @@ def make(base: BaseModel, folder: Path, seed: int = 0) -> tuple[Corpora, list[tu
     return Corpora(base, config, seed, lambda *step: seen.append(step), store_states=True), seen
 
 
-def test_text_is_packed_once(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_packed_once(tiny_base: TinyBase, tmp_path: Path) -> None:
     made, seen = make(tiny_base(), tmp_path)
     rows = made.text_rows(64).to_dict()
     assert seen[0] == ("packing text", 0, 3000) and seen[-1] == ("packing text", 3000, 3000)
     other = make(tiny_base(), tmp_path, seed=1)[0].text_rows(64)
     assert other.to_dict() != rows and len(list((tmp_path / "text").iterdir())) == 2
-    monkeypatch.setattr(corpora, "load_documents", lambda *_: pytest.fail("the sources were read again"))
     again, seen = make(tiny_base(), tmp_path)
-    assert again.text_rows(64).to_dict() == rows and not seen
+    assert again.text_rows(64).to_dict() == rows and not seen, "packed again"
 
 
-def test_text_that_was_interrupted_is_packed_anew(
-    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_text_is_packed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
     rows = make(tiny_base(), tmp_path / "whole")[0].text_rows(64).to_dict()
-    killed, _ = make(tiny_base(), tmp_path / "killed")
-    for place in ("pack", "write_manifest"):
-        with monkeypatch.context() as patched:
-            patched.setattr(corpora, place, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                killed.text_rows(64)
-    assert killed.text_rows(64).to_dict() == rows
+    made, _ = make(tiny_base(), tmp_path / "killed")
+
+    def interrupt(label: str, done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    killed = Corpora(made.base, made.config, 0, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        killed.text_rows(64)
+    assert made.text_rows(64).to_dict() == rows
+    (manifest,) = (tmp_path / "killed").glob("text/*/manifest.json")
+    manifest.unlink()  # as if killed between rows and manifest
+    assert made.text_rows(64).to_dict() == rows and manifest.exists()
 
 
 def test_held_out_answers_are_bounded() -> None:
@@ -71,11 +72,12 @@ def test_held_out_answers_are_bounded() -> None:
 def test_a_full_disk_is_noticed_before_generating(
     tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room for the ids, but not for the features."""
+    """There is room for the ids, but not for the hidden states."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
-    monkeypatch.setattr(batched_generation, "generate_answers", lambda *_, **__: pytest.fail("generation was begun"))
+    made, seen = make(tiny_base(), tmp_path)
     with pytest.raises(UserError, match=r"the answers with their hidden states \(store_hidden_states\) needs about"):
-        make(tiny_base(), tmp_path)[0].answers()
+        made.answers()
+    assert not seen, "generation had started"
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (0, 2)])
@@ -86,7 +88,7 @@ def test_kept_hidden_states_are_those_of_the_base(tiny_base: TinyBase, tmp_path:
     rows, prompts = made.answer_rows(512, held_out=False)
     runs = []
     hook = base.model.model.layers[2].register_forward_hook(lambda *_: runs.append(1))
-    kept = made.stored_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), prompts)
+    stored = made.stored_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), prompts)
     hook.remove()
     assert not runs
     if layers:  # the row cache has no second copy of the final states
@@ -96,10 +98,10 @@ def test_kept_hidden_states_are_those_of_the_base(tiny_base: TinyBase, tmp_path:
     assert not (tmp_path / "features").exists()
     computed = made.stored_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), None)
     numbers = list(range(len(rows)))
-    a, b = kept.read(numbers).numpy(), computed.read(numbers).numpy()
-    read = ~np.isnan(a)
-    assert read.mean() > 0.5
-    np.testing.assert_allclose(a[read], b[read], rtol=0.02, atol=0.02)
+    a, b = stored.read(numbers).numpy(), computed.read(numbers).numpy()
+    known = ~np.isnan(a)
+    assert known.mean() > 0.5
+    np.testing.assert_allclose(a[known], b[known], rtol=0.02, atol=0.02)
 
 
 def test_states_are_stored_with_answers_only_if_a_phase_reads_them(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -173,16 +175,16 @@ def test_a_phase_may_train_on_a_random_part_and_a_larger_part_holds_it(tiny_base
 def test_held_out_features_are_kept_where_that_is_asked_for(tiny_base: TinyBase, tmp_path: Path) -> None:
     made, _ = make(tiny_base(), tmp_path)
     computed = open_held_out(made, 512, HiddenStatesSpec(layers=(1,)), cached=False)
-    wanted = computed.load([0])[1]
+    expected = computed.load([0])[1]
     assert not (tmp_path / "features").exists()
-    found = open_held_out(made, 512, HiddenStatesSpec(layers=(1,)), cached=True).load([0])[1]
+    loaded = open_held_out(made, 512, HiddenStatesSpec(layers=(1,)), cached=True).load([0])[1]
     assert len(list((tmp_path / "features").iterdir())) == 1
-    torch.testing.assert_close(found.layer(0), wanted.layer(0), rtol=0.02, atol=0.02)
-    assert not torch.equal(found.layer(0), wanted.layer(0)), "float16 on disk"
+    torch.testing.assert_close(loaded.layer(0), expected.layer(0), rtol=0.02, atol=0.02)
+    assert not torch.equal(loaded.layer(0), expected.layer(0)), "float16 on disk"
 
 
 def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset that grows between two starts gives the rows of the first one; without what was kept, it is noticed."""
+    """A dataset that grows between two starts gives the rows of the first; without stored commits, the run notices."""
     commits = {"now": "a" * 40}
 
     def load_dataset(name: str, subset: str | None, *, revision: str, **options: object) -> datasets.IterableDataset:
@@ -196,15 +198,15 @@ def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, monke
     def rows() -> tuple[torch.Tensor, dict[str, object]]:
         made = Corpora(tiny_base(), DataConfig(folder=str(tmp_path), text=text), 0, lambda *_: None)
         stream = made.text_stream(64, 1)
-        found = stream.batch([0, 70]).input_ids
+        loaded = stream.batch([0, 70]).input_ids
         stream._workers.shutdown()
-        return found, made.manifests
+        return loaded, made.manifests
 
-    wanted, manifests = rows()
+    expected, manifests = rows()
     del commits["now"]  # nobody answers
     again, same = rows()
-    assert torch.equal(again, wanted) and same == manifests
+    assert torch.equal(again, expected) and same == manifests
     shutil.rmtree(tmp_path / "stream")
     commits["now"] = "b" * 40
     moved, other = rows()
-    assert not torch.equal(moved, wanted) and other != manifests
+    assert not torch.equal(moved, expected) and other != manifests
