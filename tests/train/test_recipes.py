@@ -93,7 +93,9 @@ def test_it_composes_for_its_real_base_and_fits_its_hardware(name: str, tmp_path
 )
 def test_it_runs_tiny(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All phases, generation, calibration and evaluation, offline; features are kept of phases that say so."""
-    config, resolved = composed(tmp_path, f"recipe={name}", "debug=tiny")
+    phases = composed(tmp_path, f"recipe={name}", "debug=tiny")[0].phases
+    short = [f"phases.{phase}.steps=3" for phase in phases]
+    config, resolved = composed(tmp_path, f"recipe={name}", "debug=tiny", *short)
     run_pipeline(config, resolved)
     # The final states are stored with the answers, so only early layers have a cache of rows.
     storing = {name for name, phase in config.phases.items() if phase.store_hidden_states}
