@@ -23,7 +23,6 @@ from drafthead.eval.engines.served import EngineStart, check_drafts, export, for
 from drafthead.eval.engines.servers import EngineServer, LlamaCppServer
 from drafthead.eval.metrics.acceptance import mean_accepted_length
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.formats.gguf.gguf_files import KINDS
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -58,7 +57,7 @@ def main(given: Sequence[str] | None = None) -> None:
     for kind in kinds:
         settings = EnginesConfig(threads=arguments.threads)
         setattr(settings, engine, EngineConfig(python=arguments.python, base_type=kind))
-        results[kind] = measure(base, head, engine, settings, lengths, prompts, arguments.max_new_tokens)
+        results[kind] = measure(head, engine, settings, lengths, prompts, arguments.max_new_tokens)
         verify = results[kind]["verify_s"]
         rows = [
             {"drafts": n or "none", **row, "v(n + 1) s": verify.get(n + 1)}
@@ -69,13 +68,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    base: BaseModel,
-    head: DraftHead,
-    engine: str,
-    settings: EnginesConfig,
-    lengths: list[int],
-    prompts: list[list[int]],
-    new: int,
+    head: DraftHead, engine: str, settings: EnginesConfig, lengths: list[int], prompts: list[list[int]], new: int
 ) -> dict[str, Any]:
     """Return the costs per chain length (0: no drafts), and "verify_s" by number of tokens."""
     target = format_for(engine, head)
@@ -87,7 +80,7 @@ def measure(
         servers: dict[int, EngineServer] = {}
         for length in (0, *lengths):
             method = method_of(target, head)
-            start = EngineStart(stack, engine, settings, base, published, method, max(1, length))
+            start = EngineStart(stack, engine, settings, head.base, published, method, max(1, length))
             server = start.server(plain=length == 0)
             assert server is not None
             servers[length] = server
@@ -98,7 +91,7 @@ def measure(
             for length in [*servers][first:] + [*servers][:first]:
                 answers[length].append(servers[length].answer(ids, new))
         plain = servers[0]
-        widths = verify_seconds(base, plain) if isinstance(plain, LlamaCppServer) else {}
+        widths = verify_seconds(plain) if isinstance(plain, LlamaCppServer) else {}
     chains = {length: chain_costs(results) for length, results in answers.items()}
     for row in chains.values():
         row["break_even"] = row["step_s"] / chains[0]["step_s"]
@@ -117,7 +110,7 @@ def chain_costs(answers: list[DecodeResult]) -> dict[str, float]:
     }
 
 
-def verify_seconds(base: BaseModel, server: LlamaCppServer, repeats: int = 9) -> dict[int, float]:
+def verify_seconds(server: LlamaCppServer, repeats: int = 9) -> dict[int, float]:
     """Return the median seconds of a pass over n new tokens after a cached context."""
     generator = torch.Generator().manual_seed(0)
     context = torch.randint(100, 4000, (CONTEXT,), generator=generator).tolist()

@@ -192,11 +192,8 @@ def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: Pr
     return passes * base + 6.0 * sizes.trainable + 4.0 * shared
 
 
-def peak_operations(device: torch.device) -> float | None:
-    """Return the device's bfloat16 peak in operations per second, or None if it is unknown."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+def peak_operations(name: str) -> float | None:
+    """Return a GPU's bfloat16 peak in operations per second, or None if its name is unknown."""
     words = name.replace("-", " ").split()
     known = [gpu for gpu in PEAKS if all(word in words for word in gpu.split())]
     return 1e12 * PEAKS[max(known, key=len)] if known else None
@@ -221,7 +218,8 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
     settings = run.phases[phase]
     tokens = settings.micro_batch_size * settings.seq_len * settings.grad_accum_steps
     operations = operations_per_token(run.head_config(), settings, bench.base.model.config)
-    devices, top = accelerator.num_processes, peak_operations(accelerator.device)
+    devices = accelerator.num_processes
+    top = peak_operations(torch.cuda.get_device_name(accelerator.device)) if on_gpu else None
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
     planned = Estimate(run, devices, per_node, accelerator.device.type).total(phase)
     return {

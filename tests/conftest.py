@@ -13,13 +13,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# The user's own settings are not those of a test. huggingface_hub reads them once, when it is imported.
+# Tests must not depend on the user's settings. huggingface_hub reads its environment once, when it is imported.
 os.environ.pop("HF_HUB_OFFLINE", None)
 os.environ.pop("TRANSFORMERS_OFFLINE", None)
 os.environ.pop("HF_ENDPOINT", None)
 os.environ.pop("HF_TOKEN", None)
-# Also of the processes that tests start. More threads on few cores wait for each other: a run of seconds takes minutes.
+os.environ["HF_TOKEN_PATH"] = os.devnull
+os.environ["HF_HUB_DISABLE_XET"] = "1"
+# For child processes too. With more threads than free cores they wait for each other, and seconds become minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # child processes share cached bytecode
 
 import hypothesis
 import pytest
@@ -50,16 +53,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
     """Import a benchmark as `python benchmarks/NAME.py` does, with its folder first on the path."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     names = [path.stem for path in BENCHMARKS.glob("*.py")]
-    held = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    shadowed = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     yield importlib.import_module
     for name in names:
         sys.modules.pop(name, None)
-    sys.modules.update(held)
+    sys.modules.update(shadowed)
 
 
 @pytest.fixture(autouse=True)
-def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports have no figures, which take a second, but in tests of reports, slow ones, and in other processes."""
+def skip_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip figures, which take a second per report, except in tests of reports, slow tests and child processes."""
     if "report" not in request.path.parts and request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr("drafthead.eval.report.report.draw_figures", lambda *_: ())
 
@@ -72,7 +75,7 @@ def _tiny_base(model_type: str, seed: int, **settings: Any) -> BaseModel:
 
 @pytest.fixture
 def tiny_base() -> Callable[..., BaseModel]:
-    """A random base of a given architecture; weights wide enough that greedy answers vary."""
+    """Return a function that makes a random base of an architecture, whose greedy answers vary."""
 
     def make(model_type: str = "llama", seed: int = 0, **settings: Any) -> BaseModel:
         torch.manual_seed(seed)

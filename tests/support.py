@@ -1,4 +1,4 @@
-"""What several test files need: packed rows, heads that are not at their start, probs of answers, whole tiny runs."""
+"""Shared code of the tests: packed rows, trained and random heads, distributions of answers, tiny runs."""
 
 import json
 import os
@@ -58,35 +58,35 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }
-"""The shape of a random base; weights wide enough that greedy answers vary."""
+"""Shape of a random base. Its weights are large enough that greedy answers vary."""
 LICENSE = Path(__file__).parent.parent / "LICENSE"
 GOLDEN_TEXT = f"data.text.sources=[{{kind: text, name: {LICENSE}}}]"
-"""A text that no Python version changes."""
+"""A text that does not depend on the Python version."""
 
 
 # Batches -----------------------------------------------------------------------------------------------------
 
 
 def row_of(documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 2) -> TrainBatch:
-    """One row, documents one after the other, a little padding; documents are trained from that position on."""
+    """Return one row of documents and a little padding; each document is trained from ``trained_from``."""
     return TrainBatch.of(documents, trained_from, padding)
 
 
 def rows_of(texts: Sequence[Sequence[int]]) -> TrainBatch:
-    """One row a text, padded."""
+    """Return one padded row per text."""
     longest = max(map(len, texts)) + 1
     rows = [row_of([text], padding=longest - len(text)) for text in texts]
     return stacked(rows)
 
 
 def stacked(rows: Sequence[TrainBatch]) -> TrainBatch:
-    """Rows of equal length as one batch."""
+    """Return rows of equal length as one batch."""
     known = [key for key, value in vars(rows[0]).items() if value is not None]
     return TrainBatch(**{key: torch.cat([getattr(row, key) for row in rows]) for key in known})
 
 
 def random_ids(count: int, seed: int = 0) -> list[int]:
-    """Ids of a tiny base."""
+    """Return random ids of a tiny base."""
     return torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -94,7 +94,7 @@ def random_ids(count: int, seed: int = 0) -> list[int]:
 
 
 def randomised(head: Head, size: float = 0.2) -> Head:
-    """``head`` away from its start; the same every time."""
+    """Add reproducible noise to the weights of ``head``."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -105,7 +105,7 @@ def randomised(head: Head, size: float = 0.2) -> Head:
 def fitted(
     head: Head, batch: TrainBatch, steps: int, lr: float = 0.02, base_hidden: HiddenStates | None = None
 ) -> Head:
-    """``head`` after some steps on one batch; by default with the base's own hidden states."""
+    """Train ``head`` for some steps on one batch, by default with the base's hidden states."""
     base_hidden = base_hidden or head.base.hidden_states(batch, head.spec)
     optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.0)
     head.train()
@@ -129,7 +129,7 @@ EAGLE3_VARIANTS = {
 
 
 def eagle3_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> Eagle3Head:
-    """Four drafts by default, all trained; away from its start."""
+    """Return a random EAGLE-3 head with four trained draft positions."""
     config = Eagle3Config(**{"num_draft_tokens": 4, "ttt_steps": 4, **settings})  # type: ignore[arg-type]
     torch.manual_seed(0)  # an untrained one is partly random
     return randomised(config.build(base, d2t), 0.03).eval()
@@ -138,9 +138,9 @@ def eagle3_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) 
 def assert_parity(
     head: DraftHead, reference: Callable[[list[int], Tensor], dict[tuple[int, int], Tensor]], rel: float = 1e-5
 ) -> None:
-    """The loss of a head over even ids, against logits {(k, t): [W]} that ``reference`` finds of one document alone.
+    """Compare the loss of a head over even ids with logits {(k, t): [W]} that ``reference`` computes per document.
 
-    It gets the document's ids and hidden states [T, D]. Two documents a row, two rows; labels by explicit indices.
+    ``reference`` receives the document's ids and hidden states [T, D]. The batch has two rows of two documents.
     """
     documents, trained_from = [random_ids(14, seed=3), random_ids(9, seed=1)], 4
     rows = [row_of(documents, trained_from), row_of(documents[::-1], trained_from)]
@@ -160,7 +160,7 @@ def assert_parity(
 
 
 def leaning(head: MedusaHead, texts: Iterable[tuple[list[int], int]], size: float, every: int = 2) -> MedusaHead:
-    """``head``, often right: its projections lean to the tokens of the base's own texts (ids, boundary)."""
+    """Bias the projections of ``head`` towards the base's own answers (ids, boundary), so that it is often right."""
     with torch.no_grad():
         for ids, boundary in texts:
             hidden = head.base.forward(torch.tensor([ids]), head.base.new_cache(len(ids))).final[0]
@@ -171,7 +171,7 @@ def leaning(head: MedusaHead, texts: Iterable[tuple[list[int], int]], size: floa
 
 
 def small_head(base: BaseModel, folder: Path, tree: TokenTree | None = None) -> Path:
-    """Two untrained Medusa heads over few ids, saved in ``folder``."""
+    """Save two untrained Medusa heads over few ids in ``folder``."""
     head = MedusaConfig(num_draft_tokens=2, draft_vocab_size=50).build(base, torch.arange(50))
     head.tree = tree
     head.save_pretrained(folder)
@@ -180,7 +180,7 @@ def small_head(base: BaseModel, folder: Path, tree: TokenTree | None = None) -> 
 
 @torch.inference_mode()
 def drafted_logits(head: DraftHead, ids: list[int], base_hidden: HiddenStates, drafts: list[int]) -> Tensor:
-    """[K, W] after ``ids`` and the committed first of ``drafts``, and then after the others of a given chain."""
+    """Return logits [K, W] after ``ids`` and each token of ``drafts``, of which the first is committed."""
     state = head.update(head.init_state(1), torch.tensor([ids]), base_hidden)
     draft_pass = head.start(state, torch.tensor(drafts[:1]), DraftConfig(tree=TokenTree.chain(len(drafts))))
     logits = []
@@ -191,7 +191,7 @@ def drafted_logits(head: DraftHead, ids: list[int], base_hidden: HiddenStates, d
 
 
 def drafted_paths(proposal: Proposal, row: int) -> dict[int, tuple[int, ...]]:
-    """The path of every node of a row, padding left out."""
+    """Return the path of every node of a row, without padding."""
     parents = proposal.shape.parents.expand(proposal.tokens.shape)[row].tolist()
     paths: dict[int, tuple[int, ...]] = {0: ()}
     for node, token in enumerate(proposal.tokens[row].tolist()):
@@ -204,13 +204,13 @@ def drafted_paths(proposal: Proposal, row: int) -> dict[int, tuple[int, ...]]:
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:
-    """Settings of Hypothesis for properties that read files."""
+    """Return Hypothesis settings for properties that read files."""
     slow = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
     return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
 
 
 def tiny_checkpoint(folder: Path) -> None:
-    """A checkpoint of a layer after one step of AdamW."""
+    """Save a checkpoint of a layer after one step of AdamW."""
     layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(1, 3)).sum().backward()
@@ -226,51 +226,51 @@ def tiny_checkpoint(folder: Path) -> None:
 
 @cache
 def small_base() -> BaseModel:
-    """One layer, and probs flat enough to tell drafters apart: for counting all answers of a few tokens."""
+    """Return a base of one layer with flat probs, so that all answers of a few tokens can be enumerated."""
     sizes = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape = TINY | sizes | {"head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.3}
     return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
 
 
 def hidden_and_probs(base: BaseModel, tokens: list[int], sampler: Sampler) -> tuple[Tensor, Tensor]:
-    """The base's ``h`` [D] after ``tokens``, and the probs [V] of the next one; autoregressive."""
+    """Return the base's ``h`` [D] after ``tokens`` and the probs [V] of the next token."""
     hidden = base.forward(torch.tensor([tokens]), base.new_cache(len(tokens))).final[0, -1:]
     return hidden[0], sampler.probs(base.logits(hidden), torch.tensor([tokens]))[0].double()
 
 
 def probs_of_answers(base: BaseModel, prompt: Sequence[int], sampler: Sampler, length: int) -> Answers:
-    """Every possible answer of so many tokens, autoregressive."""
-    found: Answers = {(): 1.0}
+    """Return the probability of every answer of ``length`` tokens under autoregressive sampling."""
+    answers: Answers = {(): 1.0}
     for _ in range(length):
         longer: Answers = {}
-        for answer, chance in found.items():
+        for answer, chance in answers.items():
             _, following = hidden_and_probs(base, [*prompt, *answer], sampler)
             longer |= {(*answer, int(t)): chance * float(following[t]) for t in following.nonzero()[:, 0]}
-        found = longer
-    return found
+        answers = longer
+    return answers
 
 
 def p_value(counts: Tensor, expected: Tensor) -> float:
-    """Of a chi-square test."""
+    """Return the p-value of a chi-square test."""
     statistic = ((counts - expected) ** 2 / expected).sum().double()
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
 
 
 def p_value_of_answers(counts: Counter[tuple[int, ...]], expected: Answers) -> float:
-    """Of a chi-square test; answers that are expected fewer than 5 times are taken together."""
+    """Return the p-value of a chi-square test; answers expected fewer than 5 times share a cell."""
     total = counts.total()
     assert set(counts) <= set(expected), "an answer that autoregressive sampling cannot give"
     common = [answer for answer, chance in expected.items() if chance * total >= 5]
     cells = [(float(counts[answer]), expected[answer] * total) for answer in common]
-    cells.append((total - sum(seen for seen, _ in cells), total - sum(wanted for _, wanted in cells)))
-    seen, wanted = torch.tensor([cell for cell in cells if cell[1] > 1], dtype=torch.float64).unbind(1)
-    return p_value(seen, wanted)
+    cells.append((total - sum(count for count, _ in cells), total - sum(mean for _, mean in cells)))
+    observed, means = torch.tensor([cell for cell in cells if cell[1] > 1], dtype=torch.float64).unbind(1)
+    return p_value(observed, means)
 
 
 def assert_distributed(
     base: BaseModel, drafter: Drafter, prompts: list[list[int]], copies: int, length: int, **options: Any
 ) -> None:
-    """Answers of one batch, so many to each prompt, have the distribution of autoregressive sampling."""
+    """Check that ``copies`` answers to each prompt, decoded in one batch, have the autoregressive distribution."""
     results = decode_batch(base, drafter, prompts * copies, max_new_tokens=length, ignore_eos=True, **options)
     steps = [step for result in results for step in result.steps]
     accepted = sum(step.accepted for step in steps) / sum(step.depth for step in steps)
@@ -281,7 +281,7 @@ def assert_distributed(
 
 
 def assert_same_in_any_batch(base: BaseModel, drafter: Drafter, prompts: list[list[int]], **options: Any) -> None:
-    """A row's seed decides its text, whatever rows stand beside it."""
+    """Check that a row's seed decides its answer, whatever the other rows of the batch."""
     seeds = [11, 2**40, -3, 7][: len(prompts)]
     together = decode_batch(base, drafter, prompts, seeds=seeds, **options)
     for prompt, seed, result in zip(prompts, seeds, together, strict=True):
@@ -289,13 +289,13 @@ def assert_same_in_any_batch(base: BaseModel, drafter: Drafter, prompts: list[li
 
 
 def lookup(probs: Tensor) -> Callable[[Tensor], Tensor]:
-    """A target whose distributions after all nodes are known: [B, N, V]."""
+    """Return a target with known distributions after all nodes: [B, N, V]."""
     return lambda nodes: probs.gather(1, nodes[..., None].expand(-1, -1, probs.shape[-1]))
 
 
 @st.composite
 def token_trees(draw: st.DrawFn, largest: int = 14) -> TokenTree:
-    """Trees of at most so many drafts, 3 deep, with ranks up to 2."""
+    """Draw trees of up to ``largest`` drafts, 3 deep, with ranks up to 2."""
     paths: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, largest))):
         parent = draw(st.sampled_from([(), *[p for p in paths if len(p) < 3]]))
@@ -309,15 +309,15 @@ def summarised(
     equalities: dict[str, list[Equality]],
     turns: list[int] | None = None,
 ) -> dict[str, Any]:
-    """``summarise`` of an interleaved run."""
+    """Summarise an interleaved run."""
     turns = turns or [0] * len(prompts)
     timed = TimedResults(prompts=prompts, turns=turns, ids=[[1]] * len(prompts), results=results, order=[])
     return summarise(timed, equalities, len, torch.float32)
 
 
 def task_results(speedup: float | None, same: int = 3) -> dict[str, Any]:
-    """The numbers of a task in ``eval.json``, of one method; None: nothing was measured."""
-    own = {
+    """Return the results of a task in ``eval.json`` for one method; None means that nothing was measured."""
+    method = {
         "mean_accepted_length": speedup and 1.8,
         "acceptance_per_depth": [0.5, 0.4, None] if speedup else [],
         "ctar": {str(w): speedup and 0.5 / w for w in range(1, 7)},
@@ -331,9 +331,9 @@ def task_results(speedup: float | None, same: int = 3) -> dict[str, Any]:
         },
         "identical_outputs": {"same": same, "of": 3, "near_ties": [], "different": []},
     }
-    return own | {
+    return method | {
         "autoregressive_tokens_per_second": {"transformers": speedup and 8.0, "autoregressive": speedup and 10.0},
-        "methods": {"speculative": own},
+        "methods": {"speculative": method},
         "hardware": {
             "cpu": "Some <CPU>",
             "cores": 2,
@@ -347,7 +347,7 @@ def task_results(speedup: float | None, same: int = 3) -> dict[str, Any]:
 
 
 def evaluation_of(overall: dict[str, Any], **tasks: dict[str, Any]) -> dict[str, Any]:
-    """``eval.json``."""
+    """Return the content of an ``eval.json``."""
     empty: dict[str, Any] = {key: [] for key in ("failed", "by_position", "by_context", "by_entropy")}
     return empty | {
         "headline": "speculative",
@@ -364,7 +364,7 @@ def evaluation_of(overall: dict[str, Any], **tasks: dict[str, Any]) -> dict[str,
 
 
 def step_record(accepted: int, committed: int | None = None, depth: int = 3, **changes: float) -> StepRecord:
-    """A step of one second with a chain of ``depth`` drafts; ``changes`` are other fields."""
+    """Return a step of one second with a chain of ``depth`` drafts; ``changes`` replace other fields."""
     total_s = changes.get("total_s", 1.0)
     values: dict[str, Any] = {"position": 0, "proposed": depth, "draft_s": 0.1 * total_s, "verify_s": 0.8 * total_s}
     count = accepted + 1 if committed is None else committed
@@ -372,7 +372,7 @@ def step_record(accepted: int, committed: int | None = None, depth: int = 3, **c
 
 
 def steady_answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResult:
-    """Tokens 0, 1, ..., as many in every step; entropies of 0, 0.5, ... nats."""
+    """Return an answer of tokens 0, 1, ... with equal steps and entropies of 0, 0.5, ... nats."""
     steps = [
         StepRecord(
             position=1 + n * committed,
@@ -394,10 +394,10 @@ def steady_answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResu
 
 
 def composed(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
-    """A recipe's settings, with its run and its corpora below ``folder``."""
-    places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
+    """Return a recipe's settings, with its run and its corpora below ``folder``."""
+    folders = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
     with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        cfg = compose("train", overrides=[*overrides, *places])
+        cfg = compose("train", overrides=[*overrides, *folders])
     return parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True)
 
 
@@ -411,15 +411,15 @@ def run_together(commands: Sequence[Sequence[str]], *environments: dict[str, str
     ]
     try:
         for process in started:
-            _, said = process.communicate(timeout=timeout_s)
-            assert process.returncode == 0, said[-4000:]
+            _, stderr = process.communicate(timeout=timeout_s)
+            assert process.returncode == 0, stderr[-4000:]
     finally:
         for process in started:
             process.kill()
 
 
 def losses_of(run: Path) -> list[float]:
-    """The losses that a run folder has logged."""
+    """Return the losses logged in a run folder."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 
@@ -435,14 +435,14 @@ def flip(path: Path) -> None:
 
 
 def call(command: str, *arguments: str) -> None:
-    """``drafthead COMMAND ...`` in this process; what ends it with a code other than 0 is a ``SystemExit``."""
+    """Run ``drafthead COMMAND ...`` in this process; an exit status other than 0 raises ``SystemExit``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["drafthead", command, *arguments])
         cli.main()
 
 
 def forget_after(run: Path, step: int) -> Path:
-    """The run folder as it was when the checkpoint of ``step`` was its newest."""
+    """Restore the run folder to the state after the checkpoint of ``step``."""
     for path in (run / "checkpoints").glob("step-*"):
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
@@ -450,11 +450,11 @@ def forget_after(run: Path, step: int) -> Path:
     return run
 
 
-def assert_same_run(found: Path, wanted: Path) -> None:
-    """Every step's loss, and every bit of the head and of its adapter."""
-    assert losses_of(found) == losses_of(wanted)
-    files = {str(path.relative_to(wanted)) for path in (wanted / "head").rglob("*.safetensors")}
-    assert files == {str(path.relative_to(found)) for path in (found / "head").rglob("*.safetensors")}
+def assert_same_run(run: Path, expected: Path) -> None:
+    """Compare every step's loss, and every bit of the head and its adapter."""
+    assert losses_of(run) == losses_of(expected)
+    files = {str(path.relative_to(expected)) for path in (expected / "head").rglob("*.safetensors")}
+    assert files == {str(path.relative_to(run)) for path in (run / "head").rglob("*.safetensors")}
     for name in files:
-        want, got = load_file(wanted / name), load_file(found / name)
-        assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
+        weights, reference = load_file(run / name), load_file(expected / name)
+        assert weights.keys() == reference.keys() and all(torch.equal(weights[k], reference[k]) for k in weights)

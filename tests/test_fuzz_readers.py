@@ -1,6 +1,6 @@
-"""Every file that is read may be damaged or hostile: a ``UserError`` in one line, or exactly what was written.
+"""Damaged files give a ``UserError`` of one line, or exactly the saved values.
 
-Never another exception, a crash, a hang, or other values than those that were saved.
+Never another exception, a crash, a hang or other values.
 """
 
 import gzip
@@ -66,12 +66,12 @@ def base() -> BaseModel:
 
 @dataclass(frozen=True)
 class Reader:
-    """Something that is on disk: how it is made, and read into a value that can be compared."""
+    """Kind of file or folder: how to write it, and how to read it into a value that can be compared."""
 
     make: Callable[[Path], Any]
     read: Callable[[Path], Any]
     exact: bool = True
-    """Whether damage may never pass: there are checksums. Else what people edit may say something else now."""
+    """True if checksums detect all damage; files that people edit may validly have another content."""
 
 
 def tensors(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
@@ -80,15 +80,16 @@ def tensors(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
     }
 
 
-# What is read ---------------------------------------------------------------------------------------------------
+# Readers -------------------------------------------------------------------------------------------------------
 
 
 def read_checkpoint(folder: Path) -> Any:
-    found = load_latest(folder)
-    assert found is not None
-    moments = {f"{i}.{k}": v for i, state in found.optimizer["state"].items() for k, v in state.items()}
-    rest = (found.state, found.manifests, found.optimizer["param_groups"], found.rng[0]["python"][0])
-    return tensors(found.head), tensors(moments), tensors({"torch": found.rng[0]["torch"]}), rest
+    checkpoint = load_latest(folder)
+    assert checkpoint is not None
+    moments = {f"{i}.{k}": v for i, state in checkpoint.optimizer["state"].items() for k, v in state.items()}
+    rng = checkpoint.rng[0]
+    rest = (checkpoint.state, checkpoint.manifests, checkpoint.optimizer["param_groups"], rng["python"][0])
+    return tensors(checkpoint.head), tensors(moments), tensors({"torch": rng["torch"]}), rest
 
 
 def read_head(folder: Path) -> Any:
@@ -104,11 +105,11 @@ def make_store(folder: Path) -> None:
 
 def read_store(folder: Path) -> Any:
     store = AnswerStore(folder, MADE_BY)
-    if store.done != {0, 1, 2}:  # a shard that is gone is no damage: its prompts are answered again
+    if store.done != {0, 1, 2}:  # a missing shard is not damage: its prompts are answered again
         raise UserError("prompts to be answered again")
-    found = [(g.prompt_number, g.input_ids.tolist(), g.boundary, g.finished, g.hidden_states) for g in store.read()]
+    answers = [(g.prompt_number, g.input_ids.tolist(), g.boundary, g.finished, g.hidden_states) for g in store.read()]
     stats = store.stats, store.token_counts(60).tolist()
-    return [(*facts, None if f is None else f.tobytes()) for *facts, f in found], stats
+    return [(*facts, None if f is None else f.tobytes()) for *facts, f in answers], stats
 
 
 def open_cache(folder: Path) -> HiddenStateCache:
@@ -116,10 +117,10 @@ def open_cache(folder: Path) -> HiddenStateCache:
 
 
 def read_cache(folder: Path) -> Any:
-    found = open_cache(folder)
-    if found.missing_rows():
+    cache = open_cache(folder)
+    if cache.missing_rows():
         raise UserError("rows to be filled again")
-    return tensors({"rows": found.read([0, 1, 2])})
+    return tensors({"rows": cache.read([0, 1, 2])})
 
 
 def read_rows(folder: Path) -> Any:
@@ -155,12 +156,12 @@ def make_published(folder: Path) -> None:
 
 
 def read_stream(folder: Path) -> Any:
-    """A row of the third window, whose position the second one has left."""
+    """Read a row of the third window, whose position was stored by the second."""
     texts = [SourceConfig(kind="builtin", name="stdlib_tiny")]
     stream = StreamedRows(texts, tiny_tokenizer(), 32, seed=0, shards=1, micro_batch_size=1, folder=folder, workers=1)
-    found = stream.batch([2 * WINDOW])
+    batch = stream.batch([2 * WINDOW])
     stream._workers.shutdown()  # it writes positions
-    return tensors({k: v for k, v in vars(found).items() if v is not None})
+    return tensors({k: v for k, v in vars(batch).items() if v is not None})
 
 
 def read_prompts(folder: Path) -> Any:
@@ -207,9 +208,9 @@ ROWS = '{"text": "one two"}\n{"text": "three"}\n'
 def source(kind: str, name: str) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         config = SourceConfig(kind=kind, name=str(folder / name))
-        found = list(iter_documents(config)), list(iter_prompts(config))
-        json.dumps(found, ensure_ascii=False).encode()  # what a tokenizer does first
-        return found
+        content = list(iter_documents(config)), list(iter_prompts(config))
+        json.dumps(content, ensure_ascii=False).encode()  # a tokenizer encodes first, too
+        return content
 
     return read
 
@@ -262,21 +263,21 @@ READERS = {
 
 @dataclass(frozen=True)
 class Damage:
-    """One change of one file; numbers are taken modulo what is there."""
+    """Change of one file; numbers are taken modulo the number of files and bytes."""
 
     file: int
     kind: str
-    place: int
+    offset: int
     content: bytes
 
     def apply(self, folder: Path) -> None:
-        """Do it to one of the files in ``folder``."""
+        """Change one of the files in ``folder``."""
         files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink() and p.name != ".lock")
         if not files:
             return
         path = files[self.file % len(files)]
         old = path.read_bytes()
-        at = self.place % (len(old) + 1)
+        at = self.offset % (len(old) + 1)
         if self.kind == "remove":
             path.unlink()
             return
@@ -286,7 +287,7 @@ class Damage:
             return
         path.write_bytes(
             {
-                "flip": lambda: old[:at] + bytes(b ^ 1 << (self.place % 8) for b in old[at : at + 1]) + old[at + 1 :],
+                "flip": lambda: old[:at] + bytes(b ^ 1 << (self.offset % 8) for b in old[at : at + 1]) + old[at + 1 :],
                 "cut": lambda: old[:at],
                 "insert": lambda: old[:at] + self.content + old[at:],
                 "overwrite": lambda: old[:at] + self.content + old[at + len(self.content) :],
@@ -304,14 +305,14 @@ damages = st.builds(
     kind=st.sampled_from(
         ["flip", "flip", "overwrite", "insert", "delete", "cut", "replace", "remove", "double", "link out"]
     ),
-    place=st.integers(0, 1 << 20),
+    offset=st.integers(0, 1 << 20),
     content=st.binary(min_size=1, max_size=40) | st.sampled_from(NASTY),
 )
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """Each reader's folder, intact, and what it reads there."""
+    """Return a function that gives a reader's intact folder and the value read from it."""
 
     @cache
     def make(name: str) -> tuple[Path, Any]:
@@ -328,11 +329,11 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("damaged")
 
 
-def check(reader: Reader, intact: Path, expected: Any, scratch: Path, found: list[Damage]) -> None:
+def check(reader: Reader, intact: Path, expected: Any, scratch: Path, damages: list[Damage]) -> None:
     shutil.rmtree(scratch)
     folder = scratch / "folder"
     shutil.copytree(intact, folder, symlinks=True)
-    for damage in found:
+    for damage in damages:
         damage.apply(folder)
     try:
         value = reader.read(folder)
@@ -345,16 +346,16 @@ def check(reader: Reader, intact: Path, expected: Any, scratch: Path, found: lis
 
 
 @pytest.mark.parametrize("name", READERS)
-@example(found=[])
-@given(found=st.lists(damages, min_size=1, max_size=2))
+@example(changes=[])
+@given(changes=st.lists(damages, min_size=1, max_size=2))
 @fuzz(4)
-def test_damage(name: str, made: Any, scratch: Path, found: list[Damage]) -> None:
-    check(READERS[name], *made(name), scratch, found)
+def test_damage(name: str, made: Any, scratch: Path, changes: list[Damage]) -> None:
+    check(READERS[name], *made(name), scratch, changes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-@given(found=st.lists(damages, min_size=1, max_size=3))
+@given(changes=st.lists(damages, min_size=1, max_size=3))
 @fuzz(1500)
-def test_much_damage(name: str, made: Any, scratch: Path, found: list[Damage]) -> None:
-    check(READERS[name], *made(name), scratch, found)
+def test_much_damage(name: str, made: Any, scratch: Path, changes: list[Damage]) -> None:
+    check(READERS[name], *made(name), scratch, changes)

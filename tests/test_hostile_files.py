@@ -1,4 +1,4 @@
-"""Files that are whole and valid, but say what no honest writer would: refused in one line, whoever wrote them."""
+"""Valid files with contents that no honest writer would produce are rejected with one line."""
 
 import json
 import os
@@ -31,7 +31,7 @@ paths = st.lists(st.integers(0, 30), min_size=1, max_size=6)
 
 
 def put(content: Any, path: list[int], value: Any) -> Any:
-    """``content`` with the place that ``path`` leads to (taken modulo what is there) replaced by ``value``."""
+    """Return ``content`` with the value at ``path`` replaced; indices are taken modulo the lengths."""
     if not path or not isinstance(content, dict | list) or not content:
         return value
     keys = list(content) if isinstance(content, dict) else list(range(len(content)))
@@ -49,18 +49,18 @@ def head(tiny_base: TinyBase, tmp_path: Path) -> Path:
 @given(path=paths, value=values)
 @fuzz(100)
 def test_a_checkpoint_whose_checksum_is_right(tmp_path: Path, path: list[int], value: Any) -> None:
-    """Whoever can write the file can write its checksum: the content is checked all the same."""
+    """Check the content although the checksum is right: who can write a file can write its checksum."""
     if not list(tmp_path.iterdir()):
         tiny_checkpoint(tmp_path)
     (state,) = tmp_path.glob("step-*/state.json")
     intact = state.read_bytes()
     write_checksummed_json(state, put(read_checksummed_json(state), path, value))
     try:
-        found = load_latest(tmp_path)
+        checkpoint = load_latest(tmp_path)
     except UserError as error:
         assert "\n" not in str(error)
     else:
-        assert found is not None and isinstance(found.state, TrainState)
+        assert checkpoint is not None and isinstance(checkpoint.state, TrainState)
     finally:
         state.write_bytes(intact)
 
@@ -71,8 +71,8 @@ def test_a_head_whose_settings_are_odd(name: str, head: Path, tiny_base: TinyBas
     intact, weights = (head / name).read_bytes(), read_weights(head)
     write_json(head / name, put(read_json(head / name), path, value))
     try:
-        found = DraftHead.from_pretrained(head, tiny_base()).state_dict()
-        assert found.keys() == weights.keys() and all(torch.equal(found[k], weights[k]) for k in found)
+        loaded = DraftHead.from_pretrained(head, tiny_base()).state_dict()
+        assert loaded.keys() == weights.keys() and all(torch.equal(loaded[k], weights[k]) for k in loaded)
     except UserError as error:
         assert "\n" not in str(error)
     finally:
@@ -98,7 +98,7 @@ def test_safetensors_headers(tmp_path: Path, header: dict[str, Any], length: int
         assert "model.safetensors" in str(error) and "\n" not in str(error)
 
 
-# One at a time, by name -------------------------------------------------------------------------------------------
+# One at a time -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "..", "", ".", "a\0b"])
@@ -115,17 +115,17 @@ def test_links_that_lead_out_of_a_folder(tmp_path: Path) -> None:
     (folder / "out").symlink_to("../secret")
     (folder / "up").symlink_to("..")
     for name in ("out", "up/secret"):
-        with pytest.raises(UserError, match="is a link to .*secret, outside its folder"):
+        with pytest.raises(UserError, match="link to .*secret"):
             safe_join(folder, name)
     (folder / "circle").symlink_to("circle")
-    with pytest.raises(UserError, match="cannot be followed"):
+    with pytest.raises(UserError, match="circle"):
         safe_join(folder, "circle")
 
 
-def test_a_pipe_is_no_file(tmp_path: Path) -> None:
-    """Reading one would wait for ever."""
+def test_a_pipe_is_not_a_file(tmp_path: Path) -> None:
+    """Reading a pipe would block forever."""
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(UserError, match=r"is a pipe or a device, expected a file"):
+    with pytest.raises(UserError, match="pipe"):
         safe_join(tmp_path, "config.json")
 
 
@@ -153,23 +153,23 @@ def test_the_hubs_cache_links_to_its_blobs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"head_type": "os.system"}, "head_type must be one of draft_lm, .*, got 'os.system'"),
-        ({"head_type": "drafthead.models.heads.medusa.torch.nn.Linear"}, "head_type must be one of"),
-        ({"head_type": "common"}, "head_type must be one of"),
-        ({"format": 99}, "has format 99, this version reads 2; update drafthead"),
-        ({"settings": {"wings": 2}}, "MedusaConfig has no wings"),
+        ({"head_type": "os.system"}, "head_type.*'os.system'"),
+        ({"head_type": "drafthead.models.heads.medusa.torch.nn.Linear"}, "head_type"),
+        ({"head_type": "parts"}, "head_type"),
+        ({"format": 99}, "format 99"),
+        ({"settings": {"wings": 2}}, "wings"),
         ({"settings": {"num_draft_tokens": 10**9}}, "bad settings|its settings name"),
-        ({"settings": {"num_draft_tokens": 99}}, r"has bad settings \(head.num_draft_tokens must be in .*got 99"),
-        ({"settings": {"num_draft_tokens": "three"}}, "has bad settings"),
-        ({"settings": [3]}, "has a list as settings, expected a dict"),
-        ({"base": "smollm2"}, "has a str as base, expected a dict"),
-        ({"draft_vocab": None}, r"model.safetensors does not fit its config: size mismatch for \S+"),
-        ({"settings": {"num_draft_tokens": "${oc.env:HOME}"}}, "has settings that refer to others"),
-        ({"draft_vocab": 19}, r"has a d2t of \[50\] int64, expected the 19 different ids"),
-        ({"weights_sha256": "0" * 64}, "does not have the checksum that config.json states"),
+        ({"settings": {"num_draft_tokens": 99}}, r"head.num_draft_tokens .*99"),
+        ({"settings": {"num_draft_tokens": "three"}}, "num_draft_tokens|settings"),
+        ({"settings": [3]}, "list as settings"),
+        ({"base": "smollm2"}, "str as base"),
+        ({"draft_vocab": None}, "model.safetensors.*size mismatch"),
+        ({"settings": {"num_draft_tokens": "${oc.env:HOME}"}}, "settings"),
+        ({"draft_vocab": 19}, "d2t.*19"),
+        ({"weights_sha256": "0" * 64}, "checksum"),
     ],
 )
-def test_a_config_that_wants_too_much(head: Path, tiny_base: TinyBase, change: dict[str, Any], says: str) -> None:
+def test_a_config_that_asks_too_much(head: Path, tiny_base: TinyBase, change: dict[str, Any], says: str) -> None:
     config = read_json(head / "config.json")
     if isinstance(change.get("settings"), dict):
         change = {"settings": {**config["settings"], **change["settings"]}}
@@ -183,16 +183,16 @@ def test_weights_without_a_tensor(head: Path, tiny_base: TinyBase) -> None:
     del weights["projections.weights.1"], config["weights_sha256"]
     save_file(weights, head / "model.safetensors")
     write_json(head / "config.json", config)
-    with pytest.raises(UserError, match=r"does not fit its config: missing \['projections.weights.1'\]"):
+    with pytest.raises(UserError, match="missing.*projections.weights.1"):
         DraftHead.from_pretrained(head, tiny_base())
 
 
-def test_settings_without_limits_are_held_against_the_file(tiny_base: TinyBase, tmp_path: Path) -> None:
+def test_settings_without_limits_are_compared_with_the_weights(tiny_base: TinyBase, tmp_path: Path) -> None:
     MLPSpeculatorConfig(num_draft_tokens=2, inner_dim=8).build(tiny_base()).save_pretrained(tmp_path)
     config = read_json(tmp_path / "config.json")
     config["settings"]["inner_dim"] = 10**9
     write_json(tmp_path / "config.json", config)
-    with pytest.raises(UserError, match=r"describe [\d,]{13,} parameters"):
+    with pytest.raises(UserError, match=r"[\d,]{13,} parameters"):
         DraftHead.from_pretrained(tmp_path, tiny_base())
 
 
@@ -210,7 +210,7 @@ def test_settings_without_limits_are_held_against_the_file(tiny_base: TinyBase, 
         ({"choices": [[n] for n in range(5000)]}, "is not a tree.json .*it has 5000 nodes, at most 4096"),
     ],
 )
-def test_a_tree_that_wants_too_much(head: Path, tiny_base: TinyBase, content: Any, says: str) -> None:
+def test_a_tree_that_asks_too_much(head: Path, tiny_base: TinyBase, content: Any, says: str) -> None:
     write_json(head / "tree.json", content)
     with pytest.raises(UserError, match=f"tree.json {says}"):
         DraftHead.from_pretrained(head, tiny_base())

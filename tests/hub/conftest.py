@@ -1,6 +1,6 @@
-"""A Hub on loopback that speaks what huggingface_hub really sends: repositories, uploads, commits, downloads.
+"""A Hub on loopback with the protocol of huggingface_hub: repositories, uploads, commits, downloads.
 
-Files of up to ``SMALL`` bytes travel inside the commit, larger ones as LFS objects. Faults are injected by path.
+Files of up to ``SMALL`` bytes are part of the commit, larger ones are LFS objects. Faults are injected by path.
 """
 
 import base64
@@ -9,6 +9,7 @@ import io
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,32 +28,32 @@ TOKEN = "hf_of_a_test"
 
 @dataclass
 class Fault:
-    """What happens to the next ``times`` requests whose path matches."""
+    """Fault of the next ``times`` requests whose path matches."""
 
     path: str
     times: int
     status: int | None = 500
-    """The answer; None cuts the connection."""
+    """Status of the response; None cuts the connection."""
     done: bool = False
-    """Cut only after the request was acted on: it is the answer that is lost."""
+    """Cut the connection after the request was processed, so that only the response is lost."""
 
 
 @dataclass
 class Repo:
-    """Its commits, oldest first: file name -> content."""
+    """Repository; its commits, oldest first, map file names to contents."""
 
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
     def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """Commit and files of a revision; None when there is no such one."""
+        """Return commit and files of a revision, or None if it does not exist."""
         if revision == "main" and self.commits:
             return list(self.commits.items())[-1]
         return (revision, self.commits[revision]) if revision in self.commits else None
 
 
 class Hub:
-    """The state behind the handler, and what was requested."""
+    """State of the server, and the requests it received."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -63,8 +64,8 @@ class Hub:
         self.url = ""
 
     def files(self, repo: str) -> dict[str, bytes]:
-        found = self.repos[repo].at("main")
-        return found[1] if found else {}
+        newest = self.repos[repo].at("main")
+        return newest[1] if newest else {}
 
     def count(self, pattern: str) -> int:
         return sum(re.search(pattern, line) is not None for line in self.requests)
@@ -86,7 +87,7 @@ class Hub:
 
 
 def described(path: str, content: bytes) -> dict[str, Any]:
-    """A file as the Hub lists it."""
+    """Return a file's entry in the Hub's listing."""
     entry = {"path": path, "size": len(content), "oid": git_hash(content)}
     lfs = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
     return entry | ({"lfs": lfs} if len(content) > SMALL else {})
@@ -143,11 +144,11 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"name": "user", "auth": {"type": "access_token", "accessToken": {"role": self.hub.role}}})
 
     def create(self, body: bytes) -> None:
-        wanted = json.loads(body)
-        name = f"{wanted['organization'] or 'user'}/{wanted['name']}"
+        request = json.loads(body)
+        name = f"{request['organization'] or 'user'}/{request['name']}"
         taken = name in self.hub.repos
         if not taken:
-            private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+            private = request.get("visibility") == "private" or bool(request.get("private"))
             self.hub.commit(self.hub.repos.setdefault(name, Repo(private=private)), {})
         self.answer({"url": f"{self.hub.url}/{name}", "name": name}, 409 if taken else 200)
 
@@ -166,17 +167,17 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"files": [mode(file) for file in json.loads(body)["files"]]})
 
     def batch(self, body: bytes, name: str) -> None:
-        def upload(wanted: dict[str, Any]) -> dict[str, Any]:
-            here = wanted["oid"] in self.hub.objects
-            return wanted if here else wanted | {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{wanted['oid']}"}}}
+        def upload(item: dict[str, Any]) -> dict[str, Any]:
+            known = item["oid"] in self.hub.objects
+            return item if known else item | {"actions": {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}"}}}
 
         self.answer({"transfer": "basic", "objects": [upload(o) for o in json.loads(body)["objects"]]})
 
     def put_object(self, body: bytes, oid: str) -> None:
-        right = hashlib.sha256(body).hexdigest() == oid
-        if right:
+        intact = hashlib.sha256(body).hexdigest() == oid
+        if intact:
             self.hub.objects[oid] = body
-        self.answer({}, 200 if right else 422)
+        self.answer({}, 200 if intact else 422)
 
     def commit_files(self, body: bytes, name: str, revision: str) -> None:
         files = dict(self.hub.files(name))
@@ -191,28 +192,28 @@ class Handler(BaseHTTPRequestHandler):
         oid = self.hub.commit(self.hub.repos[name], files)
         self.answer({"commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid})
 
-    def found(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
+    def revision(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
         repo = self.hub.repos.get(name)
-        found = repo.at(revision) if repo else None
-        if found is None:
+        commit = repo.at(revision) if repo else None
+        if commit is None:
             code = "RepoNotFound" if repo is None else "RevisionNotFound"
             self.answer({"error": code}, 404, {"X-Error-Code": code})
-        return found
+        return commit
 
     def info(self, body: bytes, name: str, revision: str | None = None) -> None:
-        if found := self.found(name, revision or "main"):
-            oid, files = found
+        if commit := self.revision(name, revision or "main"):
+            oid, files = commit
             siblings = [{"rfilename": path} for path in files]
             self.answer({"id": name, "sha": oid, "private": self.hub.repos[name].private, "siblings": siblings})
 
     def tree(self, body: bytes, name: str, revision: str) -> None:
-        if found := self.found(name, revision):
-            self.answer([{"type": "file", **described(path, content)} for path, content in found[1].items()])
+        if commit := self.revision(name, revision):
+            self.answer([{"type": "file", **described(path, content)} for path, content in commit[1].items()])
 
     def resolve(self, body: bytes, name: str, revision: str, path: str) -> None:
-        if not (found := self.found(name, revision)):
+        if not (commit := self.revision(name, revision)):
             return
-        oid, files = found
+        oid, files = commit
         if path not in files:
             self.answer({"error": "EntryNotFound"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
@@ -239,22 +240,28 @@ ROUTES: list[tuple[str, str, Any, bool]] = [
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The stand-in, and the client pointed at it (which reads its environment once, at import) with an empty cache."""
-    found = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": found}))
-    found.url = f"http://127.0.0.1:{server.server_address[1]}"
+    """Start a Hub, and point the client with an empty cache at it (it reads its environment only at import)."""
+    state = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": state}))
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
-    monkeypatch.setattr(constants, "ENDPOINT", found.url)
+    monkeypatch.setattr(constants, "ENDPOINT", state.url)
     monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", state.url + "/{repo_id}/resolve/{revision}/{filename}"
     )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     close_session()
-    yield found
+    yield state
     close_session()
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the seconds that our code and the client would have slept; nobody sleeps."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds

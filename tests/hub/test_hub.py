@@ -5,7 +5,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,6 @@ def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
-@pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that were waited for, had anybody waited: by us and by the client."""
-    found: list[float] = []
-    monkeypatch.setattr(time, "sleep", found.append)
-    return found
-
-
 def same(first: MedusaHead, second: Any) -> bool:
     one, two = first.state_dict(), second.state_dict()
     return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
@@ -84,10 +75,10 @@ def test_a_tuned_base_comes_back_with_its_adapter(hub: Any, tiny_base: TinyBase,
     shutil.move(folder, tmp_path / "away")  # what is loaded came from the Hub
 
     loaded = drafthead.load_head("user/medusa2")
-    there, here = drafthead.load_head(tmp_path / "away"), loaded
-    assert same(there, here)
+    local = drafthead.load_head(tmp_path / "away")
+    assert same(local, loaded)
     ids = torch.arange(20, 32)[None]
-    outputs = [h.base.model(ids).logits for h in (here, there)]
+    outputs = [h.base.model(ids).logits for h in (loaded, local)]
     assert torch.equal(*outputs) and not torch.allclose(outputs[0], base.model(ids).logits, atol=1e-3)
 
 
@@ -118,8 +109,8 @@ def test_only_the_head_is_uploaded(hub: Any, saved: Path) -> None:
     for name in ("optimizer.pt", ".env", "notes.txt", "eval.json", "training_loss.png"):
         (saved / name).write_text("{}")
     push(saved, "user/medusa")
-    wanted = {"README.md", "config.json", "eval.json", "model.safetensors", "training_loss.png", "tree.json"}
-    assert set(hub.files("user/medusa")) == wanted
+    uploaded = {"README.md", "config.json", "eval.json", "model.safetensors", "training_loss.png", "tree.json"}
+    assert set(hub.files("user/medusa")) == uploaded
     hub.publish("user/medusa", {**hub.files("user/medusa"), "mine.txt": b"kept"})
     push(saved, "user/medusa")
     assert "mine.txt" in hub.files("user/medusa")
@@ -153,15 +144,15 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: Any, saved: Path, 
     assert "model.safetensors" in hub.files("user/medusa")
 
 
-def test_an_upload_that_goes_on_failing_says_how_to_push_later(hub: Any, saved: Path, slept: list[float]) -> None:
+def test_an_upload_that_keeps_failing_says_how_to_push_later(hub: Any, saved: Path, slept: list[float]) -> None:
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     hub.fail("/commit/", times=3)
     lines: list[str] = []
-    with pytest.raises(UserError, match=r"pushing .* failed \(.*500.*\); the head is whole on disk, .*") as error:
+    with pytest.raises(UserError, match="pushing .*500.*on disk") as error:
         push(saved, "user/medusa", private=True, log=lines.append, waits=(1, 2))
     assert slept == [1, 2] and len(lines) == 2
-    kept = {path.name: path.read_bytes() for path in saved.iterdir()}
-    assert {k: v for k, v in kept.items() if k != "README.md"} == {k: v for k, v in before.items() if k != "README.md"}
+    after = {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert {k: v for k, v in after.items() if k != "README.md"} == {k: v for k, v in before.items() if k != "README.md"}
     later = shlex.split(str(error.value).partition("push it later with: ")[2])
     assert later == ["drafthead", "push", f"head={saved}", "repo=user/medusa", "private=true"]
     push(saved, "user/medusa", private=True)
@@ -179,7 +170,7 @@ def test_private_means_private(hub: Any, saved: Path) -> None:
     push(saved, "user/secret", private=True)
     assert hub.repos["user/secret"].private
     hub.publish("user/open", {})
-    with pytest.raises(UserError, match="user/open exists and is public, but private=true was requested"):
+    with pytest.raises(UserError, match="user/open .*public.*private=true"):
         push(saved, "user/open", private=True)
     assert hub.files("user/open") == {}
 
@@ -187,13 +178,13 @@ def test_private_means_private(hub: Any, saved: Path) -> None:
 def test_who_may_push(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     require_login("push=true")
     hub.role = "read"
-    with pytest.raises(UserError, match="push=true: the token of user may only read; set HF_TOKEN"):
+    with pytest.raises(UserError, match="push=true.*token.*HF_TOKEN"):
         require_login("push=true")
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
-    with pytest.raises(UserError, match="push=true: the Hub does not accept the token"):
+    with pytest.raises(UserError, match="push=true.*token"):
         require_login("push=true")
     monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UserError, match="push=true needs a login to the Hub, and there is none: set HF_TOKEN"):
+    with pytest.raises(UserError, match="push=true.*login.*HF_TOKEN"):
         require_login("push=true")
 
 
@@ -207,28 +198,27 @@ def test_a_hub_that_is_down_now_may_be_up_by_the_upload(hub: Any, slept: list[fl
 def test_pickles_are_refused_by_name(hub: Any, saved: Path) -> None:
     config = (saved / "config.json").read_bytes()
     hub.publish("user/old", {"config.json": config, "pytorch_model.bin": b"\x80\x04", "sub/x.pkl": b"\x80\x04"})
-    says = r"user/old only has pytorch_model.bin, sub/x.pkl: pickles .*never loaded.*'model.safetensors'"
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match="pytorch_model.bin, sub/x.pkl.*pickles"):
         drafthead.load_head("user/old")
     assert hub.count("resolve/.*(bin|pkl)$") == 0, "not even downloaded"
     (saved / "model.safetensors").rename(saved / "model.pt")
-    with pytest.raises(UserError, match=r"head only has model.pt: pickles can run code"):
+    with pytest.raises(UserError, match="model.pt.*pickles"):
         drafthead.load_head(saved)
 
 
 def test_what_is_not_there(hub: Any) -> None:
-    with pytest.raises(UserError, match="no draft head at user/none: it is no local folder, and the Hub said: 404"):
+    with pytest.raises(UserError, match="user/none.*404"):
         fetch("user/none")
     hub.publish("user/there", {"config.json": b"{}"})
-    with pytest.raises(UserError, match="no draft head at user/there at revision v9: .* the Hub said: "):
+    with pytest.raises(UserError, match="user/there.*v9"):
         fetch("user/there", "v9")
-    with pytest.raises(UserError, match="no draft head at some one/-head: it is no local folder, and the Hub said: "):
+    with pytest.raises(UserError, match="some one/-head.*Hub"):
         resolve_folder("some one/-head")
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "user/", "us er/x", "user/x..y", "-user/x"])
 def test_names_that_the_hub_forbids(name: str) -> None:
-    with pytest.raises(ValueError, match="hub.repo must be like user/name, got"):
+    with pytest.raises(ValueError, match="hub.repo"):
         HubConfig(repo=name)
 
 
@@ -271,8 +261,8 @@ def test_bad_commands(hub: Any, saved: Path, tmp_path: Path, given: list[str], s
     broken = tmp_path / "broken"
     shutil.copytree(saved, broken)
     (broken / "model.safetensors").write_bytes(b"\x10" * 40)
-    for name, place in {"RUN": tmp_path, "HEAD": saved, "BROKEN": broken}.items():
-        given = [argument.replace(name, str(place)) for argument in given]
+    for name, folder in {"RUN": tmp_path, "HEAD": saved, "BROKEN": broken}.items():
+        given = [argument.replace(name, str(folder)) for argument in given]
     with pytest.raises(SystemExit, match=says):
         call("push", *given)
     assert hub.count("create") == 0
