@@ -1,21 +1,21 @@
 """DSpark (DeepSeek's DeepSpec, 2026): a few layers draft a whole block in one pass, and a Markov head corrects it.
 
 A block has P slots at the positions after t. The first holds the embedding of ``x_{t+1}`` (the first token), the others
-a mask token. Every layer attends to the block and to keys and values of the context: the base's hidden states up to t,
-fused once for all layers and stored between steps. So drafting is one pass over P rows at any depth::
+a mask token. Every layer attends to the block and to the context: the base's hidden states up to t, fused once for
+all layers, whose keys and values are stored between steps. So drafting is one pass over P rows at any depth::
 
     context  h_0 .. h_t  |  slot 0: x_{t+1}   slot 1: mask   slot 2: mask
     drafts               |  x_{t+2}           x_{t+3}        x_{t+4}
 
-A slot cannot know which tokens were drafted before it. The Markov head corrects its logits by ``W2 W1[x_{t+k}]``, a
-product of rank r that depends on the token before, so every node of a tree has its own distribution. A confidence head
+A slot cannot know which tokens were drafted before it. The Markov head adds ``W2 W1[x_{t+k}]`` to its logits, a product
+of rank r that depends on the token before. So every node of a tree has its own distribution. A confidence head
 reads the same input and predicts how likely the draft is accepted.
 
 The family: ``markov_rank: 0`` is DFlash, ``causal`` is JetSpec's block, and ``anchor_predicts: false`` leaves slot 0
 unused for drafts, as both do. Weights have the names of DeepSpec's checkpoints, except for the Markov head.
 
-Differences from the reference code: layers can start as the base's last ones, and the Markov table as a projection of
-the base's embedding (``tied_markov``), because random starts lose on small data (``docs/log.md``). All anchors are
+Differences from the reference code: layers can start as the base's last ones, and the Markov table can be a projection
+of the base's embedding (``tied_markov``). Random starts lose on small data (``docs/log.md``). All anchors are
 trained unless ``places`` limits them. The head can draft over a part of the vocabulary. ``reads_state`` and the
 induction head are our additions.
 

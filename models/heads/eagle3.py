@@ -295,7 +295,7 @@ class Eagle3Head(CopyingHead):
         return fused
 
     def masked(self, count: int) -> Tensor:
-        """Return the input of P-EAGLE's positions after the first, [count, 2 D], the same for each."""
+        """Return the input of P-EAGLE's positions after the first, [count, 2 D], with equal rows."""
         token = torch.tensor(self.config.mask_token, device=self.base.device)
         feature = self.fuse(self.mask_hidden[0, 0])
         return torch.cat([self.embed(token), feature], -1).expand(count, -1)
@@ -414,14 +414,14 @@ class Eagle3Head(CopyingHead):
             if not count:
                 continue
             masked_states = states(layer, mask_token, drafted, later.flatten(1))
-            query, block_key, block_value = (torch.unflatten(part, 2, block) for part in masked_states)
+            query, block_key, block_value = (torch.unflatten(x, 2, block) for x in masked_states)
             attended = layer.self_attn.output_of_blocks(query, key, value, seen, block_key, block_value, order)
             drafted = layer.add_mlp(drafted, attended)
         first = context[rows, anchors]
         return [first, *(torch.unflatten(drafted, 1, block).unbind(2) if count else ())]
 
     def _next_feature(self, out: Tensor) -> Tensor:
-        """Return the next step's feature from a step's output [B, S, D]."""
+        """Return the feature of the next step from an output [B, S, D]."""
         feature: Tensor = self.norm(out) if self.config.norm_output else out
         return feature
 

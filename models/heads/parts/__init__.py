@@ -1,1 +1,1 @@
-"""What all draft heads share: the contract, targets, losses, layers, saving and loading."""
+"""Parts that draft heads share: the contract, targets, losses, layers, saving and loading."""

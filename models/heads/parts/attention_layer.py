@@ -190,10 +190,10 @@ def rotates_like_llama(base: BaseModel, head_dim: int) -> bool:
         probe = torch.zeros(1, 1, base.hidden_size, dtype=base.dtype, device=base.device)
         position = torch.ones(1, 1, dtype=torch.int64, device=base.device)
         cos_sin = base.model.model.rotary_emb(probe, position_ids=position)
-        if isinstance(cos_sin, Tensor) or not all(part.shape == (1, 1, head_dim) for part in cos_sin):
+        if isinstance(cos_sin, Tensor) or not all(values.shape == (1, 1, head_dim) for values in cos_sin):
             return False
         # Llama pairs channel i with i + E / 2, so both halves have the same angles.
-        return base.device.type == "meta" or all(torch.equal(*part.chunk(2, -1)) for part in cos_sin)
+        return base.device.type == "meta" or all(torch.equal(*values.chunk(2, -1)) for values in cos_sin)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
         return False
 

@@ -5,8 +5,8 @@ token after the pair. A low-rank projection adds that code to the draft logits. 
 path ``a b`` scores ``c`` by both of its tokens.
 
 An attention layer learns to copy late (``docs/log.md``), while this head copies from the start. Codes are random
-projections of the base's embeddings, so a token's code matches itself and hardly any other, and the output
-projection starts as the codes of the draft vocabulary. A sink takes the weight if nothing matches. The head reads ids
+projections of the base's embeddings, so a token's code matches itself and hardly any other. The output projection
+starts as the codes of the draft vocabulary. A sink takes the weight if nothing matches. The head reads ids
 alone, so the context needs no pass, and every node of a tree has its own prediction.
 
 Shape legend: B rows, T tokens of the context, S anchors, F frontier nodes, n targets, D width, r rank, W draft
@@ -34,7 +34,7 @@ SINK = 10.0
 BOOST = 8.0
 """Initial increase of the draft logit of the token that followed a match."""
 INITIAL_ROOM = 256
-"""Spare positions of a new cache, besides twice the length of the prompt."""
+"""Spare positions of a new cache, added to twice the length of the prompt."""
 LAST, BEFORE, COPIED = range(3)
 """Index of a token's three codes: as the last token, as the one before it, and as the copied token."""
 

@@ -96,7 +96,7 @@ class LayerKVCache(NodeCache):
 
 @dataclass
 class PendingInputs(DraftState):
-    """How far a layer has read the context, and the inputs that it has not read yet. Never changed in place."""
+    """Progress of a layer in the context, and the inputs that it has not read yet. Never changed in place."""
 
     cache: LayerKVCache
     lengths: Tensor

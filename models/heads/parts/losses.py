@@ -25,8 +25,8 @@ SHARPNESS = 3.0
 FLOOR = 1e-30
 """Lower bound of alpha as a divisor. In float32, a sure base and a sure head that disagree have an alpha of 0."""
 STATS = ("accept", "ce", "count", "overlap", "known")
-"""Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, min(p, q) (nan in training,
-where it would cost two passes over the logits for a metric), and in-vocabulary targets."""
+"""Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, min(p, q), and in-vocabulary
+targets. min(p, q) is nan in training, because the metric would cost two passes over the logits."""
 TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk", "lk_adaptive")
 DPACE = "dpace"
 DPACE_FLOOR = 0.5

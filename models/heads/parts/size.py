@@ -26,7 +26,7 @@ class HeadSize:
     projections: int = 0
     """Trainable parameters of the vocabulary projections, whose gradients the chunked loss computes itself."""
     feature_layers: int = 0
-    """Number of the base's hidden states that the head reads besides the final one."""
+    """Number of the base's hidden states that the head reads in addition to the final one."""
     activations_per_token: int = 0
     """Values stored per token for the backward pass; see :func:`stored_activations`."""
     recomputable_per_token: int = 0

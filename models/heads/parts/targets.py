@@ -79,8 +79,8 @@ class DraftTargets:
     def at_sources(self, values: Tensor) -> Tensor:
         """Return values [B, T, D] at each position's anchor, [K, n, D].
 
-        They are zero where a position has no valid anchor: a hidden state there may belong to another document or be
-        NaN (not stored), and zero carries neither value nor gradient.
+        They are zero where a position has no valid anchor. A hidden state there may belong to another document, or be
+        NaN because it was not stored. Zero carries neither value nor gradient.
         """
         return torch.where(self.valid[..., None], values.flatten(0, 1)[self.source_idx], 0.0)
 
