@@ -1,8 +1,8 @@
-"""Adapters of a base in peft's own format: read and merged at load, copied, and identified by what they do to a base.
+"""Adapters of a base in peft's format: merging at load, copying, and fingerprints of adapted bases.
 
-A base with a merged adapter is another base: its fingerprint mixes the original's with a digest of the adapter. The
-digest is kept in the model's config, so a merged model that is saved whole is recognised as the same base. Adapters are
-safetensors only.
+A base with a merged adapter counts as another base: its fingerprint combines the original's with a digest of the
+adapter. The digest is stored in the model's config, so a merged model that is saved as a whole is recognised later.
+Only safetensors are read.
 """
 
 import hashlib
@@ -22,34 +22,34 @@ from drafthead.models.base.base_config import LOAD_ERRORS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-"""Settings that decide, beside the weights, what an adapter adds to a base."""
+"""Settings that, with the weights, determine what an adapter adds to a base."""
 DIGEST = "drafthead_adapter"
-"""Key of a model's config that holds the digest of the adapter merged into it."""
+"""Key of a model's config for the digest of the merged adapter."""
 
 
 def fingerprint(model: Any, digest: str | None = None) -> str:
-    """Hash of the sizes and of two small weights: tells fine-tunes of one architecture apart.
+    """Hash the sizes and two small weights, which distinguish fine-tunes of one architecture.
 
-    The model is as loaded, not fused or prepacked yet (with an adapter: at any time). ``digest`` is of an adapter to
-    count as merged; None: of the one that is, if any. It replaces the output head's rows, which an adapter may change
-    and which round differently in every dtype.
+    Without an adapter, the model must not be fused or prepacked yet. ``digest`` is of an adapter to count as merged;
+    None takes that of the merged adapter, if any. It replaces rows of the output head in the hash, because an adapter
+    may change them and merging rounds differently in each dtype.
     """
     settings = model.config
     digest = digest or getattr(settings, DIGEST, None)
     parts = [f"{settings.hidden_size},{settings.vocab_size},{settings.num_hidden_layers}".encode()]
     norm = getattr(model.model.norm, "weight", None)
-    # Olmo's norm has no weights.
+    # Olmo's norm has no weights, so a weight of the first layer replaces it.
     small = [next(model.model.layers[0].parameters())[:64] if norm is None else norm]
     if digest is None:
         small.append(model.get_output_embeddings().weight[: min(64, settings.vocab_size)])
     for weight in small:
-        # Through bfloat16, so that the same weights loaded in another dtype are the same base.
+        # Rounded to bfloat16, so that a base loaded in another dtype has the same fingerprint.
         parts.append(weight.detach().to(torch.bfloat16).float().cpu().numpy().tobytes())
     return hashlib.sha256(b"".join(parts) + (digest or "").encode()).hexdigest()[:16]
 
 
 def digest_of(original: str, folder: Path) -> str:
-    """Digest of the adapter in ``folder`` on a base of fingerprint ``original``."""
+    """Return the digest of the adapter in ``folder`` on the base with fingerprint ``original``."""
     weights = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     config = read_json(folder / CONFIG)
     settings = json.dumps({key: config.get(key) for key in SCALES}, sort_keys=True)
@@ -57,21 +57,21 @@ def digest_of(original: str, folder: Path) -> str:
 
 
 def merge(model: Any, name: str) -> Any:
-    """A stock model with the adapter in folder ``name`` merged into its weights."""
+    """Merge the adapter in folder ``name`` into a stock model, and return the model."""
     folder = Path(name)
-    found = _tensor_names(folder)
+    names = _tensor_names(folder)
     digest = digest_of(fingerprint(model), folder)
     from peft import PeftModel, get_peft_model_state_dict  # takes seconds to import
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # of peft and transformers to each other
+        with warnings.catch_warnings(action="ignore"):  # peft and transformers warn about each other
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (*LOAD_ERRORS, re.error) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     else:
-        # Where names differ, peft only warns.
-        odd = sorted(found ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)))
-        why = f"{len(odd)} tensors are on one side only, {odd[0]} first" if odd else ""
+        # peft only warns if names differ.
+        odd = sorted(names ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)))
+        why = f"{len(odd)} tensors exist only in the adapter or only in the base, such as {odd[0]}" if odd else ""
     if why:
         raise UserError(f"the adapter in {folder} does not fit the base: {why}; name the base it was trained on")
     merged = adapted.merge_and_unload()
@@ -80,7 +80,7 @@ def merge(model: Any, name: str) -> Any:
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy an adapter into ``folder``; nothing happens when it is there already."""
+    """Copy an adapter into ``folder``, unless ``source`` is that folder."""
     if folder.exists() and source.resolve() == folder.resolve():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,19 +89,19 @@ def copy(source: Path, folder: Path) -> None:
 
 
 def _tensor_names(folder: Path) -> set[str]:
-    """Names of the tensors of an adapter, once its files are known to be safe and of the right kind."""
+    """Return the tensor names of an adapter, after checking that its files are safe and of the right type."""
     for name in (CONFIG, WEIGHTS):
         if not safe_join(folder, name).is_file():
             raise UserError(
-                f"no adapter in {folder}: it has no {name}; base.adapter needs a folder that peft saved, with "
+                f"no adapter in {folder} ({name} is missing); set base.adapter to a folder that peft saved, with "
                 "safe_serialization"
             )
     config = read_json(folder / CONFIG)
     kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LORA" or config.get("megatron_config"):  # which would have peft import a module that the file names
+    if kind != "LORA" or config.get("megatron_config"):  # megatron_config makes peft import any module
         raise UserError(
-            f"{folder / CONFIG} is of an adapter of type {kind}, only plain LORA is read here; merge it into its base "
-            "with peft's merge_and_unload, save that, and name the folder as base.name"
+            f"{folder / CONFIG} has an adapter of type {kind}, but only plain LORA is supported. Merge it into its "
+            "base with peft's merge_and_unload, save the model, and set base.name to its folder"
         )
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:

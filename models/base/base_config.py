@@ -1,4 +1,4 @@
-"""Which base model a recipe names, how its weights and tokenizer are loaded, and which architectures are refused."""
+"""Settings of the base model, loading of its weights and tokenizer, and refusal of unsupported architectures."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -41,18 +41,18 @@ KERNELS = ("auto", "packed")
 SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
 """Settings by which a saved head finds its base again."""
 ADAPTER = "adapter"
-"""Folder of a saved head that holds its base's adapter, where there is one."""
+"""Folder for the base's adapter, if any, in a saved head."""
 LOAD_ERRORS = (
     *(OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError),
     *(SafetensorError, StrictDataclassError),
 )
-"""What transformers and its libraries raise for files that are missing, damaged or contradict each other."""
+"""Errors that transformers and its libraries raise for missing, damaged or contradictory files."""
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
-"""Parts of the names of layer types that keep a state instead of keys and values."""
+"""Name fragments of layer types with a recurrent state instead of keys and values."""
 FEED_FORWARD = frozenset(("mlp", "moe"))
-"""Layer types that keep nothing."""
+"""Layer types without any state."""
 EMBEDDED = "embedded:smollm2"
-"""The base that arrives inside a pinned package, for machines without hub access."""
+"""The base inside a pinned package, for machines without Hub access."""
 
 
 @dataclass(kw_only=True)
@@ -151,20 +151,20 @@ class BaseConfig:
 
 
 def could_not_load(name: str, error: Exception) -> str:
-    """One line that says why a base did not load and what to do."""
+    """Return one line that says why a base did not load and what to do."""
     if isinstance(error, UserError):
         return str(error)
     if not name:
-        return "no base model is named; give a folder or a Hub id with base.name=..."
+        return "no base model is named; set base.name to a folder or a Hub id"
     if isinstance(error, ImportError):
         return (
             f"the base model {name} needs a package that is not installed here: {_first_line(error)} Install it, or "
             "name a checkpoint without this quantisation"
         )
     if "trust_remote_code" in str(error):
-        return f"{name} brings Python code of its own; read it, and let it run with base.trust_remote_code=true"
+        return f"{name} contains Python code; read it, and allow it with base.trust_remote_code=true"
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
-        return f"{name} is an adapter; name the base it was trained on with base.name, and the folder with base.adapter"
+        return f"{name} is an adapter; set base.adapter to it, and base.name to the base it was trained on"
     if Path(name).is_dir():
         return (
             f"the base model in {name} could not be loaded: {_first_line(error)} It must be a folder that "
@@ -175,13 +175,13 @@ def could_not_load(name: str, error: Exception) -> str:
         what = "that is a file" if exists else "there is no such folder"
         return f"no base model at {name}: {what}; correct base.name, a folder or a Hub id (user/name)"
     return (
-        f"base model {name!r} is no local folder and could not be fetched: {_first_line(error)} Give a local folder "
-        "(base.name=/path), log in with `hf auth login` if it is gated, or try the recipe offline with debug=tiny"
+        f"base model {name!r} is not a local folder and could not be fetched: {_first_line(error)} Use a local folder "
+        "(base.name=/path). Log in with `hf auth login` if it is gated, or try the recipe offline with debug=tiny"
     )
 
 
 def _first_line(error: Exception) -> str:
-    """A message's first line and, where that announces a list, the rest, as one sentence."""
+    """Return a message's first line as one sentence; if it ends with a colon, with the lines that follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = " ".join(lines) if lines[0].endswith(":") else lines[0]
     return text if text.endswith(".") else f"{text}."
@@ -189,33 +189,33 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """Positions up to which a base computes the same for a token, however long the text is in the end."""
+    """Largest context in which a token's hidden state does not depend on the final length."""
 
     positions: int
     why: str
 
 
 def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
-    """The limit of a base whose early positions change with later ones, or which has a table of positions."""
+    """Return the limit of a base whose early positions change with later ones, or with a table of positions."""
     config = text_config(config)
     limits = []
     ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *(part for part in ropes.values() if isinstance(part, dict))]:
+    for rope in [ropes, *(nested for nested in ropes.values() if isinstance(nested, dict))]:
         kind = rope.get("rope_type")
         if kind in ("longrope", "dynamic"):
             first = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            if kind == "dynamic":  # goes by the other key, whichever is larger
+            if kind == "dynamic":  # uses the other key if that is smaller
                 first = min(first, config.max_position_embeddings)
-            what = f"{kind} rotary embedding changes all positions once a text is longer than {first}"
+            what = f"{kind} rotary embedding changes all positions of sequences longer than {first}"
             limits.append(ContextLimit(first, what))
     if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
         scale = int(config.floor_scale)
-        what = f"attention is scaled by the place in a pass, which is not that in a tree, from position {scale - 1} on"
+        what = f"attention is scaled by the index in a pass, which is wrong in a tree, from position {scale - 1} on"
         limits.append(ContextLimit(scale - 1, what))
     if config.model_type == "doge":
-        # Past it a layer keeps the largest of values that lie close together: rounding decides which.
+        # Beyond it, a layer selects the largest of nearly equal values, so rounding decides which.
         size = config.keep_window_size
-        limits.append(ContextLimit(size, f"attention keeps {size} positions of a longer text, as rounding has it"))
+        limits.append(ContextLimit(size, f"attention keeps only {size} positions, and rounding decides which"))
     if config.model_type in ("gpt_bigcode", "gpt2"):
         size = config.max_position_embeddings
         limits.append(ContextLimit(size, f"table of learned positions ends at {size}"))
@@ -223,23 +223,23 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
 
 
 def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
-    """Refuse what cannot verify a token tree over a key/value cache: recurrent state and the like."""
+    """Refuse architectures that cannot verify a token tree over a key/value cache, such as recurrent ones."""
     kind = config.model_type
     config = text_config(config)
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(kinds - {FULL, *SIZES} - FEED_FORWARD)
-    recurrent = [t for t in unknown if any(part in t for part in RECURRENT)]
+    recurrent = [t for t in unknown if any(name in t for name in RECURRENT)]
     heads = getattr(config, "num_attention_heads", None)
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{kind} models have an encoder; choose a base that only decodes")
     if recurrent or heads is None:
         what = f"layers of type {recurrent}" if recurrent else "no self-attention over a key/value cache"
         raise UserError(
-            f"{kind} models have {what}: rejected drafts cannot be taken back from a recurrent state; "
+            f"{kind} models have {what}: rejected drafts cannot be removed from a recurrent state; "
             "choose a base whose layers all have attention (docs/bases.md lists families)"
         )
     if unknown:
-        raise UserError(f"{kind} models have layers of type {unknown}, which are not known here; see docs/bases.md")
+        raise UserError(f"{kind} models have layers of unknown type {unknown}; see docs/bases.md")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(
             f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change with the "
@@ -248,13 +248,13 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
     quantised = getattr(config, "quantization_config", None) or {}
     if (quantised if isinstance(quantised, dict) else vars(quantised)).get("load_in_8bit"):
         raise UserError(
-            f"bitsandbytes' 8 bits (LLM.int8, {kind}) round a token by what the others in its pass are: drafts would "
-            "change the text; take 4 bits, or torchao's int8"
+            f"bitsandbytes' 8 bits (LLM.int8, {kind}) round a token depending on the other tokens of its pass, so "
+            "drafts would change the output; use 4 bits, or torchao's int8"
         )
     limit = context_limit(config)
     if limit is not None and max_context is not None and max_context > limit.positions:
         raise UserError(
-            f"the {limit.why} ({kind}), but base.max_context={max_context}: drafts would change the text; set "
+            f"the {limit.why} ({kind}), but base.max_context={max_context}: drafts would change the output; set "
             f"base.max_context={limit.positions} or less"
         )
 
@@ -262,10 +262,10 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
 def load_weights(
     config: BaseConfig, device: torch.device, progress: Callable[[str], None], own_attention: bool = False
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The stock model that ``config`` names, on ``device``, and its tokenizer.
+    """Load the stock model that ``config`` names onto ``device``, and its tokenizer.
 
-    With our attention, or with the model's own default. The adapter is not merged here; ``progress`` gets a line about
-    slow first-time work.
+    The model gets our attention function, or with ``own_attention`` keeps its default. The adapter is not merged.
+    ``progress`` is called with a line before slow first-time work.
     """
     automatic = "float32" if device.type == "cpu" else "bfloat16"
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
@@ -286,14 +286,14 @@ def load_weights(
 
 @contextmanager
 def own_attention_code(kind: str) -> Iterator[None]:
-    """Says what it means that a model does not know our attention by its name."""
+    """Explain the KeyError raised when a model cannot find our attention function."""
     try:
         yield
     except KeyError as error:
         if error.args != (attention.NAME,):
             raise
         raise UserError(
-            f"{kind} has attention of its own in transformers, which cannot be replaced; choose another base "
+            f"{kind} has a special attention in transformers, which cannot be replaced; choose another base "
             "(docs/bases.md lists families)"
         ) from None
 
@@ -307,19 +307,19 @@ def _stored(
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     try:
-        settings = config.stored_config(folder)  # a tokenizer reads it too, and says less of what is wrong
+        settings = config.stored_config(folder)  # before the tokenizer, whose errors are less clear
         check_architecture(settings, config.max_context)
         tokenizer = config.load_tokenizer(folder)
         loader: Any = AutoModelForCausalLM
         if is_composite(settings):
-            progress(f"{config.name} is a {settings.model_type}: only its text model is loaded, text in, text out")
+            progress(f"{config.name} is a {settings.model_type}: only its language model is loaded, for text")
             loader = text_class(settings)
             read_weights_alike(settings)
             options |= {"config": text_config(settings), "key_mapping": INNER_NAMES}
         elif config.gguf_file:
             options["config"] = settings
         with own_attention_code(settings.model_type), _quiet(loader is not AutoModelForCausalLM):
-            model, found = loader.from_pretrained(
+            model, report = loader.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
     except torch.OutOfMemoryError:
@@ -328,28 +328,28 @@ def _stored(
         raise UserError(could_not_load(config.name, error)) from None
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UserError(
-            f"{config.name} holds a base and an adapter; move adapter_config.json and the adapter's weights to a "
-            "folder of their own, and name that with base.adapter"
+            f"{config.name} holds a base and an adapter; move adapter_config.json and the adapter's weights to another "
+            "folder, and set base.adapter to it"
         )
-    if missing := sorted(found["missing_keys"]):
-        # transformers would go on with random numbers in their place.
+    if missing := sorted(report["missing_keys"]):
+        # transformers would initialise them at random.
         raise UserError(
-            f"base model {config.name!r} lacks {len(missing)} weights, {missing[0]} for one; copy or download it again"
+            f"base model {config.name!r} lacks {len(missing)} weights, such as {missing[0]}; copy or download it again"
         )
-    if odd := sorted(found["mismatched_keys"]):
-        name, stored, wanted = odd[0]
+    if odd := sorted(report["mismatched_keys"]):
+        name, stored, expected = odd[0]
         raise UserError(
-            f"base model {config.name!r} has {len(odd)} weights of other sizes than its config.json says, {name} for "
-            f"one: {list(stored)} instead of {list(wanted)}; copy or download it again"
+            f"base model {config.name!r} has {len(odd)} weights whose sizes differ from its config.json, such as "
+            f"{name}: {list(stored)} instead of {list(expected)}; copy or download it again"
         )
     return model, tokenizer
 
 
 @contextmanager
-def _quiet(parts_are_left: bool) -> Iterator[None]:
-    """No report of the weights that are not loaded, where that is meant."""
+def _quiet(expected: bool) -> Iterator[None]:
+    """Hide transformers' report of weights that were not loaded, if that is ``expected``."""
     level = transformers_logging.get_verbosity()
-    if parts_are_left:
+    if expected:
         transformers_logging.set_verbosity_error()
     try:
         yield

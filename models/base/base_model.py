@@ -16,9 +16,9 @@ from drafthead.data.text.chat import Message, prompt_ids, user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_weights
-from drafthead.models.base.layers import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parity import Expected, check, logit_scale, measured_sizes
+from drafthead.models.base.structure import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.windows import Masks, windows_of
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape
@@ -37,9 +37,9 @@ class PartialForward:
     """
 
     layers: int
-    """How many layers are computed."""
+    """Number of layers that are computed."""
     hidden: Tensor
-    """[B, N, D] their output."""
+    """Their output [B, N, D]."""
 
 
 NO_LAYERS = HiddenStatesSpec()
@@ -48,7 +48,7 @@ CHANGE_TEXT = (
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
     *("exponential_decay_length_penalty", "guidance_scale", "stop_strings"),
 )
-"""Keys of a generation config that transformers heeds at temperature 0, and nothing here does."""
+"""Keys of a generation config that transformers obeys at temperature 0 and drafthead ignores."""
 TRIAL_CONTEXT = 200
 """Tokens in the cache when kernels are timed."""
 
@@ -57,6 +57,16 @@ class BaseModel:
     """A frozen causal LM. Nothing here computes a gradient, and the model is never saved."""
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
+        """Freeze ``model`` in place and prepare it; :meth:`load` and :meth:`wrap` are the usual ways to get one.
+
+        In this order, unless the weights are on the meta device:
+
+        1. Refuse architectures that cannot verify token trees.
+        2. Run the stock modules on a few tokens, as the reference for step 5, and measure their cache's sizes.
+        3. With ``config.prepack``, fuse and prepack linear layers in place. This may compile a kernel.
+        4. With ``config.kernels=auto`` on a CPU, time the kernels, or take the choice stored in drafthead's cache.
+        5. Compare the logits with the reference, once per config and process; a difference is a ``UserError``.
+        """
         settings = model.config
         check_architecture(settings, config.max_context)
         self.model = llama_like(model).eval().requires_grad_(False)
@@ -68,30 +78,33 @@ class BaseModel:
         self.num_layers = len(self.model.model.layers)
         limit = context_limit(settings)
         self.max_context: int = config.max_context or settings.max_position_embeddings
-        """Positions that a text may have."""
+        """Most tokens of a prompt and its answer."""
         if limit is not None:
             self.max_context = min(self.max_context, limit.positions)
         self._limited = limit is not None
         for module in self.model.modules():
-            # Llama 4's is 1 within the limit, and otherwise counts places in a pass, which are not those in a tree.
+            # Llama 4 scales attention by the index in the pass, which is not the position of a tree node. Within the
+            # context limit the factor is 1.
             if getattr(module, "attn_temperature_tuning", False):
                 module.attn_temperature_tuning = False
         self.windows = windows_of(settings, self.max_context)
         lm_head = model.get_output_embeddings()
         if lm_head is None or lm_head.bias is not None:
-            raise UserError(f"{settings.model_type} has no bias-free output head; draft heads are initialised from one")
+            raise UserError(
+                f"{settings.model_type} has no output head without bias; draft heads are initialised from it"
+            )
         self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
         self.rounds_to = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
-        """What products are rounded to: with quantised weights 16 bits, whatever the rest is in."""
-        counted = self.device.type == "meta"  # a base without weights, to know the sizes of a head on it
-        self.fingerprint = "" if counted else adapter.fingerprint(model)
+        """Dtype whose rounding errors the products have: 16 bits with quantised weights."""
+        weightless = self.device.type == "meta"  # without weights, to count the sizes of a head
+        self.fingerprint = "" if weightless else adapter.fingerprint(model)
         kv_heads, head_dim = attention_sizes(settings)
         self.cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
         )
         expected = None
-        if not counted:
-            # Before layers are replaced: the stock modules with their own attention say what is right.
+        if not weightless:
+            # Must run before layers are replaced: the reference is computed by stock modules and attention.
             self.cache_shape = replace(self.cache_shape, **measured_sizes(self))
             expected = Expected.of(self)
         head = LMHead(weight=lm_head.weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
@@ -103,8 +116,8 @@ class BaseModel:
         self._static: StaticModel | None = None
         measured = config.kernels == "auto" and worth_measuring(self.model)
         self.kernels = KernelTable() if config.prepack and measured else None
-        """Which kernel multiplies how many rows, where that is measured."""
-        # Only the layers: other code may read the final norm's weight.
+        """Fastest kernel per number of rows; None if nothing is measured."""
+        # The final norm is not fused, because heads read its weight.
         fused = fuse_modules(self.model.model.layers, table=self.kernels) if config.prepack else 0
         self.prepacked = fused + (prepack_linears(self.model, table=self.kernels) if config.prepack else 0)
         self._lm_head = self.model.get_output_embeddings()
@@ -128,7 +141,7 @@ class BaseModel:
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any) -> "BaseModel":
-        """A model that is loaded already. It is frozen and given our attention, and otherwise left as it is."""
+        """Wrap a model that is already loaded. It is frozen and gets our attention; its layers are not replaced."""
         stock = model.config._attn_implementation
         model.set_attn_implementation(attention.register())
         wrapped = cls(model, tokenizer, BaseConfig(name=model.config.name_or_path, prepack=False))
@@ -136,6 +149,7 @@ class BaseModel:
         return wrapped
 
     def _choose_kernels(self, table: KernelTable) -> None:
+        """Fill ``table`` by timing verification with a short context."""
         context = min(TRIAL_CONTEXT, self.max_context // 2)
         cache = self.new_cache(context + max(MEASURED_ROWS))
         tokens = torch.zeros(1, context, dtype=torch.long, device=self.device)
@@ -148,7 +162,7 @@ class BaseModel:
         choose_kernels(table, self.model, verify, (self.model.config.model_type, self.cache_shape, self.hidden_size))
 
     def stock(self) -> Any:
-        """Another copy of the model, as transformers loads it: its modules and its attention are the stock ones."""
+        """Return another copy of the model as transformers loads it, with stock modules and attention."""
         if self._wrapped_attention is not None:
             model = deepcopy(self.model)
             model.set_attn_implementation(self._wrapped_attention)
@@ -159,7 +173,7 @@ class BaseModel:
         return model.eval().requires_grad_(False)
 
     def identity(self) -> dict[str, Any]:
-        """What a corpus or a head stores about the base it was made with."""
+        """Return the description of the base that corpora and heads store."""
         return {
             "name": self.name,
             "revision": self.config.revision,
@@ -172,7 +186,7 @@ class BaseModel:
 
     @property
     def embedding(self) -> Tensor:
-        """The input embedding table, [V, D]."""
+        """Input embedding table [V, D]."""
         table: Tensor = self.model.get_input_embeddings().weight
         return table
 
@@ -185,36 +199,36 @@ class BaseModel:
 
     @property
     def ignored_settings(self) -> list[str]:
-        """Settings of its generation config with which transformers' greedy text is not that of the largest logits."""
+        """Settings of the generation config that change transformers' greedy text."""
         values = {key: getattr(self.model.generation_config, key, None) for key in CHANGE_TEXT}
         given = {key: value for key, value in values.items() if value not in (None, 0, 1, [])}
         return [f"{key}={value}" if isinstance(value, int | float) else key for key, value in given.items()]
 
     @property
     def unused_token(self) -> int:
-        """An id that no text has: an embedding without a token, or a special token that no turn of a chat has."""
+        """Id that never occurs in text: an embedding without a token, or a special token that chats do not use."""
         tokenizer = self.tokenizer
         if tokenizer is None or len(tokenizer) < self.vocab_size:
             return 0 if tokenizer is None else len(tokenizer)
-        spoken = {*self.eos_ids, *self.prompt_ids(user_turn("")), tokenizer.pad_token_id, tokenizer.bos_token_id}
+        used = {*self.eos_ids, *self.prompt_ids(user_turn("")), tokenizer.pad_token_id, tokenizer.bos_token_id}
         special = [*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder]
-        return max((i for i in special if i not in spoken and i < self.vocab_size), default=self.vocab_size - 1)
+        return max((i for i in special if i not in used and i < self.vocab_size), default=self.vocab_size - 1)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of ``messages`` and of the start of the answer, by the chat template and its settings."""
+        """Return the ids of ``messages`` and of the start of the answer, by the chat template and its settings."""
         return prompt_ids(self.tokenizer, messages, self.config.chat_template_kwargs)
 
     def new_cache(self, capacity: int, nodes: int | None = None) -> KVCache:
-        """An empty cache for one row.
+        """Return an empty cache for one row of up to ``capacity`` positions.
 
-        With ``nodes``, the most that are pending at once, layers with a window keep only what it needs, if that is less
-        than ``capacity``; the cache can then not go back to an earlier position. One of static shapes keeps all: a
-        graph reads and writes fixed places.
+        ``nodes`` is the largest number of pending tree nodes. If given, layers with a window store only the positions
+        that the window needs, and the cache cannot return to an earlier position. Caches for CUDA graphs store all
+        positions, because a graph reads and writes fixed addresses.
         """
         if not self.uses_graphs:
             return KVCache(self._trimmed(capacity, nodes), capacity)
         if self._static is None:
-            # Neither holds this object, whose memory so is free as soon as it is let go.
+            # Neither closure references self, so the model can be freed.
             head, product = self.lm_head, self._lm_head
             logits = lambda h: head.scale_and_cap(product(h))  # noqa: E731
             windowed = None if self.windows is None else self.windows.masks
@@ -222,7 +236,7 @@ class BaseModel:
         return self._static.cache(capacity)
 
     def new_slots(self, rows: int, capacity: int, nodes: int | None = None) -> RaggedCache:
-        """An empty cache for ``rows`` rows of lengths of their own; ``nodes`` as of ``new_cache``."""
+        """Return an empty cache for ``rows`` rows of different lengths; ``nodes`` as in :meth:`new_cache`."""
         return RaggedCache(self._trimmed(capacity, nodes), rows, capacity)
 
     def _trimmed(self, capacity: int, nodes: int | None) -> CacheShape:
@@ -238,24 +252,24 @@ class BaseModel:
         counts: Tensor | None = None,
         spec: HiddenStatesSpec = NO_LAYERS,
     ) -> HiddenStates:
-        """Append committed tokens to ``cache``; returns the hidden states after each of them.
+        """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them.
 
-        ``counts`` [B] int64: how many of the T tokens each row has; the rest is padding.
+        ``counts`` [B] int64: the number of tokens in each row; the rest of the T is padding.
         """
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
-            (hidden,) = cache.run(tokens_BT, chain_shape(new))
+            (final,) = cache.run(tokens_BT, chain_shape(new))
             cache.commit(counts)
-            return HiddenStates(final=hidden)
-        mask = None
+            return HiddenStates(final=final)
+        mask = None  # causal attention, which needs no mask in the first pass and for single tokens
         positions = cache.positions(torch.arange(new, device=self.device)[None])
         cache.reserve(new, committed=True)
         if isinstance(cache, RaggedCache) or (cache.length and new > 1):
             mask = cache.mask(causal_mask(new, self.device)[None], self.dtype)
         masks = mask if self.windows is None else self._windowed(mask, cache, positions, None)
-        found = self._decoder(tokens_BT, positions, masks, cache, spec)
+        hidden = self._decoder(tokens_BT, positions, masks, cache, spec)
         cache.commit(counts)
-        return found
+        return hidden
 
     @torch.inference_mode()
     def verify(
@@ -266,10 +280,14 @@ class BaseModel:
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> HiddenStates:
-        """One pass over the last N nodes of token trees after the committed prefixes; returns their hidden states.
+        """Run the last N nodes of token trees after the committed prefixes, and return their hidden states.
 
-        Nodes before those N have been read by earlier calls. All states stay pending in ``cache`` until
-        ``cache.commit_path`` or ``cache.crop``. With ``partial_forward`` the first layers are done.
+        Earlier calls have run the nodes before those N. Keys and values stay pending in ``cache`` until
+        ``cache.commit_path`` or ``cache.crop``. With ``partial_forward`` the first layers are skipped.
+
+        Each node attends to the committed prefix and to its ancestors, and its position is the prefix length plus its
+        depth. For a root 0 with children 1 and 2, after a prefix of 10 tokens, the positions are 10, 11, 11, and node
+        2 attends to nodes 0 and 2 but not to 1.
         """
         new = tokens_BN.shape[1]
         if (static := _static(cache, shape, new, spec, partial_forward)) is not None:
@@ -277,7 +295,7 @@ class BaseModel:
         positions = cache.positions(shape.depths[:, -new:])
         cache.reserve(new)
         if isinstance(cache, KVCache) and shape.tree is not None and new == len(shape):
-            mask = self._tree_masks.mask(shape.tree, shape, cache)
+            mask = self._tree_masks.mask(shape.tree, shape, cache)  # one stored mask serves every prefix length
         else:
             mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
         masks = mask if self.windows is None else self._windowed(mask, cache, positions, shape.depths)
@@ -292,7 +310,7 @@ class BaseModel:
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> tuple[HiddenStates, Tensor]:
-        """``verify`` and the logits after every node [B, N, V], by one graph where there are graphs."""
+        """Return :meth:`verify`'s states and the logits after every node [B, N, V], by one CUDA graph if possible."""
         if (static := _static(cache, shape, tokens_BN.shape[1], spec, partial_forward)) is not None:
             final, logits = static.run(tokens_BN, shape, with_logits=True)
             return HiddenStates(final=final), logits
@@ -300,19 +318,21 @@ class BaseModel:
         return hidden, self.logits(hidden.final)
 
     def synchronise(self) -> None:
-        """Wait for the device, so that wall-clock times are of work done."""
+        """Wait for the device, so that wall-clock times include all submitted work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The base's next-token logits of [..., D] hidden states: [..., V]."""
+        """Return the base's next-token logits [..., V] of hidden states [..., D]."""
         return self.lm_head.scale_and_cap(self._lm_head(hidden))
 
     @torch.no_grad()
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
-        """Hidden states of packed rows; a token sees its own document only. Detached, on the base's device."""
+        """Return hidden states of packed rows, detached; a token attends to its own document only."""
         if self._limited and (last := int(batch.position_ids.max())) >= self.max_context:
-            raise UserError(f"a text of {last + 1} tokens exceeds the context of {self.max_context}; shorten the rows")
+            raise UserError(
+                f"a document of {last + 1} tokens exceeds the context of {self.max_context}; shorten the rows"
+            )
         ids, positions = batch.input_ids.to(self.device), batch.position_ids.to(self.device)
         masks = self.document_masks(batch.document_ids.to(self.device), positions, self.dtype)
         with capture_hidden_states(self.model, spec.layers) as states:
@@ -320,15 +340,16 @@ class BaseModel:
         return _hidden_states(out.last_hidden_state, states, spec)
 
     def document_masks(self, document_ids: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Masks:
-        """What the decoder takes as mask for packed rows ([B, T] each): a token sees its own document only."""
+        """Return the decoder's masks for packed rows ([B, T] each): a token attends to its own document only."""
         mask = attention.document_mask(document_ids, dtype)
         return mask if self.windows is None else self.windows.masks(mask, position_ids, position_ids, dtype)
 
     def _windowed(
         self, mask: Tensor | None, cache: KVCache | RaggedCache, positions: Tensor, depths: Tensor | None
     ) -> Masks:
-        """The masks of all kinds of layer for a pass at ``positions``; ``depths`` of pending nodes, None: a chain."""
+        """Return the masks of all layer types at ``positions``; ``depths`` of the pending nodes, None for a chain."""
         assert self.windows is not None
+        # While everything fits into the smallest window, all layer types share one mask.
         if isinstance(cache, KVCache) and cache.length + cache.pending <= self.windows.smallest:
             return self.windows.alike(mask)
         if depths is None:
@@ -352,7 +373,7 @@ class BaseModel:
         else:
             done = partial_forward.layers
             if done not in self._last_layers:
-                self._last_layers[done] = last_layers(self, done)
+                self._last_layers[done] = last_layers(self.model, self.cache_shape, done)
             with capture_hidden_states(self.model, [i for i in spec.layers if i > done]) as states:
                 out = self._last_layers[done](inputs_embeds=partial_forward.hidden, **options)
             states[done] = partial_forward.hidden
@@ -366,7 +387,7 @@ def _static(
     spec: HiddenStatesSpec,
     partial_forward: PartialForward | None,
 ) -> StaticKVCache | None:
-    """The cache, if a captured graph can run the pass: over a whole tree and all layers."""
+    """Return the cache if a captured graph can run the pass, which must cover a whole tree and all layers."""
     whole = new == len(shape) and not (spec.layers or partial_forward)
     return cache if whole and isinstance(cache, StaticKVCache) and cache.fits(new) else None
 

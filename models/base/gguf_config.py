@@ -1,8 +1,7 @@
-"""The config of a base in a GGUF file: what the file says and transformers does not read is put right, or refused.
+"""The config of a base in a GGUF file, corrected where transformers ignores keys of the file, or refused.
 
-llama.cpp writes the scaling of rotary embeddings as a tensor or as keys, and sizes that differ from a family's first
-checkpoint as keys of their own. transformers takes the rest of its config's defaults: the base would load, and compute
-something else than the file's own engine.
+llama.cpp writes the scaling of rotary embeddings as a tensor or as keys, and unusual sizes as separate keys.
+transformers uses defaults instead of these, so the base would load but compute something else than llama.cpp does.
 """
 
 import math
@@ -23,17 +22,17 @@ SAME = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-"""Keys of a file and what configs call them."""
+"""Keys of a file -> keys of a transformers config."""
 WIDE_GEMMA = {"gemma2": 46, "gemma3_text": 62}
-"""Layers of the checkpoint of 27B, whose queries are scaled by another size: llama.cpp's rule, no file says it."""
+"""Number of layers of the 27B checkpoints, which scale queries differently. The rule is llama.cpp's; no file has it."""
 FACTORS = "rope_freqs.weight"
-"""What llama.cpp divides the rotary frequencies by."""
+"""Tensor of divisors of the rotary frequencies."""
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ELSEWHERE = "name the checkpoint that it was made of instead, with base.name and no base.gguf_file"
+ELSEWHERE = "use the checkpoint that it was converted from: set base.name, without base.gguf_file"
 
 
 def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
-    """The config of the base in ``gguf_file`` of ``name``, a folder or a Hub id."""
+    """Return the config of the base in ``gguf_file`` of ``name``, a folder or a Hub id."""
     from gguf import GGUFReader  # imported here, as most bases are not GGUF files
 
     config = AutoConfig.from_pretrained(name, gguf_file=gguf_file, **options)
@@ -41,32 +40,32 @@ def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
     reader = GGUFReader(Path(str(path)))
     fields, tensors = reader.fields, {entry.name: entry for entry in reader.tensors}
     architecture = fields["general.architecture"].contents()
-    said = {n.removeprefix(f"{architecture}."): f.contents() for n, f in fields.items() if n.startswith(architecture)}
-    changes = _sizes(gguf_file, config, said)
-    scaling = said.get("rope.scaling.type", "none")
+    keys = {n.removeprefix(f"{architecture}."): f.contents() for n, f in fields.items() if n.startswith(architecture)}
+    changes = _sizes(gguf_file, config, keys)
+    scaling = keys.get("rope.scaling.type", "none")
     if scaling != "none" and config.model_type != "gpt_oss":
-        raise UserError(f"{gguf_file} scales its rotary embedding ({scaling}), which is not read here; {ELSEWHERE}")
+        raise UserError(f"{gguf_file} scales its rotary embedding ({scaling}), which is not supported; {ELSEWHERE}")
     if left := [tensor for tensor in tensors if tensor.startswith("rope_factors_")]:
-        raise UserError(f"{gguf_file} holds {left[0]}, which is not read here; {ELSEWHERE}")
+        raise UserError(f"{gguf_file} holds {left[0]}, which is not supported; {ELSEWHERE}")
     if FACTORS in tensors:
         changes["rope_parameters"] = _llama3(gguf_file, config, torch.from_numpy(tensors[FACTORS].data.copy()))
     return type(config)(**{**config.to_dict(), **changes}) if changes else config
 
 
-def _sizes(gguf_file: str, config: PreTrainedConfig, said: dict[str, Any]) -> dict[str, Any]:
-    """Sizes that differ from what the config has; ``said`` is the keys of the file without its architecture."""
+def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return sizes that differ from the config's; ``keys`` are the file's, without their architecture."""
     changes: dict[str, Any] = {}
     for key, field in SAME.items():
         now = getattr(config, field, None)
         if field == "head_dim":
             now = now or config.hidden_size // config.num_attention_heads
-        if said.get(key) in (None, now):
+        if keys.get(key) in (None, now):
             continue
         if field == "head_dim" and hasattr(config, "global_head_dim"):
-            continue  # transformers reads the key as that
+            continue  # transformers reads the file's key into global_head_dim
         if not hasattr(config, field):
-            raise UserError(f"{gguf_file} has {key}={said[key]}, which {config.model_type} does not read; {ELSEWHERE}")
-        changes[field] = said[key]
+            raise UserError(f"{gguf_file} has {key}={keys[key]}, which {config.model_type} does not read; {ELSEWHERE}")
+        changes[field] = keys[key]
     if config.model_type in WIDE_GEMMA:
         wide = config.num_hidden_layers == WIDE_GEMMA[config.model_type]
         size = config.hidden_size // config.num_attention_heads if wide else changes.get("head_dim", config.head_dim)
@@ -75,18 +74,21 @@ def _sizes(gguf_file: str, config: PreTrainedConfig, said: dict[str, Any]) -> di
 
 
 def _llama3(gguf_file: str, config: PreTrainedConfig, factors: Tensor) -> dict[str, Any]:
-    """The scaling of Llama 3 whose factors these are: its original context is found by trying."""
+    """Return the Llama-3 scaling with these factors; its original context, which no key has, is found by trying."""
     theta = config.rope_parameters["rope_theta"]
     for original in (8192, 4096, 2048, 16384, 32768):
         rope = LLAMA3 | {"factor": float(factors.max()), "original_max_position_embeddings": original}
-        found = llama3_factors(rope, theta, 2 * len(factors))
-        if torch.allclose(found, factors.flatten(), rtol=1e-4):
+        candidate = llama3_factors(rope, theta, 2 * len(factors))
+        if torch.allclose(candidate, factors.flatten(), rtol=1e-4):
             return rope | {"rope_theta": theta}
-    raise UserError(f"{gguf_file} has rotary factors that are not a scaling of Llama 3's; {ELSEWHERE}")
+    raise UserError(f"{gguf_file} has rotary factors other than those of Llama 3; {ELSEWHERE}")
 
 
 def llama3_factors(scaling: dict[str, Any], theta: float, size: int) -> Tensor:
-    """[E / 2] float32: what a scaling of Llama 3's divides the rotary frequencies of ``size`` E by."""
+    """Return the divisors [E / 2] float32 of the rotary frequencies for Llama 3's scaling; ``size`` is E.
+
+    Short wavelengths keep their frequency (1), long ones are divided by ``factor``, with a smooth transition between.
+    """
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     old, factor = scaling["original_max_position_embeddings"], scaling["factor"]

@@ -1,4 +1,4 @@
-"""The base's output head as a value: what draft heads are initialised from, share and are taught by."""
+"""The base's output head as a value. Draft heads share it, start from it, and learn its distribution."""
 
 from dataclasses import dataclass, replace
 
@@ -8,36 +8,36 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LMHead:
-    """The base's own output head, or some of its rows: logits = softcap(scale * h @ weight.T)."""
+    """The base's output head, or some of its rows: logits = softcap * tanh(scale * h @ weight.T / softcap)."""
 
     weight: Tensor
     """[V, D], frozen."""
     scale: float = 1.0
     softcap: float | None = None
     low_rank: Tensor | None = None
-    """[V, r] trained, or None. It reads the last r columns of the input, the frozen ``weight`` those before."""
+    """[V, r] trained, or None. It multiplies the last r columns of the input, and ``weight`` the others."""
 
     @property
     def trained(self) -> Tensor:
-        """The part of the weights that may be trained."""
+        """The weights that may be trained."""
         return self.weight if self.low_rank is None else self.low_rank
 
     def at_most(self, dtype: torch.dtype) -> "LMHead":
-        """The same with frozen rows no wider than ``dtype``, which a head computes in: products take half the time."""
+        """Return the head with frozen weights in at most ``dtype``, the head's dtype, for faster products."""
         if self.trained is self.weight and self.weight.requires_grad or self.weight.itemsize <= dtype.itemsize:
             return self
         return replace(self, weight=self.weight.to(dtype))
 
     def rows(self, ids: Tensor) -> "LMHead":
-        """The head over the draft vocabulary ``ids`` ([W] int64)."""
+        """Return the output head of the draft vocabulary ``ids`` ([W] int64)."""
         return LMHead(weight=self.weight[ids].contiguous(), scale=self.scale, softcap=self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., V]; [..., D + r] with a ``low_rank`` part."""
+        """Map hidden states [..., D] to logits [..., V]; with ``low_rank``, the input is [..., D + r]."""
         return self.scale_and_cap(self.product(hidden))
 
     def product(self, hidden: Tensor) -> Tensor:
-        """The same before it is scaled."""
+        """Return the logits before scaling and soft-capping."""
         if self.low_rank is None:
             return hidden @ self.weight.t()
         width = self.weight.shape[1]
@@ -45,14 +45,14 @@ class LMHead:
         return frozen + hidden[..., width:].to(self.low_rank.dtype) @ self.low_rank.t()
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient [n, D] by the input of ``product``, of the one by what it gives, [n, V]."""
+        """Return the gradient [n, D] of ``product``'s input from the gradient [n, V] of its output."""
         if self.low_rank is None:
             return gradient @ self.weight
         frozen = gradient.to(self.weight.dtype) @ self.weight
         return torch.cat([frozen.to(gradient.dtype), gradient @ self.low_rank], -1)
 
     def scale_and_cap(self, product: Tensor) -> Tensor:
-        """The logits of a product ``h @ weight.T``."""
+        """Return the logits of a product ``h @ weight.T``."""
         if self.scale != 1.0:
             product = product * self.scale
         if self.softcap is not None:

@@ -1,8 +1,8 @@
 """A trainable copy of a frozen base: LoRA adapters (Hu et al., 2106.09685) through peft, on stock modules.
 
-A base may run with fused and prepacked layers, through which no gradient passes. The copy has stock layers: they share
-the base's weights where those are as they were loaded, and are unpacked once where they are packed. The base itself is
-left as it is: with adapters that add nothing, the copy computes what the base does.
+A base may have fused and prepacked layers, through which no gradient passes. The copy has stock layers, which share the
+base's weights unless these are packed; packed weights are unpacked once. The base itself does not change. With
+untrained adapters, the copy computes what the base computes.
 
 Shape legend: B batch, T time, D width, V vocabulary.
 """
@@ -31,37 +31,37 @@ NAME = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """What the adapters are."""
+    """Settings of the adapters."""
 
     rank: int
     alpha: float
     """An adapter adds ``alpha / rank * B A`` to a weight."""
     dropout: float
-    """Of the adapters' inputs, in training."""
+    """Dropout of the adapters' inputs in training."""
     targets: tuple[str, ...]
-    """Names of the linear layers that get one."""
+    """Names of the linear layers that get an adapter."""
     checkpointing: bool
-    """Compute every layer's activations again in the backward pass instead of keeping them."""
+    """Recompute every layer's activations in the backward pass instead of storing them."""
 
 
 class LoraBase:
-    """A base with adapters that are trained; no ``nn.Module``, so a head that holds one does not own its weights."""
+    """A base with trained adapters. It is not an ``nn.Module``, so that heads do not own its weights."""
 
     def __init__(self, base: BaseModel, settings: LoraSettings) -> None:
-        """Make a trainable copy of ``base``; its adapters add nothing yet."""
+        """Make a trainable copy of ``base`` with untrained adapters, which add nothing."""
         from peft import LoraConfig, get_peft_model  # takes seconds to import
 
         self.base = base
         self.model = _trainable_copy(base)
-        found = {name.rpartition(".")[2] for name, part in self.model.named_modules() if isinstance(part, nn.Linear)}
-        if unknown := sorted(set(settings.targets) - found):
+        names = {name.rpartition(".")[2] for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
+        if unknown := sorted(set(settings.targets) - names):
             raise UserError(
-                f"{base.name} has no linear layer {unknown[0]!r} to put an adapter on; it has {sorted(found)}"
+                f"{base.name} has no linear layer {unknown[0]!r} for an adapter; choose from {sorted(names)}"
             )
         if LM_HEAD in settings.targets and base.lm_head.weight.data_ptr() == base.embedding.data_ptr():
             raise UserError(
-                f"{base.name} shares its output head with its embedding, which an adapter on the head would change "
-                "too; set head.lora_lm_head=false"
+                f"{base.name} shares its output head with its embedding, so an adapter on the head would change both; "
+                "set head.lora_lm_head=false"
             )
         config = LoraConfig(
             base_model_name_or_path=base.name,
@@ -72,16 +72,16 @@ class LoraBase:
             target_modules=sorted(settings.targets),
             task_type="CAUSAL_LM",
         )
-        with warnings.catch_warnings(action="ignore"):  # of peft and transformers to each other
+        with warnings.catch_warnings(action="ignore"):  # peft and transformers warn about each other
             self._peft = get_peft_model(self.model, config)
             if settings.checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
-                # Puts a hook on the embedding, which is the base's too and here needs no gradient.
+                # Remove its hook from the embedding, which the base shares and which needs no gradient here.
                 self.model.disable_input_require_grads()
         self.train(False)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The adapters' weights by name, without dots."""
+        """Return the adapters' weights by name, with dashes instead of dots."""
         return {n.replace(".", "-"): p for n, p in self._peft.named_parameters() if ".lora_" in n}
 
     def train(self, mode: bool) -> None:
@@ -89,7 +89,7 @@ class LoraBase:
         self.model.train(mode)
 
     def hidden_states(self, batch: TrainBatch) -> Tensor:
-        """``h`` [B, T, D] after the final norm, with gradients for the adapters; a token sees its own document only."""
+        """Return ``h`` [B, T, D] after the final norm, with gradients; tokens attend to their own document only."""
         out = self.model.model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -101,20 +101,20 @@ class LoraBase:
 
     @property
     def adapts_head(self) -> bool:
-        """Whether the output head has an adapter."""
+        """True if the output head has an adapter."""
         return not isinstance(self.model.get_output_embeddings(), nn.Linear)
 
     def output_head(self) -> LMHead:
-        """The tuned output head over the whole vocabulary, with gradients for its adapter if it has one."""
+        """Return the tuned output head over the whole vocabulary, with gradients for its adapter, if any."""
         head = self.base.lm_head
         if not self.adapts_head:
             return head
-        # One [V, D] sum a step; the loss over it is chunked, which a product per adapter would not allow.
+        # Adding the adapter to the weight costs one [V, D] sum per step, and lets the chunked loss use one matrix.
         change = self.model.get_output_embeddings().get_delta_weight(NAME)
         return replace(head, weight=head.weight + change.to(head.weight.dtype))
 
     def save(self, folder: Path) -> str:
-        """Write the adapter in peft's format; returns the fingerprint of the base with it merged."""
+        """Write the adapter in peft's format, and return the fingerprint of the base with it merged."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent) as tmp_path:
             self._peft.save_pretrained(tmp_path, save_embedding_layers=False)
@@ -123,14 +123,18 @@ class LoraBase:
 
 
 def _trainable_copy(base: BaseModel) -> Any:
-    """The base's model with stock layers and an output layer of its own, and everything else shared."""
+    """Return the base's model with stock layers and a new output layer; everything else is shared."""
     layers = base.model.model.layers
     if base.prepacked:
         layers = nn.ModuleList(fresh_copy(layer, base.model.config, n) for n, layer in enumerate(layers))
     else:
-        # Modules of their own that share weights. The config must be the model's own: attention reads from it.
-        parts = [*layers.parameters(), *layers.buffers(), *(m.config for m in layers.modules() if hasattr(m, "config"))]
-        layers = deepcopy(layers, {id(part): part for part in parts})
+        # Copy the modules but not their weights. The config must stay the same object, because attention reads it.
+        shared = [
+            *layers.parameters(),
+            *layers.buffers(),
+            *(m.config for m in layers.modules() if hasattr(m, "config")),
+        ]
+        layers = deepcopy(layers, {id(item): item for item in shared})
     model = with_layers(base, layers).model
     head = nn.Linear(base.hidden_size, base.vocab_size, bias=False, device="meta")
     head.weight = nn.Parameter(base.lm_head.weight, requires_grad=False)

@@ -1,6 +1,6 @@
-"""Which class of transformers computes the text of a checkpoint: its own, or the text part of a composite one.
+"""The transformers class of a checkpoint's language model.
 
-Of a vision-language checkpoint only the text model is built and loaded: text in, text out.
+Of a composite (vision-language) checkpoint, only the language model is built and loaded.
 """
 
 from typing import Any, cast
@@ -17,13 +17,13 @@ INNER_NAMES = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
     r"^(model\.)?language_model\.": "model.",
 }
-"""Names of the text model's weights in composite checkpoints, and what they are in a text model alone."""
+"""Weight names in composite checkpoints -> names in a separate language model."""
 
 
 class TextModel:
-    """A decoder with an output head, for text models that transformers only has inside of composite ones.
+    """A decoder with an output head, for language models that transformers only offers inside composite ones.
 
-    ``text_class`` mixes it with the family's own base class, which knows how its weights are made.
+    ``text_class`` combines it with the family's base class, which initialises its weights.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -35,7 +35,7 @@ class TextModel:
         self.post_init()  # type: ignore[attr-defined]
 
     def forward(self, input_ids: Tensor | None = None, logits_to_keep: int = 0, **options: Any) -> Any:
-        """As transformers' causal LMs: logits [B, T, V], or of the last tokens."""
+        """Return logits [B, T, V] like transformers' causal LMs, or those of the last ``logits_to_keep`` tokens."""
         options.pop("labels", None)
         out = self.model(input_ids=input_ids, **options)
         hidden = out.last_hidden_state[:, -logits_to_keep:] if logits_to_keep else out.last_hidden_state
@@ -43,7 +43,7 @@ class TextModel:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the text model: of a composite checkpoint the inner one."""
+    """Return the config of the language model, which is inside that of a composite checkpoint."""
     inner = cast(PreTrainedConfig, config.get_text_config(decoder=True))
     for key in ("vocab_size", "hidden_size"):
         if getattr(inner, key, None) is None and getattr(config, key, None) is not None:
@@ -52,17 +52,17 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def is_composite(config: PreTrainedConfig) -> bool:
-    """Whether the text model is one part of several."""
+    """Return True if the checkpoint contains more than a language model."""
     return text_config(config) is not config
 
 
 def text_class(config: PreTrainedConfig) -> Any:
-    """The class that computes the text model of ``config``: of transformers, or made of its decoder."""
+    """Return transformers' class of the language model, or a class made of its decoder."""
     known = AutoModelForCausalLM._model_mapping
     inner = text_config(config)
     if type(inner) in known:
-        found = known[type(inner)]
-        return found if isinstance(found, type) else found[0]
+        classes = known[type(inner)]
+        return classes if isinstance(classes, type) else classes[0]
     try:
         decoder: Any = AutoModel._model_mapping[type(inner)]
     except KeyError:
@@ -76,9 +76,9 @@ def text_class(config: PreTrainedConfig) -> Any:
 
 
 def read_weights_alike(config: PreTrainedConfig) -> None:
-    """Have the text model of a composite ``config`` loaded with the composite's rules for its weights.
+    """Register a composite config's weight conversion rules for its language model.
 
-    transformers joins the weights of experts by such rules, and looks them up by the name of the family.
+    transformers looks these rules up by model type. It needs them to stack the weights of experts.
     """
     inner, rules = text_config(config).model_type, get_checkpoint_conversion_mapping(config.model_type)
     if rules and get_checkpoint_conversion_mapping(inner) is None:
@@ -86,5 +86,5 @@ def read_weights_alike(config: PreTrainedConfig) -> None:
 
 
 def build(config: PreTrainedConfig, **options: Any) -> Any:
-    """A text model with random weights (on the meta device: without)."""
+    """Build a language model with random weights (on the meta device: without weights)."""
     return text_class(config)._from_config(text_config(config), **options)

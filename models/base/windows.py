@@ -1,8 +1,8 @@
-"""Layers that see a part of the text: sliding windows and chunks, as masks by distance in positions.
+"""Sliding windows and chunks as masks by distance in positions.
 
-A layer with a window gets a mask of its own. Nodes of a tree stand at their depth after the prefix, wherever in the
-cache they lie. A trimmed cache holds fewer keys for these layers: all that a window may need of what is committed, so
-rejected drafts cost nothing here.
+Layers with a window get a separate mask. The position of a tree node is its depth after the prefix, not its index in
+the cache: two siblings are at the same distance from every key. A trimmed cache holds fewer keys for these layers, but
+all committed ones that the window may reach.
 
 Shape legend: R rows or 1, T queries, K keys.
 """
@@ -18,22 +18,25 @@ from transformers import PreTrainedConfig
 from drafthead.data.utils.errors import UserError
 
 Masks = Tensor | dict[str, Tensor | None] | None
-"""What a decoder takes: one additive mask, or one for each of its kinds of layer; None means causal."""
+"""The decoder's mask argument: one additive mask, or one per layer type; None means causal."""
 SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of layer with a window, and the key of a config that holds its size."""
+"""Layer types with a window -> config keys of its size."""
 FULL = "full_attention"
 
 
 @dataclass(frozen=True)
 class Window:
-    """The last ``size`` positions, or those of the query's own chunk of ``size``."""
+    """The last ``size`` positions, or (``chunked``) the query's own chunk of ``size`` positions."""
 
     size: int
     chunked: bool
 
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Positions [R, T] and [R, K], keys never after their query -> [R, T, K] bool."""
-        # Nothing of the size of the result but the result: the first read of a long prompt makes it large.
+        """Return which keys [R, K] each query [R, T] can see, as bool [R, T, K]; both are given as positions.
+
+        Keys after the query are not excluded. For size 3, the query at 7 sees 5, 6, 7; chunked, it sees 6, 7.
+        """
+        # One comparison, without temporaries of the result's size, which is large for long prompts.
         if self.chunked:
             return (queries // self.size)[:, :, None] == (keys // self.size)[:, None]
         return (queries - self.size)[:, :, None] < keys[:, None]
@@ -41,18 +44,18 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a base. Bases without one have no such object, and nothing of this happens in their steps."""
+    """The windows of a base; bases without windows have None instead."""
 
     by_kind: dict[str, Window | None]
-    """Of every kind of layer; None sees all."""
+    """Layer type -> window; None sees all positions."""
     single: bool
-    """Whether all layers are of one kind, which then takes a mask and no mapping."""
+    """True if all layers have one type; the decoder then expects a mask instead of a mapping."""
     by_layer: tuple[int, ...]
-    """Positions that every layer sees, 0: all."""
+    """Number of positions that each layer sees; 0 means all."""
 
     @property
     def smallest(self) -> int:
-        """Positions up to which no window hides anything."""
+        """Size of the smallest window: shorter sequences are not affected by any."""
         return min(window.size for window in self.by_kind.values() if window is not None)
 
     def masks(
@@ -63,23 +66,24 @@ class Windows:
         dtype: torch.dtype,
         held: tuple[Tensor | None, Tensor] | None = None,
     ) -> Masks:
-        """The masks of all kinds of layer, of the mask of a layer that sees all ([R, 1, T, K], None: causal).
+        """Derive the masks of all layer types from ``mask`` [R, 1, T, K] of full attention (None: causal).
 
-        ``queries`` [R, T] and ``keys`` [R, K] are positions; ``dtype`` is of masks that are made anew; ``held``: the
-        mask and the keys of layers with a window, where these hold fewer.
+        ``queries`` [R, T] and ``keys`` [R, K] are positions. ``dtype`` is used if ``mask`` is None. ``held``: mask and
+        key positions of layers with a window, if a trimmed cache holds fewer keys for them.
         """
-        found: dict[str, Tensor | None] = {}
-        seen, places = held or (mask, keys)
+        masks: dict[str, Tensor | None] = {}
+        window_mask, window_keys = held or (mask, keys)
         for kind, window in self.by_kind.items():
-            found[kind] = mask if window is None else _narrowed(seen, window, queries, places, dtype)
-        return next(iter(found.values())) if self.single else found
+            masks[kind] = mask if window is None else _narrowed(window_mask, window, queries, window_keys, dtype)
+        return next(iter(masks.values())) if self.single else masks
 
     def alike(self, mask: Tensor | None) -> Masks:
-        """The same mask for every kind of layer: where all positions are below ``smallest``."""
+        """Return one mask for all layer types, for positions below ``smallest``."""
         return mask if self.single else dict.fromkeys(self.by_kind, mask)
 
 
 def _narrowed(mask: Tensor | None, window: Window, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Hide from ``mask`` the keys outside the window; None is a causal mask, which is built here."""
     seen = window.sees(queries, keys)
     if mask is None:
         seen &= keys[:, None] <= queries[:, :, None]
@@ -88,29 +92,29 @@ def _narrowed(mask: Tensor | None, window: Window, queries: Tensor, keys: Tensor
 
 
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
-    """The windows that matter within ``context`` positions, by transformers' own rules; None where there is none."""
+    """Return the windows shorter than ``context`` positions, by transformers' own rules; None without any."""
     kinds = getattr(config, "layer_types", None)
     if single := kinds is None:
         kinds = [next((kind for kind, key in SIZES.items() if getattr(config, key, None) is not None), FULL)]
-    found: dict[str, Window | None] = {} if single else {FULL: None}
+    by_kind: dict[str, Window | None] = {} if single else {FULL: None}
     for kind in kinds:
         size = getattr(config, SIZES[kind], None) if kind in SIZES else None
-        # Of 1, stock caches keep other positions than stock masks show; of 0, stock modules fail.
+        # With size 1, stock caches and stock masks disagree on the positions; with 0, stock modules fail.
         if kind in SIZES and (not isinstance(size, int) or size < 2):
             raise UserError(
                 f"{config.model_type} has layers of type {kind} but {SIZES[kind]}={size}, which must be at least 2; "
                 "correct its config"
             )
-        found[kind] = None if size is None or size >= context else Window(size, kind == "chunked_attention")
-    if not any(found.values()):
+        by_kind[kind] = None if size is None or size >= context else Window(size, kind == "chunked_attention")
+    if not any(by_kind.values()):
         return None
-    windows = [found[kind] for kind in kinds] * (config.num_hidden_layers if single else 1)
-    return Windows(found, single, tuple(0 if window is None else window.size for window in windows))
+    windows = [by_kind[kind] for kind in kinds] * (config.num_hidden_layers if single else 1)
+    return Windows(by_kind, single, tuple(0 if window is None else window.size for window in windows))
 
 
 @contextmanager
 def shortened(config: PreTrainedConfig, size: int) -> Iterator[None]:
-    """The config with no window larger than ``size``, for as long as the context lasts."""
+    """Limit the config's windows to ``size`` positions inside the ``with`` block."""
     stock = {key: getattr(config, key, None) for key in SIZES.values()}
     try:
         for key, value in stock.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.layers import attention_sizes
+from drafthead.models.base.structure import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.parts.attention_layer import head_rope, norm_eps
 

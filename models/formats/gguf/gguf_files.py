@@ -21,7 +21,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import llama3_factors
-from drafthead.models.base.layers import attention_sizes
+from drafthead.models.base.structure import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.format import BASE_NAME, Format, Unsupported, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead

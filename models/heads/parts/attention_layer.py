@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.layers import attention_sizes, smallest
+from drafthead.models.base.structure import attention_sizes, smallest
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, rotate
 from drafthead.models.kernels.linear import can_prepack

@@ -1,4 +1,4 @@
-"""What a base computes, alone and in batches, and what is refused as one."""
+"""Results of a base, alone and in batches, and refused bases."""
 
 import json
 from dataclasses import replace
@@ -31,16 +31,16 @@ def test_features_of_packed_documents_equal_each_alone(tiny_base: TinyBase, arch
     base_hidden = base.hidden_states(row_of(documents, padding=0), HiddenStatesSpec(layers=layers))
     for document in documents:
         alone = base.model(torch.tensor([document]), output_hidden_states=True).hidden_states
-        part = slice(start, start + len(document))
-        torch.testing.assert_close(base_hidden.final[:, part], alone[-1], rtol=1e-4, atol=1e-5)
-        for place, layer in enumerate(layers):
-            torch.testing.assert_close(base_hidden.layer(place)[:, part], alone[layer], rtol=1e-4, atol=1e-5)
+        positions = slice(start, start + len(document))
+        torch.testing.assert_close(base_hidden.final[:, positions], alone[-1], rtol=1e-4, atol=1e-5)
+        for n, layer in enumerate(layers):
+            torch.testing.assert_close(base_hidden.layer(n)[:, positions], alone[layer], rtol=1e-4, atol=1e-5)
         start += len(document)
 
 
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 1.5, "top_k": 20, "top_p": 0.8}], ids=["greedy", "sampled"])
 def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase, drawn: dict[str, Any]) -> None:
-    """Full slots, replaced rows, shared prefixes and shrinking change nothing; hidden states are what reading gives."""
+    """Answers and hidden states do not depend on full slots, replaced rows, shared prefixes or shrinking."""
     base = tiny_base()
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randint(5, 250, (3 + 5 * (n % 4),), generator=generator) for n in range(11)]
@@ -56,8 +56,8 @@ def test_batched_generation_equals_decoding_each_prompt(tiny_base: TinyBase, dra
         assert answer.input_ids.tolist() == prompt + plain.tokens
         assert answer.boundary == len(prompt)
         ids = torch.tensor([answer.input_ids.tolist()])
-        wanted = base.forward(ids[:, :-1], base.new_cache(ids.shape[1])).final[0]
-        torch.testing.assert_close(torch.from_numpy(answer.hidden_states).float(), wanted, rtol=2e-3, atol=2e-3)
+        expected = base.forward(ids[:, :-1], base.new_cache(ids.shape[1])).final[0]
+        torch.testing.assert_close(torch.from_numpy(answer.hidden_states).float(), expected, rtol=2e-3, atol=2e-3)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "rope_theta": 10000.0}
@@ -69,22 +69,22 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": 
         ("mamba", {}, r"mamba models have layers of type \['linear_attention'\].*recurrent state"),
         ("jamba", {}, r"jamba models have layers of type \['linear_attention'\].*recurrent state"),
         ("t5", {}, "t5 models have an encoder"),
-        ("deepseek_v4", {}, "deepseek_v4 models have layers of type .*not known here"),
+        ("deepseek_v4", {}, "deepseek_v4 models have layers of unknown type"),
         (
             "phi3",
             {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "pad_token_id": 0},
-            "longrope rotary embedding changes all positions once a text is longer than 64 .*base.max_context=64 or",
+            "longrope rotary embedding .* longer than 64 .*base.max_context=64 or",
         ),
-        ("llama4_text", {"floor_scale": 80}, "scaled by the place in a pass.*base.max_context=79"),
+        ("llama4_text", {"floor_scale": 80}, "attention is scaled .*base.max_context=79"),
         ("gpt_bigcode", {"n_positions": 90}, "learned positions ends at 90"),
-        ("paligemma", {}, r"paligemma reads a prompt in both directions \(use_bidirectional_attention\)"),
+        ("paligemma", {}, "paligemma .*use_bidirectional_attention"),
     ],
 )
 def test_refused_architectures(model_type: str, settings: dict[str, Any], says: str) -> None:
     config = AutoConfig.for_model(model_type, **settings)
-    with pytest.raises(UserError, match=says) as found:
+    with pytest.raises(UserError, match=says) as refusal:
         check_architecture(config, 100)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(refusal.value)
     if limit := context_limit(config):
         check_architecture(config, limit.positions)
 
@@ -93,7 +93,7 @@ def test_refused_architectures(model_type: str, settings: dict[str, Any], says: 
     ("settings", "says"),
     [
         ({"model_type": "opt"}, "opt is not built like a Llama"),
-        ({"model_type": "falcon"}, "falcon has attention of its own"),
+        ({"model_type": "falcon"}, "falcon has a special attention"),
         ({"model_type": "mistral", "sliding_window": 1}, "sliding_window=1, which must be at least 2"),
         ({"model_type": "llama", "return_dict": False}, "llama cannot be read by transformers' own code .AttributeErr"),
         ({"model_type": "llama", "is_causal": False}, "attention of llama uses 'is_causal=False', [^;]*; [^;]*$"),
@@ -113,7 +113,7 @@ def test_bad_base_settings() -> None:
 
 
 def test_a_base_with_missing_weights_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """Where transformers goes on with random numbers."""
+    """Refuse missing and misshapen weights, which transformers would initialise at random."""
     shape = {key: value for key, value in tiny_base().config.shape.items() if key != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape))
     model.save_pretrained(tmp_path)
@@ -122,16 +122,16 @@ def test_a_base_with_missing_weights_is_refused(tiny_base: TinyBase, tmp_path: P
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks 1 weights, model.layers.1.mlp.up_proj.weight for one"):
+    with pytest.raises(UserError, match=r"lacks 1 weights, .*layers.1.mlp.up_proj.weight"):
         BaseModel.load(config)
     weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(5, 4)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"1 weights of other sizes .*up_proj.weight for one: \[5, 4\] instead of"):
+    with pytest.raises(UserError, match=r"1 weights .*up_proj.weight: \[5, 4\] instead of"):
         BaseModel.load(config)
 
 
 def test_a_base_folder_that_needs_another_setting(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """The refusal names the setting, and not what the first library that met the folder lacks."""
+    """The error names the setting instead of the first library's complaint."""
     model = BaseModel.load(replace(tiny_base().config, prepack=False)).stock()
     model.save_pretrained(tmp_path)
     config = BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny")
@@ -140,14 +140,14 @@ def test_a_base_folder_that_needs_another_setting(tiny_base: TinyBase, tmp_path:
         BaseModel.load(config)
     settings = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").unlink()
-    with pytest.raises(UserError, match="is an adapter; name the base .*base.adapter"):
+    with pytest.raises(UserError, match="is an adapter; .*base.adapter"):
         BaseModel.load(config)
     (tmp_path / "config.json").write_text(settings[: len(settings) // 2])
     with pytest.raises(UserError, match="config.json.* is not a valid JSON"):
         BaseModel.load(replace(config, tokenizer=None))
     code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(code))
-    with pytest.raises(UserError, match="Python code of its own; .* base.trust_remote_code=true"):
+    with pytest.raises(UserError, match="Python code.* base.trust_remote_code=true"):
         BaseModel.load(config)
 
 
@@ -160,12 +160,12 @@ def test_a_base_that_is_not_there(tiny_base: TinyBase, tmp_path: Path, monkeypat
         "./nowhere": "no base model at ./nowhere: there is no such folder",
         str(tmp_path / "file"): "file: that is a file; correct base.name",
         str(tmp_path / "folder"): f"no tokenizer in {tmp_path / 'folder'}, .*base.tokenizer=",
-        "nobody/nothing": "'nobody/nothing' is no local folder and could not be fetched: .*debug=tiny",
+        "nobody/nothing": "'nobody/nothing' is not a local folder .*debug=tiny",
     }
     for name, says in cases.items():
-        with pytest.raises(UserError, match=says) as found:
+        with pytest.raises(UserError, match=says) as refusal:
             BaseModel.load(BaseConfig(name=name))
-        assert "\n" not in str(found.value)
+        assert "\n" not in str(refusal.value)
         if "folder" not in name:
             with pytest.raises(UserError, match=says):
                 BaseConfig(name=name).transformers_config()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafthead.models.base.base_model import BaseModel, PartialForward
-from drafthead.models.base.layers import attention_sizes
+from drafthead.models.base.structure import attention_sizes
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.token_tree import TokenTree
@@ -15,7 +15,7 @@ from support import TinyBase
 
 @pytest.mark.parametrize("multi_query", [True, False])
 def test_the_cache_holds_what_attention_makes(tiny_base: TinyBase, multi_query: bool) -> None:
-    """Whatever num_key_value_heads and head_dim say: a GPT-BigCode has neither."""
+    """GPT-BigCode ignores num_key_value_heads and head_dim."""
     config = tiny_base("gpt_bigcode").config
     base = BaseModel.load(replace(config, shape=config.shape | {"multi_query": multi_query, "head_dim": 3}))
     assert attention_sizes(base.model.config) == (1 if multi_query else 4, 8)
@@ -23,13 +23,13 @@ def test_the_cache_holds_what_attention_makes(tiny_base: TinyBase, multi_query: 
 
 
 def test_parts_of_the_stack(tiny_base: TinyBase) -> None:
-    """An early exit drafts with its own layers, and the last layers go on from what the first leave."""
+    """An early exit drafts with the first layers, and the last layers continue from their output."""
     base = tiny_base("gpt_bigcode")
     shallow = early_exit(base, 2)
     assert len(shallow.model.model.transformer.h) == 2 and len(base.model.transformer.h) == 3
     plain = decode(base, None, [5, 6, 7] * 4, max_new_tokens=14, ignore_eos=True)
-    found = decode(base, shallow, [5, 6, 7] * 4, max_new_tokens=14, ignore_eos=True)
-    assert found.tokens == plain.tokens and sum(step.accepted for step in found.steps) > 0
+    drafted = decode(base, shallow, [5, 6, 7] * 4, max_new_tokens=14, ignore_eos=True)
+    assert drafted.tokens == plain.tokens and sum(step.accepted for step in drafted.steps) > 0
     ids = torch.arange(40, 70)[None]
     with torch.inference_mode():
         states = base.model(ids, output_hidden_states=True).hidden_states
@@ -39,8 +39,8 @@ def test_parts_of_the_stack(tiny_base: TinyBase) -> None:
         torch.testing.assert_close(hidden, states[-1], rtol=1e-4, atol=1e-5)
 
 
-def test_the_names_are_in_no_register(tiny_base: TinyBase) -> None:
-    """Else weights would be saved, adapted and packed twice."""
+def test_second_names_are_not_registered(tiny_base: TinyBase) -> None:
+    """Registered twice, weights would be saved, adapted and packed twice."""
     base = tiny_base("gpt_bigcode")
     for model in (base.model, early_exit(base, 2).model.model):
         names = [name for name, _ in model.named_modules(remove_duplicate=False)]

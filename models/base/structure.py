@@ -1,0 +1,160 @@
+"""Modules and sizes of a stock model: Llama's names for them, reading layer outputs, a decoder over some layers.
+
+Shape legend: B rows, T tokens, D width.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.cache.kv_cache import CacheShape
+
+OWN_NAMES = {
+    "gpt_bigcode": {"model": "transformer", "layers": "h", "norm": "ln_f"},
+    "gpt2": {"model": "transformer", "layers": "h", "norm": "ln_f"},
+    "gpt_neox": {"model": "gpt_neox", "layers": "layers", "norm": "final_layer_norm"},
+    "persimmon": {"model": "model", "layers": "layers", "norm": "final_layernorm"},
+}
+"""Model type -> Llama's names of modules -> the family's names."""
+
+
+def llama_like(model: Any) -> Any:
+    """Give the decoder, layers and final norm of ``model`` Llama's names as well, and return ``model``."""
+    if names := OWN_NAMES.get(model.config.model_type):
+        set_part(model, "model", getattr(model, names["model"]))
+        for name in ("layers", "norm"):
+            set_part(model.model, name, getattr(model.model, names[name]))
+    if not (hasattr(model, "model") and hasattr(model.model, "norm") and hasattr(model.model, "layers")):
+        raise UserError(
+            f"{model.config.model_type} is not built like a Llama (model.layers, model.norm); choose another base "
+            "(docs/bases.md lists families)"
+        )
+    return model
+
+
+def set_part(owner: Any, name: str, module: nn.Module) -> None:
+    """Replace the module that Llama calls ``name``, under the family's name too.
+
+    The second name goes into ``__dict__``: as a submodule it would appear twice in ``parameters()``.
+    """
+    family_name = OWN_NAMES.get(owner.config.model_type, {}).get(name)
+    if family_name is None:
+        setattr(owner, name, module)
+    else:
+        setattr(owner, family_name, module)
+        owner.__dict__[name] = module
+
+
+def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the number of key/value heads and the head width; the smallest if layers differ."""
+    heads: int = config.num_attention_heads
+    if hasattr(config, "multi_query"):  # GPT-BigCode ignores all other keys
+        return (1 if config.multi_query else heads), config.hidden_size // heads
+    kv_heads = smallest(config, "num_key_value_heads") or heads
+    return kv_heads, smallest(config, "head_dim") or config.hidden_size // heads
+
+
+def sizes(config: PreTrainedConfig, key: str) -> list[int]:
+    """Return the values of a size in a config: several if layers differ."""
+    try:
+        value = getattr(config, key, None)
+    except RuntimeError:  # raised by transformers for sizes that differ by layer
+        value = [getattr(layer, key, None) for layer in config.per_layer_config]
+    return [size for size in (value if isinstance(value, list | tuple) else [value]) if isinstance(size, int)]
+
+
+def smallest(config: PreTrainedConfig, key: str) -> int | None:
+    """Return a size of a config, the smallest if layers differ."""
+    return min(sizes(config, key), default=None)
+
+
+@contextmanager
+def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Collect the outputs [B, T, D] of these layers (1 is the first, 0 the embedding) while ``model`` runs."""
+    states: dict[int, Tensor] = {}
+
+    def store(number: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        states[number] = output[0] if isinstance(output, tuple) else output
+        if states[number].ndim != 3:
+            raise UserError(
+                f"the layers of {model.config.model_type} return {states[number].ndim - 2} streams per token, so their "
+                "states cannot be read; choose a head that reads the last one (medusa, hydra, mlp_speculator)"
+            )
+
+    modules = {n: model.model.layers[n - 1] if n else model.get_input_embeddings() for n in layers}
+    hooks = [module.register_forward_hook(partial(store, number)) for number, module in modules.items()]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def last_layers(model: Any, cache_shape: CacheShape, skipped: int) -> Any:
+    """Return the decoder without its first ``skipped`` layers; call it with their output as ``inputs_embeds``.
+
+    The layers keep their ``layer_idx``, so they write into the model's own cache.
+    """
+    layers = list(model.model.layers)
+    decoder = decoder_over(model, cache_shape, nn.ModuleList(layers[skipped:]), None, range(skipped, len(layers)))
+    # The input has passed the embedding already, so what the decoder adds to an embedding is switched off.
+    if hasattr(decoder, "embedding_multiplier"):  # Granite scales its input
+        decoder.embedding_multiplier = 1.0
+    if hasattr(decoder, "wpe"):  # GPT-BigCode adds position embeddings to its input
+        decoder.wpe = _NoPositions()
+    return decoder
+
+
+def decoder_over(
+    model: Any, cache_shape: CacheShape, layers: nn.ModuleList, norm: nn.Module | None, sources: Sequence[int]
+) -> Any:
+    """Return a decoder that shares everything with the model's but its layers, config and (unless None) norm.
+
+    ``sources``: the index of the model's layer that each of ``layers`` is like. ``cache_shape`` is the model's.
+    """
+    decoder = shallow_copy(model.model)
+    set_part(decoder, "layers", layers)
+    decoder.config = _config_of(model, cache_shape, sources)
+    if norm is not None:
+        set_part(decoder, "norm", norm)
+    return decoder
+
+
+def _config_of(model: Any, cache_shape: CacheShape, sources: Sequence[int]) -> Any:
+    """Return the config of a decoder made of layers like ``sources``, or refuse layers that depend on others."""
+    config, count = copy(model.config), len(model.model.layers)
+    inputs = {"hidden_size_per_layer_input": "a separate embedding", "num_kv_shared_layers": "another layer's keys"}
+    for key, what in inputs.items():
+        if getattr(config, key, None) and list(sources) != list(range(count)):
+            raise UserError(
+                f"a layer of {config.model_type} reads {what} ({key}={getattr(config, key)}), so some of its layers "
+                "cannot be run alone; choose a head that needs none of them (medusa, hydra, mlp_speculator)"
+            )
+    if cache_shape.by_layer is not None and len(cache_shape.by_layer) != count:
+        raise UserError(f"a layer of {config.model_type} has several attentions, so some layers cannot be run alone")
+    config.num_hidden_layers = len(sources)
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = [kinds[source] for source in sources]
+    return config
+
+
+class _NoPositions(nn.Module):
+    """A table of learned positions that adds zero."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return torch.zeros((), device=positions.device)
+
+
+def shallow_copy(module: Any) -> Any:
+    """Return a module that shares all children and weights with ``module`` but has hooks of its own."""
+    view = copy(module)
+    view.__dict__["_modules"] = dict(module._modules)
+    view.__dict__ |= {name: copy(hooks) for name, hooks in module.__dict__.items() if "_hooks" in name}
+    return view
