@@ -389,9 +389,11 @@ class Eagle3Head(CopyingHead):
         """Return the outputs [B, S, D] of ``steps`` draft positions at ``anchors`` in P-EAGLE's single pass.
 
         The first position is causal attention over the context. Position i (from 0) is i tokens later and reads the
-        mask input. It sees the context up to its anchor and the positions of its anchor from 1 to i. So every layer
-        runs twice: over the context [B, T], and over the P = steps - 1 masked positions of all anchors [B, S P], which
-        attend to the first's keys and values. See ``EagleLayer.unroll`` for the arguments and a drawing of the mask.
+        mask input. It sees the context up to its anchor and the positions of its anchor from 1 to i.
+
+        So every layer runs twice: over the context [B, T], and over the P = steps - 1 masked positions of all anchors
+        [B, S P]. The second run also attends to the keys and values of the first. See ``EagleLayer.unroll`` for the
+        arguments and a drawing of the mask.
         """
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]
         count, block = steps - 1, (-1, steps - 1)
