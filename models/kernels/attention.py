@@ -1,8 +1,8 @@
-"""The attention that every base runs with: SDPA that never copies grouped keys and values, sinks and soft caps.
+"""The attention of every base: SDPA without copies of grouped keys and values, with sinks and soft caps.
 
-transformers' own ``sdpa`` path repeats the keys and values of grouped-query models for every masked pass, which
-at batch 48 costs five times the attention itself (``docs/log.md``). What changes the result and is not known here is
-an error: a base whose attention is more than this is refused when it is loaded.
+transformers' own ``sdpa`` repeats the keys and values of grouped-query models in every masked pass. At batch 48 this
+costs five times the attention itself (``docs/log.md``). A keyword that would change the result and is not implemented
+here is an error, so a base with any other attention is refused at load.
 
 Shape legend: B batch, H query heads, G key/value heads, T queries, S keys, E head width, F width of values.
 """
@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import sdpa_mask
 
 from drafthead.data.utils.errors import UserError
@@ -23,22 +22,22 @@ from drafthead.models.token_tree import causal_mask
 
 NAME = "drafthead"
 _LENGTHS = "document_lengths"
-"""Attribute of a mask: lengths of the documents of every row."""
+"""Name of the mask attribute that holds the document lengths of every row."""
 HARMLESS = frozenset(
     (
         *("sliding_window", "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"),
         *("output_attentions", "output_hidden_states", "output_router_logits"),
     )
 )
-"""Keywords that change nothing here: the mask, which we make, has the window, and every query sees causally."""
+"""Keywords without effect here: our mask already applies the window, and attention is always causal."""
 MAX_SCORES = 2**26
-"""Scores that are held at once where they are computed one by one."""
+"""Most attention scores in memory at once when they are computed explicitly."""
 _captured: list[Tensor] | None = None
 
 
 @contextmanager
 def captured_queries() -> Iterator[list[Tensor]]:
-    """The rotated queries [B, heads, T, E] of every layer, in order, of the passes in this block."""
+    """Collect the rotated queries [B, H, T, E] of every layer, in order, of the passes in this block."""
     global _captured
     _captured = []
     try:
@@ -60,17 +59,29 @@ def grouped_sdpa(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of [B, H, T, E] queries over [B, G, S, E] states; no mask means causal. [B, T, H, F].
+    """Return the attention [B, T, H, F] of queries [B, H, T, E] over keys [B, G, S, E] and values [B, G, S, F].
 
-    ``s_aux``: [H] a logit for each head that takes part in the softmax and has no value (a sink); ``softcap``: scores
-    become ``softcap * tanh(score / softcap)``.
+    Args:
+        module: the layer, named in messages.
+        query: [B, H, T, E].
+        key: [B, G, S, E].
+        value: [B, G, S, F].
+        attention_mask: additive, [B or 1, 1, T, S]; None: causal.
+        dropout: probability of dropping an attention weight.
+        scaling: factor of the scores; None: 1 / sqrt(E).
+        s_aux: [H] sinks: a logit per head that takes part in the softmax and has no value (gpt-oss).
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+        is_causal: False is refused.
+        kwargs: refused unless ``HARMLESS`` or None.
+
+    Raises:
+        UserError: the layer uses a keyword that is not implemented here.
     """
     unknown = [name for name, given in kwargs.items() if given is not None and name not in HARMLESS]
     if unknown or is_causal is False:
-        kind, what = getattr(getattr(module, "config", None), "model_type", type(module).__name__), "is_causal=False"
-        raise UserError(
-            f"the attention of {kind} uses {(unknown or [what])[0]!r}, which is not known here; choose another base"
-        )
+        kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
+        keyword = (unknown or ["is_causal=False"])[0]
+        raise UserError(f"the attention of {kind} uses {keyword!r}, which is not supported; choose another base")
     if _captured is not None:
         _captured.append(query)
     if s_aux is not None or softcap is not None:
@@ -79,9 +90,9 @@ def grouped_sdpa(
         return _per_document(module, query, key, value, lengths, dropout, scaling), None
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.device.type != "cpu":
-        # CUDA's fused kernels take grouped heads only without a mask; the copy is cheaper than their fallback.
+        # CUDA's fused kernels take grouped heads only without a mask. Copying is cheaper than their fallback.
         groups = query.shape[1] // key.shape[1]
-        key, value, grouped = repeat_kv(key, groups), repeat_kv(value, groups), False
+        key, value, grouped = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), False
     out = F.scaled_dot_product_attention(
         query,
         key,
@@ -104,11 +115,11 @@ def _per_document(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
-    """Causal attention within every document of packed rows [B, heads, T, E]: nothing between documents is computed."""
+    """Return causal attention [B, T, H, F] within each document of packed rows, computing nothing across documents."""
     rows = []
     for row, row_lengths in enumerate(lengths):
-        parts = zip(*(torch.split(x[row : row + 1], row_lengths, 2) for x in (query, key, value)), strict=True)
-        rows.append(torch.cat([grouped_sdpa(module, q, k, v, None, dropout, scaling)[0] for q, k, v in parts], 1))
+        documents = zip(*(torch.split(x[row : row + 1], row_lengths, 2) for x in (query, key, value)), strict=True)
+        rows.append(torch.cat([grouped_sdpa(module, q, k, v, None, dropout, scaling)[0] for q, k, v in documents], 1))
     return torch.cat(rows)
 
 
@@ -122,7 +133,7 @@ def _explicit(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """As ``grouped_sdpa`` with the scores written out, for some queries at a time: [B, H, T, F]."""
+    """Return ``grouped_sdpa`` as [B, H, T, F], with explicit scores, for a block of queries at a time."""
     rows, heads, queries, width = query.shape
     groups, keys = key.shape[1:3]
     if mask is None and queries > 1:
@@ -131,7 +142,7 @@ def _explicit(
         mask = mask[None, None]
     query = (query * (width**-0.5 if scaling is None else scaling)).view(rows, groups, -1, queries, width)
     block = max(1, MAX_SCORES // (rows * heads * keys))
-    found = []
+    outputs = []
     for start in range(0, queries, block):
         scores = query[:, :, :, start : start + block] @ key[:, :, None].transpose(3, 4)  # [B, G, H / G, t, S]
         if softcap is not None:
@@ -144,15 +155,15 @@ def _explicit(
             weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
         else:
             weights = scores.softmax(-1)
-        found.append(F.dropout(weights.to(value.dtype), dropout) @ value[:, :, None])
-    return torch.cat(found, 3).flatten(1, 2)
+        outputs.append(F.dropout(weights.to(value.dtype), dropout) @ value[:, :, None])
+    return torch.cat(outputs, 3).flatten(1, 2)
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, 1, T, T] additive, of ``document_ids`` [B, T]: a token sees itself and what is before it in its document.
+    """Return the additive mask [B, 1, T, T] in which a token sees itself and earlier tokens of its document.
 
-    On a CPU the mask also carries the documents' lengths, and our attention goes by those; a model that changes the
-    mask drops them, and attends by the mask.
+    ``document_ids`` is [B, T]. On a CPU the mask also carries the document lengths, which our attention uses instead.
+    If a model changes the mask, the copy has no lengths and the mask itself is used.
     """
     time, device = document_ids.shape[1], document_ids.device
     seen = document_ids[:, :, None] == document_ids[:, None, :]
@@ -164,7 +175,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def register() -> str:
-    """Make the attention known to transformers; returns the name to pass as ``attn_implementation``."""
+    """Register the attention with transformers and return its name for ``attn_implementation``."""
     AttentionInterface.register(NAME, grouped_sdpa)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME

@@ -1,6 +1,6 @@
-"""Which kernel multiplies 1 to 32 rows fastest on this CPU, and whether fewer bits are faster.
+"""Choice of the fastest kernel for 1 to 32 rows on this CPU, and of dtypes with fewer bits if they are faster.
 
-All is measured at load and kept for later loads.
+Everything is measured at the first load of a base and stored for later loads.
 """
 
 import hashlib
@@ -27,52 +27,54 @@ from drafthead.models.kernels.linear import (
 )
 
 WORTH_MEASURING = 2**23
-"""Weights below which a base fits into the caches of a CPU, and the fixed choice is as good."""
+"""Fewest weights of a base for which kernels are measured. Smaller bases fit into the CPU's caches."""
 REPEATS, LONG_SECONDS = 3, 20.0
-"""Of every pass; a large base has had enough after two, once that long has passed."""
+"""Measurements of every pass. A large base stops after two of them if this many seconds have passed."""
 COPY_SHARE = 1 / 8
-"""Of the machine's memory that the packed copy may take where the compiled one serves few rows: it is up to a tenth
-faster for hundreds of rows."""
-PLAIN_ROWS = 4
-"""Above so many the plain product is not tried: it is never the fastest there."""
-MARGIN = 0.97
-"""Another kernel than the default must be faster by this factor: what is within noise should not change.
+"""Share of the machine's memory that packed copies may take although compiled ones serve few rows.
 
-The default is the compiled one where there is one.
+The packed product is up to a tenth faster for hundreds of rows.
+"""
+PLAIN_ROWS = 4
+"""Most rows for which the plain product is measured: it is never the fastest for more."""
+MARGIN = 0.97
+"""Largest time of another kernel, relative to the default one, so that noise does not change the choice.
+
+The default is the compiled kernel if there is one.
 """
 READ_ROWS, DRAFT_ROWS = 256, 4
-"""Rows of products that may be in bfloat16: hidden states to train on, and drafting."""
+"""Rows of the two products that may use fewer bits: reading hidden states to train on, and drafting."""
 ROUNDING_MARGIN = 0.8
-"""Products that round by about a percent must take at most this share of the time of the others."""
+"""Largest time of a product with about one percent of rounding error, relative to the exact one."""
 Pass = Callable[[int], object]
-"""A pass of the base over so many rows."""
+"""A pass of the base over a number of rows."""
 
 
 def worth_measuring(model: nn.Module) -> bool:
-    """Whether the base has enough weights that can be packed for the choice to matter."""
+    """Return True if the base has enough weights for the choice to matter."""
     return sum(p.numel() for p in model.parameters() if can_prepack(p)) >= WORTH_MEASURING
 
 
 def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: object) -> None:
     """Fill ``table`` with the fastest kernel for every number of rows, and release the copies that none of them reads.
 
-    ``shape`` names what is multiplied: the choice is kept for it on this machine, so that a run that resumes computes
-    as it did before.
+    ``shape`` identifies the products. The choice is stored for it on this machine, so that a resumed run computes
+    what it did before.
     """
     compiles = skinny_library() is not None
     key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]
     path = cache_dir() / "kernels" / f"{key}.json"
     try:
         with exclusive(path.parent):
-            found = _kept(path)
-            if found is None:
-                found = _found(table, module, run)
-                kernels = {str(n): kernel.value for n, kernel in found[0].items()}
-                drafts_in = next((name for name, dtype in DRAFT_DTYPES.items() if dtype == found[2]), None)
-                write_checksummed_json(path, {**kernels, "bfloat16_reads": found[1], "drafts_in": drafts_in})
-    except OSError:  # nowhere to keep it
-        found = _found(table, module, run)
-    table.by_rows, table.bfloat16_reads, table.drafts_in = found
+            choice = _stored_choice(path)
+            if choice is None:
+                choice = _measured_choice(table, module, run)
+                kernels = {str(n): kernel.value for n, kernel in choice[0].items()}
+                drafts_in = next((name for name, dtype in DRAFT_DTYPES.items() if dtype == choice[2]), None)
+                write_checksummed_json(path, {**kernels, "bfloat16_reads": choice[1], "drafts_in": drafts_in})
+    except OSError:  # the cache folder cannot be written
+        choice = _measured_choice(table, module, run)
+    table.by_rows, table.bfloat16_reads, table.drafts_in = choice
     layers = [layer for layer in module.modules() if isinstance(layer, PrepackedLinear)]
     size = sum(4 * layer.in_features * layer.out_features for layer in layers)
     spare = size < COPY_SHARE * 1e9 * hardware()["ram_gb"]
@@ -80,25 +82,25 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
         layer.keep({*table.by_rows.values(), *([Kernel.PACKED] if spare else [])})
 
 
-Found = tuple[dict[int, Kernel], bool, torch.dtype | None]
-"""A kernel for each number of rows; whether bfloat16 is faster for reading; what to draft in, None for float32."""
+Choice = tuple[dict[int, Kernel], bool, torch.dtype | None]
+"""A kernel for each number of rows, True if bfloat16 is faster for reading, and the dtype to draft in or None."""
 
 
-def _found(table: KernelTable, module: nn.Module, run: Pass) -> Found:
+def _measured_choice(table: KernelTable, module: nn.Module, run: Pass) -> Choice:
     kernels = _measure(table, run)
     reads = _fastest(module, READ_ROWS, [torch.bfloat16]) == torch.bfloat16
-    # Heads draft between two passes of the base, which have taken their weights out of the CPU's caches.
+    # Heads draft between two passes of the base, which evict the head's weights from the CPU's caches.
     return kernels, reads, _fastest(module, DRAFT_ROWS, DRAFT_DTYPES.values(), before=lambda: run(1))
 
 
-def _kept(path: Path) -> Found | None:
+def _stored_choice(path: Path) -> Choice | None:
     try:
-        found = read_checksummed_json(path)
-        kernels = {n: Kernel(found[str(n)]) for n in MEASURED_ROWS}
-        drafts_in = found["drafts_in"]
-        return kernels, bool(found["bfloat16_reads"]), None if drafts_in is None else DRAFT_DTYPES[drafts_in]
+        stored = read_checksummed_json(path)
+        kernels = {n: Kernel(stored[str(n)]) for n in MEASURED_ROWS}
+        drafts_in = stored["drafts_in"]
+        return kernels, bool(stored["bfloat16_reads"]), None if drafts_in is None else DRAFT_DTYPES[drafts_in]
     except (OSError, UserError, KeyError, ValueError, TypeError):
-        return None  # measured again
+        return None  # a missing or damaged file is measured again
 
 
 def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
@@ -120,7 +122,7 @@ def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
                 if repeat:
                     times.setdefault((rows, kernel), []).append(perf_counter() - started)
     table.by_rows = before
-    medians = {place: median(seconds) for place, seconds in times.items()}
+    medians = {measured: median(seconds) for measured, seconds in times.items()}
 
     def fastest(rows: int) -> Kernel:
         best = min((kernel for n, kernel in medians if n == rows), key=lambda kernel: medians[rows, kernel])
@@ -132,14 +134,14 @@ def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
 def _fastest(
     module: nn.Module, rows: int, dtypes: Iterable[torch.dtype], before: Callable[[], object] = lambda: None
 ) -> torch.dtype | None:
-    """Which of ``dtypes``, in order, is faster than float32 and those before it; by the largest layer. None: none.
+    """Return the last of ``dtypes`` that is faster than float32 and the ones before it, or None.
 
-    ``before`` is run before every comparison.
+    The largest layer is timed with ``rows`` rows, and ``before`` runs before every comparison.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, PrepackedLinear)]
     if not layers:
         return None
-    inner = [layer for layer in layers if layer.out_features <= 16 * layer.in_features]  # the output head is too large
+    inner = [layer for layer in layers if layer.out_features <= 16 * layer.in_features]  # not the LM head
     layer = max(inner or layers, key=lambda layer: layer.in_features * layer.out_features)
     possible = {None: True, torch.bfloat16: packs_bfloat16(), torch.int8: skinny_library() is not None}
     kernels = {dtype: layer.inference(dtype) for dtype in (None, *dtypes) if possible[dtype]}

@@ -1,6 +1,8 @@
-"""``skinny.cpp``, compiled for this CPU at first use: the product of a few rows in the time of reading the weight.
+"""Matrix products for a few rows, bound by reading the weight: ``skinny.cpp``, compiled for this CPU at first use.
 
-On Linux with a C++ compiler (``CXX``, else ``g++``); elsewhere there is none, and torch's products are used.
+Needs Linux and a C++ compiler (``CXX``, else ``g++``). Without them torch's products are used.
+
+Shape legend: N outputs, K inputs.
 """
 
 import ctypes
@@ -24,17 +26,20 @@ from drafthead.models.kernels.huge_pages import use_huge_pages
 
 SOURCE = Path(__file__).with_name("skinny.cpp")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp")
+BUILD_SECONDS = 60
+"""Time limit of one compiler call."""
 TOLERANCE = 1e-4
 """Largest relative error of a build that is used."""
 
 
 class CompiledWeight:
-    """A weight [N, K] in the layout of ``skinny.cpp``, with a bias. No gradient passes through."""
+    """A weight [N, K] in the layout of ``skinny.cpp``, with a bias. Gradients do not pass through."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Of float32 weights, kept as ``dtype``: float32, or int8 with a scale for every output."""
+        """Copy a float32 ``weight`` on the CPU as ``dtype``: float32, or int8 with one scale per output."""
+        _check_weight(weight, bias)
         width = library.width()
         self._outputs, self._inputs = weight.shape
         blocks = -(-self._outputs // width)
@@ -53,41 +58,77 @@ class CompiledWeight:
         self._addresses = self._packed.data_ptr(), self._scale.data_ptr(), self._bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias``: [..., K] -> [..., N], float32."""
+        """Return ``x @ weight.T + bias``, float32: [..., K] -> [..., N].
+
+        Raises:
+            RuntimeError: ``x`` is not a float32 tensor [..., K] on the CPU, as from ``F.linear``.
+        """
+        # The library gets bare addresses: it would read and write past the end of a tensor of another size.
+        if not x.is_cpu or x.dtype != torch.float32 or x.ndim == 0 or x.shape[-1] != self._inputs:
+            raise RuntimeError(self._mismatch(x))
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self._outputs)
         rows = x.numel() // self._inputs
         self._product(x.data_ptr(), *self._addresses, out.data_ptr(), rows, self._inputs, self._outputs)
         return out
 
+    def _mismatch(self, x: Tensor) -> str:
+        if not x.is_cpu:
+            return f"expected all tensors to be on the same device, got an input on {x.device} and a weight on cpu"
+        if x.dtype != torch.float32:
+            return f"expected input and weight to have the same dtype, got {x.dtype} and torch.float32"
+        rows = x.shape[:-1].numel()
+        shapes = f"{rows}x{x.shape[-1] if x.ndim else 0} and {self._inputs}x{self._outputs}"
+        return f"input and weight shapes cannot be multiplied ({shapes})"
+
     def dense(self) -> Tensor:
-        """[N, K] the weight, float32."""
+        """Return the weight, float32 [N, K]."""
         dense = self._packed.transpose(1, 2).reshape(-1, self._inputs) * self._scale[:, None]
         return dense[: self._outputs]
 
 
+def _check_weight(weight: Tensor, bias: Tensor | None) -> None:
+    """Reject tensors that the library cannot read.
+
+    Raises:
+        RuntimeError: the weight is not a non-empty float32 matrix on the CPU, or the bias does not fit it.
+    """
+    if not weight.is_cpu or weight.dtype != torch.float32 or weight.ndim != 2 or weight.numel() == 0:
+        raise RuntimeError(
+            f"a compiled weight must be a non-empty float32 matrix on the CPU, got {weight.dtype} "
+            f"{list(weight.shape)} on {weight.device}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise RuntimeError(f"a bias of shape {list(bias.shape)} does not fit a weight of shape {list(weight.shape)}")
+
+
 @cache
 def skinny_library() -> ctypes.CDLL | None:
-    """The compiled library, kept for later processes on the same CPU; None where there is no compiler, or it fails."""
+    """Return the compiled library, or None if there is no compiler, the build fails or computes something else.
+
+    The build is kept on disk for later processes on the same CPU.
+    """
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if sys.platform != "linux" or shutil.which(compiler[0]) is None:
         return None
-    parts = (SOURCE.read_text(), compiler, FLAGS, _cpu_features(), torch.__version__)
-    path = cache_dir() / "kernels" / f"skinny-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+    path = _library_path(compiler)
     try:
         if not path.exists():
             _build(compiler, path)
-        library = ctypes.CDLL(str(path))
+        library = _open(path)
     except (OSError, subprocess.SubprocessError):
         return None
-    library.width.restype = ctypes.c_int64
-    for product in (library.product, library.product_int8):
-        product.argtypes, product.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3, None
     return library if _is_right(library) else None
 
 
+def _library_path(compiler: list[str]) -> Path:
+    """Return the file for the library; its name depends on everything that decides its content."""
+    inputs = (SOURCE.read_text(), compiler, FLAGS, _cpu_features(), torch.__version__)
+    return cache_dir() / "kernels" / f"skinny-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.so"
+
+
 def _build(compiler: list[str], path: Path) -> None:
-    """Compile into a folder beside ``path``, then move: another process never sees half a file."""
+    """Compile in a folder next to ``path``, then move the file, so that no other process reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder, "skinny.o"), Path(folder, "skinny.so")
@@ -95,19 +136,27 @@ def _build(compiler: list[str], path: Path) -> None:
             [*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
             [*compiler, "-shared", str(compiled), _openmp(), "-o", str(linked)],
         ):
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
         linked.replace(path)
 
 
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.width.restype = ctypes.c_int64
+    for product in (library.product, library.product_int8):
+        product.argtypes, product.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3, None
+    return library
+
+
 def _openmp() -> str:
-    """torch's own OpenMP, so that one pool of threads serves both."""
+    """Return torch's own OpenMP library to link with, so that both use one pool of threads."""
     package = Path(torch.__file__).parent
     bundled = sorted([*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")])
     return str(bundled[0]) if bundled else "-fopenmp"
 
 
 def _cpu_features() -> str:
-    """CPUs of one name differ in what they compute."""
+    """Return the CPU's instruction sets: CPUs of one name differ in them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -116,11 +165,12 @@ def _cpu_features() -> str:
 
 
 def _is_right(library: ctypes.CDLL) -> bool:
-    """Whether both products agree with torch's."""
-    generator = torch.Generator().manual_seed(0)  # a run's own random numbers do not depend on this
+    """Check both products against torch's."""
+    generator = torch.Generator().manual_seed(0)  # leaves the program's own random numbers alone
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((200, 96), (200,), (7, 96)))
-    for compiled in (CompiledWeight(weight, bias, library, dtype) for dtype in (torch.float32, torch.int8)):
-        wanted = F.linear(x, compiled.dense(), bias)
-        if not (compiled(x) - wanted).abs().max() <= TOLERANCE * wanted.abs().max():
+    for dtype in (torch.float32, torch.int8):
+        compiled = CompiledWeight(weight, bias, library, dtype)
+        expected = F.linear(x, compiled.dense(), bias)
+        if not (compiled(x) - expected).abs().max() <= TOLERANCE * expected.abs().max():
             return False
     return True

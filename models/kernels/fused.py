@@ -1,9 +1,8 @@
-"""Attention, MLP and norm of Llama-like layers with fewer, larger products and fewer steps between them, on a CPU.
+"""Fused attention, MLP and norm for Llama-like layers on a CPU: fewer, larger products and fewer small operations.
 
-At one to eight rows a third of a forward pass of a small base is not weight reading but the many small operations
-and calls between the products. These modules take the place of the stock ones inside stock decoder layers, give
-the same results to float32 rounding, and are for inference only. Layers that heads train themselves draft with them
-too.
+At one to eight rows, a third of a small base's forward pass is spent on small operations between the products, not on
+reading weights. These inference-only modules replace the stock ones inside stock decoder layers and compute the same
+up to float32 rounding. Heads with layers of their own draft with them too.
 
 Shape legend: B batch, T time, D width, H query heads, G key/value heads, E head width.
 """
@@ -13,32 +12,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.gemma.modeling_gemma import GemmaAttention, GemmaMLP, GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP, MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.linear import KernelTable, PrepackedLinear, can_prepack, joined_linear
-
-ATTENTIONS = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention, GemmaAttention)
-MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP, GemmaMLP)
-NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, GemmaRMSNorm)
+from drafthead.models.kernels.private_apis import is_gemma_norm, stock_part
 
 
 class FusedRMSNorm(nn.Module):
-    """RMSNorm in four operations, in float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``.
+    """RMSNorm in four operations for float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``.
 
-    ``F.rms_norm`` is the stock chain of a dozen operations there and gains nothing. Other devices have a kernel for it,
-    and lower precisions need its float32.
+    There ``F.rms_norm`` runs a dozen operations, as the stock module does. Other devices have a kernel for it, and
+    lower precisions need its float32.
     """
 
     def __init__(self, *norms: Any) -> None:
-        """Of one norm, or of several of one width and epsilon, each for its part of the input's last axis but one."""
+        """Copy one norm, or stack several of equal width and epsilon along the input's second-last axis."""
         super().__init__()
-        # Gemma's stored weight is the distance from one.
-        weights = [1.0 + norm.weight if isinstance(norm, GemmaRMSNorm) else norm.weight for norm in norms]
+        weights = [1.0 + norm.weight if is_gemma_norm(norm) else norm.weight for norm in norms]
         weight = (torch.stack(weights) if len(norms) > 1 else weights[0]).detach()
         self._width = weight.shape[-1]
         self._eps: float = norms[0].variance_epsilon if hasattr(norms[0], "variance_epsilon") else norms[0].eps
@@ -47,7 +37,7 @@ class FusedRMSNorm(nn.Module):
         self._floor = torch.tensor((self._width * self._eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D], of n norms [..., n, D] -> [..., n, D]."""
+        """Normalise: [..., D] -> [..., D]; with n norms [..., n, D] -> [..., n, D]."""
         if not self._by_length:
             return F.rms_norm(x, (self._width,), None, self._eps) * self._weight
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -56,27 +46,27 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))`` with gate and up as one product; packed where that is possible."""
+    """``down(act(gate(x)) * up(x))`` with gate and up as one product, packed if possible."""
 
     def __init__(self, mlp: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
-        """Copy ``mlp``, its weights as ``dtype``; by default as they are."""
+        """Copy the weights of ``mlp`` as ``dtype`` (None: unchanged)."""
         super().__init__()
         self._gate_up = joined_linear([mlp.gate_proj, mlp.up_proj], dtype, table)
         self._down = joined_linear([mlp.down_proj], dtype, table)
         self._act = mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
+        """Apply the MLP: [B, T, D] -> [B, T, D]."""
         gate, up = self._gate_up(x).chunk(2, -1)
         out: Tensor = self._down(self._act(gate) * up)
         return out
 
 
 class FusedAttention(nn.Module):
-    """Grouped-query attention with queries, keys and values as one product, and queries and keys rotated together."""
+    """Grouped-query attention with one product for queries, keys and values, and one rotation."""
 
     def __init__(self, stock: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
-        """Copy ``stock``, its weights as ``dtype``; by default as they are."""
+        """Copy the weights of ``stock`` as ``dtype`` (None: unchanged)."""
         super().__init__()
         self.layer_idx: int = stock.layer_idx
         self.scaling: float = stock.scaling
@@ -97,7 +87,7 @@ class FusedAttention(nn.Module):
         past_key_values: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """[B, T, D] -> [B, T, D], and None where stock modules return attention weights."""
+        """Attend: [B, T, D] -> [B, T, D], and None, since attention weights are not returned."""
         batch, time, _width = hidden_states.shape
         states_BTHE = self._qkv(hidden_states).view(batch, time, -1, self.head_dim)
         value = states_BTHE[:, :, self._rotated :].transpose(1, 2)
@@ -114,35 +104,33 @@ class FusedAttention(nn.Module):
 
 
 def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
-    """Rotary position embedding, first half of a head paired with its second half, as in transformers."""
+    """Return the rotary position embedding, pairing the first half of a head with the second as transformers does."""
     first, second = x_BTHE.chunk(2, -1)
     sin_first, sin_second = sin_BTE.unsqueeze(2).chunk(2, -1)
     out = x_BTHE * cos_BTE.unsqueeze(2)
     half = first.shape[-1]
-    # Not chunks: gradients do not pass through what is written into one of several views.
+    # narrow(), not chunk(): autograd forbids in-place writes to one of several views.
     out.narrow(-1, 0, half).addcmul_(second, sin_first, value=-1)
     out.narrow(-1, half, half).addcmul_(first, sin_second)
     return out
 
 
 def _can_join(module: nn.Module, *names: str) -> bool:
-    """Whether these children are plain linear layers that can be prepacked as one: all with a bias, or none."""
-    children = [getattr(module, name) for name in names]
+    """Return True if these children are plain linear layers that can be packed as one: all with a bias, or none."""
+    children: list[Any] = [getattr(module, name, None) for name in names]
     plain = all(type(child) is nn.Linear and can_prepack(child.weight) for child in children)
     return plain and len({child.bias is None for child in children}) == 1
 
 
 def _fused(stock: Any, dtype: torch.dtype | None, table: KernelTable | None) -> nn.Module | None:
-    """The fused equivalent of one stock module, or None where there is none.
-
-    Exact classes only: a subclass may compute something else.
-    """
-    if type(stock) in NORMS and stock.weight.device.type == "cpu" and stock.weight.dtype == torch.float32:
+    """Return the fused equivalent of one stock module, or None if it has none."""
+    part = stock_part(stock)
+    if part == "RMSNorm" and stock.weight.device.type == "cpu" and stock.weight.dtype == torch.float32:
         return FusedRMSNorm(stock)
-    if type(stock) in MLPS and _can_join(stock, "gate_proj", "up_proj") and _can_join(stock, "down_proj"):
+    if part == "MLP" and _can_join(stock, "gate_proj", "up_proj") and _can_join(stock, "down_proj"):
         return FusedMLP(stock, dtype, table)
     if (
-        type(stock) in ATTENTIONS
+        part == "Attention"
         and stock.is_causal
         and stock.config._attn_implementation == attention.NAME
         and _can_join(stock, "q_proj", "k_proj", "v_proj")
@@ -155,8 +143,8 @@ def _fused(stock: Any, dtype: torch.dtype | None, table: KernelTable | None) -> 
 def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Replace stock attention, MLP and norm modules below ``module`` by fused ones, in place.
 
-    What has no equivalent here is left for ``prepack_linears``. The original weights are released. ``dtype``: of the
-    fused modules' weights; by default as they are. Returns how many ``nn.Linear`` they have taken the place of.
+    Their weights are stored as ``dtype`` (None: unchanged), and the original ones are released. Other modules are left
+    for ``prepack_linears``. Returns the number of ``nn.Linear`` layers replaced.
     """
     replaced = 0
     for name, child in list(module.named_children()):
@@ -164,30 +152,30 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
         if fused is None:
             replaced += fuse_modules(child, dtype, table)
         else:
-            replaced += sum(type(part) is nn.Linear for part in child.children())
+            replaced += sum(type(layer) is nn.Linear for layer in child.children())
             setattr(module, name, fused)
     return replaced
 
 
 def fresh_copy(layer: nn.Module, config: Any, layer_idx: int, source: int | None = None) -> nn.Module:
-    """A stock decoder layer with the weights of ``layer`` (of a base, fused or not), float32 and trainable.
+    """Return a trainable float32 stock decoder layer with the weights of a base's ``layer``, fused or not.
 
-    ``layer_idx`` is its place in the new stack, by which caches know it; ``source`` that of ``layer`` in the base where
-    it is another: it decides what kind of layer it is.
+    ``layer_idx`` is its index in the new stack, and caches use it. ``source`` is the index of ``layer`` in the base if
+    it differs: the config decides by it what kind of layer to build.
     """
-    device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers are the CPU's
+    device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers have no parameters
     with torch.device(device):
         stock: nn.Module = type(layer)(config, layer_idx=layer_idx if source is None else source)
     copy_weights(layer, stock)
-    part: Any
-    for part in stock.modules():
-        if hasattr(part, "layer_idx"):
-            part.layer_idx = layer_idx
+    module: Any
+    for module in stock.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = layer_idx
     return stock.float().requires_grad_(True)
 
 
 def copy_weights(source: nn.Module, stock: Any) -> None:
-    """Give ``stock`` the weights of ``source``, which may be the fused form of it."""
+    """Copy the weights of ``source``, a stock or fused module, into ``stock``."""
     if isinstance(source, PrepackedLinear):
         _fill([stock], source)
     elif isinstance(source, FusedMLP):
@@ -201,7 +189,7 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
             copy_weights(source.k_norm, stock.k_norm)
     elif isinstance(source, FusedRMSNorm):
         weight = source._weight / source._weight.shape[0] ** 0.5
-        _copy(stock.weight, weight - 1 if isinstance(stock, GemmaRMSNorm) else weight)
+        _copy(stock.weight, weight - 1 if is_gemma_norm(stock) else weight)
     else:
         for name, parameter in source.named_parameters(recurse=False):
             _copy(getattr(stock, name), parameter)
@@ -210,16 +198,16 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
 
 
 def _fill(linears: list[Any], packed: nn.Module) -> None:
-    """Split a packed layer's outputs over ``linears``, which it took the place of."""
+    """Split the outputs of a packed layer among the ``linears`` that it replaced."""
     assert isinstance(packed, PrepackedLinear)
     bias = torch.zeros(packed.out_features) if packed._bias is None else packed._bias
     rows, start = packed.dense(), 0
     for linear in linears:
-        part = slice(start, start + linear.out_features)
-        _copy(linear.weight, rows[part])
+        outputs = slice(start, start + linear.out_features)
+        _copy(linear.weight, rows[outputs])
         if linear.bias is not None:
-            _copy(linear.bias, bias[part])
-        start = part.stop
+            _copy(linear.bias, bias[outputs])
+        start = outputs.stop
 
 
 def _copy(target: Tensor, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Memory in huge pages: reading weights in 4 KiB pages costs a twentieth of a pass more."""
+"""Memory in huge pages: without them, address translation adds a twentieth to a pass that reads weights."""
 
 import ctypes
 import mmap
@@ -7,13 +7,13 @@ import sys
 HUGE_PAGE = 2**21
 """Bytes of a huge page."""
 MADV_COLLAPSE = 25
-"""Linux 6.1's advice to gather pages into huge ones now; the mmap module does not name it."""
+"""Advice of Linux 6.1 to gather pages into huge ones at once; the ``mmap`` module does not define it."""
 
 
 def use_huge_pages(address: int, size: int) -> None:
-    """Ask Linux to back this memory by huge pages.
+    """Ask Linux to back ``size`` bytes from ``address`` by huge pages; does nothing elsewhere.
 
-    Best effort: where the kernel declines, nothing changes. Neighbours on the same huge pages are included.
+    The kernel may decline. Neighbouring data on the same huge pages is included.
     """
     if sys.platform != "linux":
         return

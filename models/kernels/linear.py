@@ -1,10 +1,9 @@
-"""Skinny products at memory speed: linear layers prepacked for few input rows on a CPU.
+"""Linear layers packed for few input rows on a CPU.
 
-Decoding and verifying multiply 1 to 64 rows by every weight of the base, so they should cost one read of the
-weights. ``F.linear`` picks a general GEMM there and pays about 1.7 times that from two rows on; oneDNN with
-weights reordered once into its blocked layout does not, on some CPUs; a product compiled for the CPU at hand
-(``compiled.py``) comes near it on all that were tried. Which is fastest for how many rows a base measures at load
-(``choice.py``).
+Decoding and verification multiply 1 to 64 rows by every weight of the base, so a product should cost one read of the
+weight. ``F.linear`` uses a general GEMM and takes about 1.7 times as long from two rows on. On some CPUs, oneDNN over
+weights in its blocked layout reaches the bound. The product in ``compiled.py`` comes near it on all CPUs tried.
+``choice.py`` measures at load which is fastest for how many rows.
 """
 
 import ctypes
@@ -18,15 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafthead.models.kernels import private_apis
 from drafthead.models.kernels.compiled import CompiledWeight, skinny_library
 from drafthead.models.kernels.huge_pages import use_huge_pages
 
 
 class InferenceWeights(nn.Module):
-    """Drops cached inference weights on ``.train()``, ``.eval()``, ``.to()``, ``.float()`` and ``load_state_dict``."""
+    """A module with cached inference weights.
+
+    ``.train()``, ``.eval()``, ``.to()``, ``.float()`` and ``load_state_dict`` drop the cache.
+    """
 
     def invalidate(self) -> None:
-        """Drop packed copies of weights, and graphs that read weights where they are."""
+        """Drop packed copies of weights, and CUDA graphs that hold the addresses of weights."""
 
     def train(self, mode: bool = True) -> Self:
         self.invalidate()
@@ -44,13 +47,13 @@ class InferenceWeights(nn.Module):
 
 
 ROWS_HINT = 8
-"""Input rows that the packed layout is chosen for; every number from 2 on gives the same layout."""
+"""Input rows that oneDNN chooses its layout for; all numbers from 2 on give the same layout."""
 DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
-"""What copies of a head's weights may be in, by name."""
+"""Dtypes for copies of a head's weights, by name."""
 
 
 class Kernel(StrEnum):
-    """How a few rows are multiplied by a weight."""
+    """A way to multiply few rows by a weight."""
 
     PLAIN = "plain"
     """``F.linear`` over the weight as it was loaded."""
@@ -61,18 +64,18 @@ class Kernel(StrEnum):
 
 
 MEASURED_ROWS = (1, 2, 3, 4, 8, 16, 32)
-"""Numbers of rows for which kernels are compared; a number between takes the choice of the next larger one."""
+"""Numbers of rows for which kernels are compared. A number in between uses the choice for the next larger one."""
 
 
 class KernelTable:
-    """The kernel for each small number of rows, shared by the layers of a base, and how it was found."""
+    """The kernel for each small number of rows, shared by the layers of a base."""
 
     def __init__(self) -> None:
         self.by_rows: dict[int, Kernel] = dict.fromkeys(MEASURED_ROWS, Kernel.PACKED)
         self.bfloat16_reads = False
-        """Whether hidden states to train on, which need not be exact, are computed by bfloat16 products."""
+        """True if bfloat16 products compute the hidden states to train on, which need not be exact."""
         self.drafts_in: torch.dtype | None = None
-        """Of the copies of their weights that heads draft with (``head.draft_dtype=auto``); None: no copies."""
+        """Dtype for the copies of weights that heads draft with (``head.draft_dtype=auto``); None: no copies."""
 
     def __str__(self) -> str:
         reads = "; hidden states to train on by bfloat16 products" if self.bfloat16_reads else ""
@@ -86,7 +89,7 @@ class KernelTable:
         return ", ".join(runs) + missing + reads + drafts
 
     def kernel(self, rows: int) -> Kernel:
-        """The kernel for so many rows; above the measured numbers the packed one, where it is kept."""
+        """Return the kernel for ``rows`` rows: above the measured numbers, the packed one."""
         return next((kernel for n, kernel in self.by_rows.items() if rows <= n), Kernel.PACKED)
 
 
@@ -94,7 +97,7 @@ DEFAULT_TABLE = KernelTable()
 
 
 class PrepackedLinear(nn.Module):
-    """Inference-only CPU linear layer over oneDNN's blocked weight layout. No gradient passes through."""
+    """An inference-only CPU linear layer. Gradients do not pass through."""
 
     def __init__(
         self,
@@ -103,9 +106,9 @@ class PrepackedLinear(nn.Module):
         dtype: torch.dtype = torch.float32,
         table: KernelTable | None = None,
     ) -> None:
-        """Pack float32 weights as ``dtype``: float32, or bfloat16, which rounds inputs and outputs too.
+        """Pack a float32 ``weight`` as ``dtype``: float32, or bfloat16, which also rounds inputs and outputs.
 
-        With a ``table`` the weight is kept in every form that is to be compared, until ``keep``.
+        With a ``table``, the weight is stored once for every kernel to compare, until ``keep`` is called.
         """
         super().__init__()
         self._dtype = dtype
@@ -115,13 +118,14 @@ class PrepackedLinear(nn.Module):
         self._weight = None if table is None or library is not None else weight.detach()
         self.out_features, self.in_features = weight.shape
         # Not buffers: an opaque oneDNN tensor cannot be saved, moved or cast.
-        self._packed: Tensor | None = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS_HINT)
-        use_huge_pages(torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed))
+        self._packed: Tensor | None = _onednn("_reorder_linear_weight")(weight.detach().to(dtype), ROWS_HINT)
+        if (address := _onednn("data_ptr")) and (size := _onednn("_nbytes")):
+            use_huge_pages(address(self._packed), size(self._packed))
         self._bias = None if bias is None else bias.detach().to(dtype)
-        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._product = _onednn("_linear_pointwise").default
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias``: [..., in] -> [..., out], float32."""
+        """Return ``x @ weight.T + bias``: [..., in] -> [..., out], in the dtype of ``x``."""
         kernel = self.kernel(x.numel() // x.shape[-1])
         if kernel is Kernel.PLAIN:
             return F.linear(x, self._weight, self._bias)  # type: ignore[arg-type]
@@ -131,7 +135,7 @@ class PrepackedLinear(nn.Module):
         return product.to(x.dtype)
 
     def kernel(self, rows: int) -> Kernel:
-        """How so many rows are multiplied."""
+        """Return the kernel that multiplies ``rows`` rows: the table's choice, if the weight is stored for it."""
         kernel = self._table.kernel(rows)
         if self._packed is None or (kernel is Kernel.COMPILED and self._compiled is not None):
             return Kernel.COMPILED
@@ -140,7 +144,7 @@ class PrepackedLinear(nn.Module):
         return Kernel.PACKED
 
     def dense(self) -> Tensor:
-        """[out, in] the weight."""
+        """Return the weight, [out, in]."""
         if self._packed is not None:
             dense: Tensor = self._packed.to_dense()
             return dense
@@ -148,13 +152,13 @@ class PrepackedLinear(nn.Module):
         return self._compiled.dense()
 
     def inference(self, dtype: torch.dtype | None) -> nn.Module:
-        """The layer computed in ``dtype``."""
+        """Return this layer, or a copy that computes in ``dtype``."""
         return self if dtype in (None, self._dtype) else inference_linear(self.dense(), self._bias, dtype)
 
     def keep(self, kernels: set[Kernel]) -> None:
-        """Release the forms of the weight that none of ``kernels`` reads.
+        """Release the copies of the weight that none of ``kernels`` reads.
 
-        The packed one serves every number of rows above the measured ones, unless the compiled one serves all.
+        The packed copy stays for more rows than were measured, unless the compiled copy serves every number.
         """
         if Kernel.PLAIN not in kernels:
             self._weight = None
@@ -165,21 +169,27 @@ class PrepackedLinear(nn.Module):
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """Whether oneDNN can prepack this weight here: a plain dense float32 matrix on a CPU built with oneDNN."""
+    """Return True if oneDNN can prepack this weight here: a plain dense float32 matrix on a CPU."""
     return (
         weight.device.type == "cpu"
-        and type(weight) in (Tensor, nn.Parameter)  # not torchao's, which say that they are float32
+        and type(weight) in (Tensor, nn.Parameter)  # quantised weights of torchao report float32, too
         and type(weight.data) is Tensor
         and weight.dtype == torch.float32
         and weight.ndim == 2
         and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+        and _onednn("_reorder_linear_weight") is not None
+        and _onednn("_linear_pointwise") is not None
     )
 
 
-class Int8Linear(nn.Module):
-    """Inference-only CPU linear layer with weights in 8 bits, for drafts alone: a product is off by about a percent.
+def _onednn(operator: str) -> Any:
+    return private_apis.look_up(f"torch.ops.mkldnn.{operator}")
 
-    Weights have a scale for every output. Inputs are not rounded, so a row's result does not depend on its batch.
+
+class Int8Linear(nn.Module):
+    """An inference-only CPU linear layer with 8-bit weights, for drafting only: errors are about one percent.
+
+    Each output has a scale. Inputs are not rounded, so the result of a row does not depend on its batch.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
@@ -187,29 +197,29 @@ class Int8Linear(nn.Module):
         self._product = CompiledWeight(weight, bias, library, torch.int8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in the dtype of ``x``."""
+        """Return ``x @ weight.T + bias``: [..., in] -> [..., out], in the dtype of ``x``."""
         return self._product(x.float()).to(x.dtype)
 
 
 class PlainLinear(nn.Module):
-    """Inference-only ``F.linear``, computed in the dtype of its weight."""
+    """An inference-only ``F.linear``, computed in the dtype of its weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self._weight, self._bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], in the dtype of ``x``."""
+        """Return ``x @ weight.T + bias``: [..., in] -> [..., out], in the dtype of ``x``."""
         return F.linear(x.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
 
 
 def inference_linear(
     weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, table: KernelTable | None = None
 ) -> nn.Module:
-    """A layer with this weight ([out, in]), packed for few rows where that is possible; it gets no gradient.
+    """Return a layer with this weight ([out, in]) and no gradient, packed for few rows if possible.
 
-    ``dtype``: to compute in; by default the weight's own, and in place of int8 where nothing was compiled for that.
-    ``table``: which kernel for how many rows.
+    ``dtype`` is what it computes in: by default the weight's own, also if int8 is asked for but was not compiled.
+    ``table`` chooses the kernel by the number of rows.
     """
     if dtype == torch.int8:
         library = skinny_library() if can_prepack(weight) else None
@@ -221,32 +231,33 @@ def inference_linear(
 
 
 def packs_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Return True if this CPU multiplies bfloat16."""
+    supported = _onednn("_is_mkldnn_bf16_supported")
+    return supported is not None and bool(supported())
 
 
 def reads_in(layer: nn.Module) -> torch.dtype:
-    """The dtype to give a linear layer or its inference form, which has no weight of its own and takes float32."""
+    """Return the input dtype of a linear layer; a packed one has no ``weight`` and takes float32."""
     return layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
 
 
 def joined_linear(
     linears: list[nn.Linear], dtype: torch.dtype | None = None, table: KernelTable | None = None
 ) -> nn.Module:
-    """``inference_linear`` with the outputs of ``linears`` side by side; they share their input, and bias or none."""
+    """Return one ``inference_linear`` that concatenates the outputs of ``linears``; all have a bias, or none."""
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return inference_linear(torch.cat([linear.weight for linear in linears]), bias, dtype, table)
 
 
 def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
-    """Replace every ``nn.Linear`` below ``module`` by its prepacked form, in place; returns how many.
+    """Replace every ``nn.Linear`` below ``module`` by a prepacked layer, in place, and return their number.
 
-    ``dtype``: to compute in; by default float32, as the weights are. The original weights are released unless something
-    else holds them (a tied embedding does).
+    ``dtype`` is what they compute in, by default float32. The original weights are released unless something else
+    holds them, such as a tied embedding.
     """
     replaced = 0
     if type(module).__name__.endswith(("Router", "Gate")):
-        return 0  # some read the weight itself, and none is large
+        return 0  # some read the attribute `weight`, and none is large
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and can_prepack(child.weight):
             setattr(module, name, inference_linear(child.weight, child.bias, dtype, table))
@@ -257,10 +268,10 @@ def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: 
 
 
 def inference_copy(module: Any, dtype: torch.dtype | None = None) -> Any:
-    """``module`` for inference on few rows, with packed copies of its linear layers' weights; all others are shared.
+    """Return a copy of ``module`` in evaluation mode, with linear layers packed for few rows.
 
-    Modules with a method ``inference(dtype)`` say themselves what takes their place. The copies are of ``dtype``, by
-    default of their own. The result is in evaluation mode, and void once those weights change.
+    A module with a method ``inference(dtype)`` is replaced by its result. Packed weights are copies in ``dtype`` (None:
+    their own dtype), and other weights are shared. The copy is invalid as soon as a packed weight changes.
     """
     if type(module) is nn.Linear:
         return inference_linear(module.weight, module.bias, dtype)

@@ -43,6 +43,44 @@ def test_product(outputs: int, inputs: int, biased: bool) -> None:
     torch.testing.assert_close(layer(strided), F.linear(strided, weight, bias), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(1, 32), "shapes"),
+        (torch.ones(4, 4), "shapes"),
+        (torch.tensor(1.0), "shapes"),
+        (torch.ones(1, 16, dtype=torch.bfloat16), "dtype"),
+        (torch.ones(1, 16, dtype=torch.float64), "dtype"),
+        (torch.ones(1, 16, device="meta"), "device"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(x: torch.Tensor, message: str, dtype: torch.dtype) -> None:
+    """The library gets addresses and would write past the end of its output: [1, 32] as two rows of 16."""
+    if (library := skinny_library()) is None:
+        pytest.skip("no C++ compiler here")
+    layer = CompiledWeight(torch.ones(32, 16), None, library, dtype)
+    with pytest.raises(RuntimeError, match=message):
+        layer(x)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [
+        (torch.ones(4), None),
+        (torch.ones(4, 0), None),
+        (torch.ones(4, 4).double(), None),
+        (torch.ones(4, 4, device="meta"), None),
+        (torch.ones(4, 4), torch.ones(1)),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if (library := skinny_library()) is None:
+        pytest.skip("no C++ compiler here")
+    with pytest.raises(RuntimeError, match="weight"):
+        CompiledWeight(weight, bias, library)
+
+
 def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.random.get_rng_state()
     if skinny_library() is None:
@@ -54,11 +92,11 @@ def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert skinny_library() is not None
 
 
-def test_an_empty_setting_is_no_setting(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = skinny_library()
+def test_an_empty_compiler_setting_counts_as_unset(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    default = skinny_library()
     skinny_library.cache_clear()
     monkeypatch.setenv("CXX", " ")
-    assert (skinny_library() is None) == (found is None)
+    assert (skinny_library() is None) == (default is None)
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "false -v"])

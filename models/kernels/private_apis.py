@@ -1,0 +1,72 @@
+"""Every name that this project uses although torch or transformers does not document it, and what happens without it.
+
+A release may drop such a name without notice, so ``pyproject.toml`` bounds both versions. Names with a fallback are
+looked up at first use, never at import. ``tests/models/kernels/test_private_apis.py`` compares this list with the
+source and with the installed versions.
+"""
+
+from functools import cache, reduce
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+_FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+_FUSED_PARTS = ("Attention", "MLP", "RMSNorm")
+_UNPACKED = "fallback: linear layers are not prepacked, and few rows take up to 1.7 times as long"
+_UNFUSED = "fallback: this layer of a base stays transformers' own, and decoding it takes longer"
+_CHECKPOINTS = "required: the text model of a composite checkpoint cannot be loaded"
+PRIVATE_NAMES = {
+    "torch.ops.mkldnn._reorder_linear_weight": _UNPACKED,
+    "torch.ops.mkldnn._linear_pointwise": _UNPACKED,
+    "torch.ops.mkldnn.data_ptr": "fallback: prepacked weights are not moved into huge pages",
+    "torch.ops.mkldnn._nbytes": "fallback: prepacked weights are not moved into huge pages",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "fallback: products stay in float32",
+    "torch._C._distributed_c10d.HashStore": "required: a single process cannot shard",
+    "torch._C._distributed_c10d.PrefixStore": "required: several processes cannot report to each other",
+    **{
+        f"transformers.models.{family}.modeling_{family}.{family.capitalize()}{part}": _UNFUSED
+        for family in _FUSED_FAMILIES
+        for part in _FUSED_PARTS
+    },
+    "transformers.models.llama.modeling_llama.LlamaRotaryEmbedding": "required: heads with attention cannot be built",
+    "transformers.masking_utils.sdpa_mask": "required: no base can be loaded",
+    "transformers.conversion_mapping.get_checkpoint_conversion_mapping": _CHECKPOINTS,
+    "transformers.conversion_mapping.register_checkpoint_conversion_mapping": _CHECKPOINTS,
+    "transformers.modeling_outputs.CausalLMOutputWithPast": _CHECKPOINTS,
+    "transformers.utils.cached_file": "required: the config in a GGUF file cannot be read",
+    "transformers.utils.logging": "required: no base can be loaded",
+    "transformers.generation.streamers.BaseStreamer": "required: transformers' generate cannot be timed",
+    "transformers.convert_slow_tokenizer.bytes_to_unicode": "required: the tiny test model cannot be built",
+}
+"""By full name, ``fallback`` or ``required``, and the consequence when the name is missing."""
+
+
+@cache
+def look_up(name: str) -> Any | None:
+    """Return the object called ``name``, one of ``PRIVATE_NAMES``, or None if the installed version lacks it."""
+    assert name in PRIVATE_NAMES
+    package, *attributes = name.split(".")
+    try:
+        if package == "transformers":
+            return getattr(import_module(".".join([package, *attributes[:-1]])), attributes[-1])
+        return reduce(getattr, attributes, import_module(package))
+    except (AttributeError, ImportError):
+        return None
+
+
+def stock_part(module: nn.Module) -> str | None:
+    """Return ``Attention``, ``MLP`` or ``RMSNorm`` if ``module`` is exactly this class of a family that can be fused.
+
+    Classes are compared by name, so that no module of another family is imported. A subclass may compute something
+    else, and gives None.
+    """
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    if PRIVATE_NAMES.get(name) != _UNFUSED:
+        return None
+    return next(part for part in _FUSED_PARTS if name.endswith(part))
+
+
+def is_gemma_norm(module: nn.Module) -> bool:
+    """Return True for Gemma's RMSNorm, whose stored weight is the difference from one."""
+    return stock_part(module) == "RMSNorm" and type(module).__name__ == "GemmaRMSNorm"
