@@ -151,7 +151,7 @@ def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, pro
     """Else their costs would not compare: each norm by its length, and few products a layer."""
     base = tiny_base()
     state = config.build(base).eval().init_state(1)
-    cache: LayerKVCache = (getattr(state, "text", None) or getattr(state, "adapter")).cache  # noqa: B009
+    cache: LayerKVCache = getattr(state, "adapter" if isinstance(config, KangarooConfig) else "context").cache
     width = base.hidden_size * (2 if isinstance(config, Eagle3Config) else 1)
     text = PendingInputs.none(cache, 1, torch.empty(width))
     with torch.inference_mode(), Record() as record:
