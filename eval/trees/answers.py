@@ -323,11 +323,8 @@ def text_accept_probs(
     depth = min(config.depth or drafter.depth, drafter.depth)
     generator = torch.Generator(base.device).manual_seed(config.seed)
     accept_probs: list[AcceptProbs] = []
-    likelihood = LikelihoodCheck(sampler)
-    for batch in _batches(texts, MAX_VALUES // (depth * base.vocab_size)):
+    for batch, base_hidden in _batches(base, drafter, texts, sampler, MAX_VALUES // (depth * base.vocab_size)):
         tables = [np.full((text.positions, depth, config.width), np.nan) for text in batch]
-        base_hidden = read_hidden_states(base, drafter, batch)
-        likelihood.read(base, batch, base_hidden)
         for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
             logits = forced_logits(drafter, state, last, [batch[row] for row in rows], t, depth)
             # Index in the answer of every draft position k (0-based), as far as the answer goes.
@@ -341,7 +338,6 @@ def text_accept_probs(
             for row, values in zip(rows, torch.split(probs.cpu(), lengths), strict=True):
                 tables[row][t, : len(values)] = values
         accept_probs += tables
-    likelihood.check()
     return accept_probs
 
 
@@ -405,12 +401,11 @@ def _drafted_length_probs(
     Top-k drafts are accepted exactly when the target's own sample is among them, and the answer consists of these
     samples.
     """
-    length_probs, sizes, likelihood = [], [], LikelihoodCheck(sampler)
-    for batch in _batches(texts, 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)):
+    length_probs, sizes = [], []
+    at_a_time = 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
+    for batch, base_hidden in _batches(base, drafter, texts, sampler, at_a_time):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
         nodes = [np.ones(text.positions) for text in batch]
-        base_hidden = read_hidden_states(base, drafter, batch)
-        likelihood.read(base, batch, base_hidden)
         for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
             proposal = drafter.draft(state, last, draft_config)
             counts = _matching_drafts(proposal, [batch[row] for row in rows], t)
@@ -420,7 +415,6 @@ def _drafted_length_probs(
         length_probs += [np.eye(int(a.max()) + 1)[a] for a in accepted]
         for text in batch if in_order else ():
             drafter.remember(text.ids)
-    likelihood.check()
     return length_probs, sizes
 
 
@@ -437,11 +431,17 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
     return torch.where(failed, 0, depths).amax(1)
 
 
-def _batches(texts: Sequence[FinishedAnswer], size: int) -> Iterator[list[FinishedAnswer]]:
-    """Yield up to ``size`` answers at a time, without those that have no step."""
+def _batches(
+    base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, size: int
+) -> Iterator[tuple[list[FinishedAnswer], list[HiddenStates]]]:
+    """Yield up to ``size`` answers with a step at a time, with hidden states; then reject answers of another sampler."""
     with_steps = [text for text in texts if text.positions]
     if not with_steps:
         raise UserError("no text has two answer tokens, so there is no step to simulate; give longer answers")
-    size = max(1, size)
+    size, likelihood = max(1, size), LikelihoodCheck(sampler)
     for start in range(0, len(with_steps), size):
-        yield with_steps[start : start + size]
+        batch = with_steps[start : start + size]
+        base_hidden = read_hidden_states(base, drafter, batch)
+        likelihood.read(base, batch, base_hidden)
+        yield batch, base_hidden
+    likelihood.check()

@@ -17,11 +17,11 @@ from support import TinyBase, call
 def test_shapes_of_equal_size(tiny_base: TinyBase) -> None:
     base = tiny_base()
     shape = ModelShape.from_config(base.model.config)
-    wanted = 4 * shape.layer_parameters
+    reference = 4 * shape.layer_parameters
     for depth in (2, 4, 6):
         head = DraftLMConfig(num_layers=depth, intermediate_size=equal_width(shape, 4, depth)).build(base)
-        found = sum(parameter.numel() for parameter in head.layers.parameters())
-        assert found == pytest.approx(wanted, rel=0.12), depth  # widths are multiples of 16, here of 64
+        parameters = sum(parameter.numel() for parameter in head.layers.parameters())
+        assert parameters == pytest.approx(reference, rel=0.12), depth  # widths are multiples of 16, here of 64
     assert equal_width(shape, 2, 2) == 64, "the base's own"
     with pytest.raises(UserError, match="9 layers without an MLP are as large as 2"):
         equal_width(shape, 2, 9)

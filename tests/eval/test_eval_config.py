@@ -1,4 +1,4 @@
-"""Which tree, draft sampling and rule an evaluation's settings name."""
+"""Tree, draft sampling, rule and drafter named by an evaluation's settings."""
 
 from pathlib import Path
 
@@ -112,11 +112,11 @@ def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
 
 
 def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
-    base, own = head.base, EvalConfig().draft_config(head)
+    base, head_config = head.base, EvalConfig().draft_config(head)
 
-    relay, config = EvalConfig(drafter="relay:head@2+prompt_lookup@4").build(base, head, own)
+    relay, config = EvalConfig(drafter="relay:head@2+prompt_lookup@4").build(base, head, head_config)
     assert isinstance(relay, HorizontalCascade) and relay.lengths == (2, 4) and config.tree == TokenTree.chain(6)
-    whole, _ = EvalConfig(drafter="relay:head+suffix_memory:2:99").build(base, head, own)
+    whole, _ = EvalConfig(drafter="relay:head+suffix_memory:2:99").build(base, head, head_config)
     assert isinstance(whole, HorizontalCascade) and whole.lengths == (3, 2) and whole.drafters[0] is head
     assert isinstance(whole.drafters[1], PromptLookup) and whole.drafters[1].memory == 99
     cascade, config = build_drafter(parse_drafter("relay:(nested:early_exit:2@4+max_gram)@3+prompt_lookup@2"), base)

@@ -25,12 +25,12 @@ ANSWERS = [accept_probs_of_ranks(np.random.default_rng(s).integers(0, 4, size=(5
 
 @pytest.mark.parametrize("draft_sampling", [DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT])
 def test_rows_are_chains_and_trees(draft_sampling: DraftSampling) -> None:
-    found = rows(ANSWERS, COSTS, [1, 3], [4, 16], draft_sampling)
-    assert [r.name for r in found] == ["chain of 1", "chain of 3", "best tree of 4", "best tree of 16"]
-    assert [(r.nodes, r.depth) for r in found] == [(2, 1), (4, 3), (4, 3), (16, 3)]
-    tokens = [r.simulated.mean_accepted_length for r in found]
+    table_rows = rows(ANSWERS, COSTS, [1, 3], [4, 16], draft_sampling)
+    assert [r.name for r in table_rows] == ["chain of 1", "chain of 3", "best tree of 4", "best tree of 16"]
+    assert [(r.nodes, r.depth) for r in table_rows] == [(2, 1), (4, 3), (4, 3), (16, 3)]
+    tokens = [r.simulated.mean_accepted_length for r in table_rows]
     assert tokens[3] > tokens[2] > 1.5 > tokens[0] and tokens[0] == pytest.approx(1.25, abs=0.1)
-    assert found[0].speedup == pytest.approx(tokens[0] * 0.0105 / (COSTS.verify_at(2) + 0.0015))
+    assert table_rows[0].speedup == pytest.approx(tokens[0] * 0.0105 / (COSTS.verify_at(2) + 0.0015))
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_any_drafters_are_simulated_on_the_same_texts(
     )
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in said.splitlines() if line.count("│") > 4]
-    found = {name: float(tokens) for name, _, tokens in rows}
-    assert found["suffix_memory@4"] > found["prompt_lookup@4"] + 0.5, said
-    assert found["relay:head@1+prompt_lookup@3"] >= 1 and (tmp_path / "bars.png").stat().st_size > 5000
+    length_of = {name: float(tokens) for name, _, tokens in rows}
+    assert length_of["suffix_memory@4"] > length_of["prompt_lookup@4"] + 0.5, said
+    assert length_of["relay:head@1+prompt_lookup@3"] >= 1 and (tmp_path / "bars.png").stat().st_size > 5000
     with pytest.raises(SystemExit, match="simulated with draft_sampling=top_k only"):
         call("replay", f"head={head}", "drafters=[prompt_lookup]", "draft_sampling=with_replacement")
 

@@ -68,10 +68,10 @@ def test_a_recorded_answer_is_what_replay_finds(tiny_base: TinyBase, name: str) 
         result, lesson = learner.answer(ids, max_new_tokens=new)
         assert result.tokens == decode(head.base, None, ids, max_new_tokens=new).tokens
         hidden = hidden_of(head.base, head, lesson.text)
-        steps, found = replayed(head, tree, lesson.text, hidden)
+        steps, simulated = replayed(head, tree, lesson.text, hidden)
         assert steps == pytest.approx(len(result.steps))
         within = len(lesson.text.ids) - head.depth  # near the limit decoding drafts less
-        rejected = [[pair for pair in each.rejected if pair[0] < within] for each in (lesson, found)]
+        rejected = [[pair for pair in each.rejected if pair[0] < within] for each in (lesson, simulated)]
         assert rejected[0] == rejected[1] and (new < 30 or rejected[0])
         torch.testing.assert_close(lesson.hidden.final[:, :-1], hidden.final[:, :-1], rtol=1e-4, atol=1e-4)
         if hidden.layers is not None:
@@ -92,8 +92,8 @@ def test_a_head_learns_its_stream(tiny_base: TinyBase, name: str, positions: str
     steps = []
     for _ in range(4):  # the same prompts again: the base's answers can be learned
         results = [learner.answer(ids, max_new_tokens=24)[0] for ids in PROMPTS]
-        wanted = [decode(head.base, None, ids, max_new_tokens=24).tokens for ids in PROMPTS]
-        assert [result.tokens for result in results] == wanted
+        expected = [decode(head.base, None, ids, max_new_tokens=24).tokens for ids in PROMPTS]
+        assert [result.tokens for result in results] == expected
         steps.append(sum(len(result.steps) for result in results))
     assert steps[-1] < steps[0], steps
     assert learner.updates == 12 and not learner.buffer
@@ -127,8 +127,8 @@ def test_sampled_answers_stay_exact(tiny_base: TinyBase) -> None:
     )
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(300):
-        found, _ = learner.answer(PROMPTS[0], max_new_tokens=3, sampler=sampler, draft_config=draft_config, seed=seed)
-        counts[tuple(found.tokens)] += 1
+        result, _ = learner.answer(PROMPTS[0], max_new_tokens=3, sampler=sampler, draft_config=draft_config, seed=seed)
+        counts[tuple(result.tokens)] += 1
     assert learner.updates == 15
     assert p_value_of_answers(counts, probs_of_answers(head.base, PROMPTS[0], sampler, 3)) > 0.01
 

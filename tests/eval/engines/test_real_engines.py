@@ -38,19 +38,19 @@ def base() -> BaseModel:
 @cache
 def answers() -> list[list[int]]:
     """The prompts with the base's own answers."""
-    found = []
+    token_lists = []
     for prompt in PROMPTS:
         ids = base().prompt_ids([{"role": "user", "content": prompt}])
-        found.append(ids + decode(base(), None, ids, max_new_tokens=NEW).tokens)
-    return found
+        token_lists.append(ids + decode(base(), None, ids, max_new_tokens=NEW).tokens)
+    return token_lists
 
 
 @cache
 def draft_ids() -> torch.Tensor:
     """1,024 ids, the answers' among them."""
-    own = sorted({token for text in answers() for token in text})
-    others = [token for token in range(40, 4096) if token not in set(own)]
-    return torch.tensor(sorted(own + others[: 1024 - len(own)]))
+    used_ids = sorted({token for text in answers() for token in text})
+    others = [token for token in range(40, 4096) if token not in set(used_ids)]
+    return torch.tensor(sorted(used_ids + others[: 1024 - len(used_ids)]))
 
 
 @cache
@@ -82,24 +82,24 @@ HEADS: dict[str, Callable[[], DraftHead]] = {"eagle3": eagle, "dspark": partial(
 
 
 def row(folder: Path, head: DraftHead) -> dict[str, Any]:
-    """What an evaluation says of llama.cpp."""
+    """Return an evaluation's row about llama.cpp."""
     if find_spec("xllamacpp") is None:
         pytest.skip("no xllamacpp here; make test-engines installs it")
     suite = folder / "suite.jsonl"
     suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=["llamacpp"])
     config.engine.start_timeout_s = config.engine.answer_timeout_s = 900.0  # two cores may be busy
-    found: dict[str, Any] = evaluate(base(), head, config, folder, lambda *_: None)["engines"]["llamacpp"]
-    assert found["acceptance"]["ours"]["accepted"][0] > 30, "our own chain accepts too little to tell"
-    assert found["texts"]["same_as_ours"] + found["texts"]["near_ties_with_ours"] == len(PROMPTS)
-    return found
+    engines: dict[str, Any] = evaluate(base(), head, config, folder, lambda *_: None)["engines"]["llamacpp"]
+    assert engines["acceptance"]["ours"]["accepted"][0] > 30, "our own chain accepts too little to tell"
+    assert engines["texts"]["same_as_ours"] + engines["texts"]["near_ties_with_ours"] == len(PROMPTS)
+    return engines
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_is_served_as_it_was_trained(tmp_path: Path, kind: str) -> None:
-    found = row(tmp_path, HEADS[kind]())
-    assert found["failures"] == []
-    assert found["texts"]["compared_with"] == "its plain ones" and found["tokens_per_second"]["plain"] > 0
+    engine_row = row(tmp_path, HEADS[kind]())
+    assert engine_row["failures"] == []
+    assert engine_row["texts"]["compared_with"] == "its plain ones" and engine_row["tokens_per_second"]["plain"] > 0
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -148,6 +148,6 @@ def test_a_fault_of_the_export_is_caught(
         return written
 
     monkeypatch.setattr(served, "export", faulty)
-    found = row(tmp_path, HEADS[kind]())
-    assert found["texts"]["same"] + found["texts"]["near_ties"] == len(PROMPTS)
-    assert any("tokens a step, our engine" in failure for failure in found["failures"]), found
+    engine_row = row(tmp_path, HEADS[kind]())
+    assert engine_row["texts"]["same"] + engine_row["texts"]["near_ties"] == len(PROMPTS)
+    assert any("tokens a step, our engine" in failure for failure in engine_row["failures"]), engine_row

@@ -57,19 +57,19 @@ def fake_vllm(completions_server: Callable[..., Any]) -> Callable[..., Any]:
 
     def make(base: BaseModel, head: Eagle3Head | None, wrong_token: bool = False) -> Any:
         drafts, generated = 'spec_decode_num_drafts_total{engine="0"}', 'generation_tokens_total{engine="0"}'
-        accepted = [f'spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}' for place in range(3)]
+        accepted = [f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}' for position in range(3)]
         counts = dict.fromkeys((drafts, generated, *accepted), 0)
 
         def answer(prompt: list[int], body: dict[str, Any]) -> list[int]:
             assert body["temperature"] == 0 and body["return_token_ids"]
             plan = DraftConfig(tree=TokenTree.chain(3))
-            found = decode(base, head, prompt, max_new_tokens=body["max_tokens"], draft_config=plan)
-            for step in found.steps if head is not None else []:
+            result = decode(base, head, prompt, max_new_tokens=body["max_tokens"], draft_config=plan)
+            for step in result.steps if head is not None else []:
                 counts[drafts] += step.depth > 0
                 for name in accepted[: step.accepted]:
                     counts[name] += 1
-            counts[generated] += len(found.tokens)
-            return [*found.tokens[:-1], 7] if wrong_token and head is not None else found.tokens
+            counts[generated] += len(result.tokens)
+            return [*result.tokens[:-1], 7] if wrong_token and head is not None else result.tokens
 
         def get(handler: BaseHTTPRequestHandler) -> None:
             content = json.dumps({"version": "9.9.9", "data": [{"id": "served"}]})
@@ -99,19 +99,19 @@ def test_an_engine_that_drafts_as_we_do_passes(
     tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]
 ) -> None:
     base = tiny_base()
-    found = served(base, tmp_path, spec=fake_vllm(base, trained(base)), plain=fake_vllm(base, None))
-    row = found["engines"]["vllm"]
-    assert not engine_failures(found)
+    evaluation = served(base, tmp_path, spec=fake_vllm(base, trained(base)), plain=fake_vllm(base, None))
+    row = evaluation["engines"]["vllm"]
+    assert not engine_failures(evaluation)
     assert row["version"] == "9.9.9" and row["drafts"] == 3 and row["prompts"] == 4 and row["format"] == "eagle3"
     ours, theirs = row["acceptance"]["ours"], row["acceptance"]["engine"]
     assert theirs["accepted"] == ours["accepted"] and theirs["steps"] == ours["steps"] and ours["accepted"][0] > 5
     assert theirs["mean_accepted_length"] == pytest.approx(ours["mean_accepted_length"])
     assert row["texts"]["same"] == row["texts"]["same_as_ours"] == 4
     assert row["texts"]["compared_with"] == "its plain ones" and row["tokens_per_second"]["plain"] > 0
-    assert {"vllm", "vllm_plain", "chain:3"} <= set(found["overall"]["methods"])
-    (line,) = engine_lines(found)
+    assert {"vllm", "vllm_plain", "chain:3"} <= set(evaluation["overall"]["methods"])
+    (line,) = engine_lines(evaluation)
     assert line.startswith("served by vLLM 9.9.9 (eagle3, chain of 3): ") and "near-ties: 0" in line
-    assert line in console_lines(found) and line in markdown_table(found)
+    assert line in console_lines(evaluation) and line in markdown_table(evaluation)
     assert "served by vLLM 9.9.9" in (tmp_path / "report.html").read_text()
     assert json.loads((tmp_path / "eval.json").read_text())["engines"]["vllm"]["failures"] == []
 
@@ -121,14 +121,14 @@ def compared(base: BaseModel, folder: Path, spec: Any, plain: Any, head: Eagle3H
     config = EvalConfig(max_new_tokens=NEW, engines=["vllm"])
     config.engine.vllm.url, config.engine.vllm.plain_url = spec.url, "" if plain is None else plain.url
     prompts = [EvalPrompt("chat", n, [{"role": "user", "content": text}]) for n, text in enumerate(PROMPTS)]
-    with serve(base, head or trained(base), config, folder, lambda line: None) as found:
-        methods = {name: method.answer for name, method in engine_methods(base, found, config).items()}
+    with serve(base, head or trained(base), config, folder, lambda line: None) as engines:
+        methods = {name: method.answer for name, method in engine_methods(base, engines, config).items()}
         methods["autoregressive"] = lambda ids: decode(base, None, ids, max_new_tokens=NEW)
         built = lambda prompt, answers: base.prompt_ids(prompt.messages)  # noqa: E731
         timed = run_interleaved(prompts, built, methods, None, 0, lambda *_: None)
     pairs = zip(timed.results["vllm"], timed.results["autoregressive"], strict=True)
     equalities = {"vllm": [Equality(same=one.tokens == other.tokens) for one, other in pairs]}
-    row: dict[str, Any] = served_as_trained(base, found, timed, equalities, config)["vllm"]
+    row: dict[str, Any] = served_as_trained(base, engines, timed, equalities, config)["vllm"]
     return row
 
 
@@ -166,17 +166,17 @@ def test_other_texts_are_a_failure(tiny_base: TinyBase, tmp_path: Path, fake_vll
 
 
 def test_counts_become_steps() -> None:
-    found = EngineAnswer(tokens=list(range(12)), steps=4, accepted=[3, 2, 0], prefill_s=1.0, total_s=3.0).result()
-    drafted = [step for step in found.steps if step.depth]
+    result = EngineAnswer(tokens=list(range(12)), steps=4, accepted=[3, 2, 0], prefill_s=1.0, total_s=3.0).result()
+    drafted = [step for step in result.steps if step.depth]
     assert [step.accepted for step in drafted] == [2, 2, 1, 0] and all(step.depth == 3 for step in drafted)
-    assert sum(step.committed for step in found.steps) == 11 and len(found.steps) == 6, "two steps drafted nothing"
-    assert sum(step.total_s for step in found.steps) == pytest.approx(2.0)
+    assert sum(step.committed for step in result.steps) == 11 and len(result.steps) == 6, "two steps drafted nothing"
+    assert sum(step.total_s for step in result.steps) == pytest.approx(2.0)
     steps = EngineAnswer(tokens=list(range(12)), steps=4).result().steps
     assert sum(step.committed for step in steps) == 11 and len(steps) == 4
 
 
 def gone(group: int, within_s: float = 10.0) -> bool:
-    """Whether no process of the group is left; the system may take a moment to bury those that were killed."""
+    """Wait until no process of the group is left; killed ones may remain for a moment."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:

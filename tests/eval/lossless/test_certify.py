@@ -127,12 +127,12 @@ BUGS: dict[str, tuple[Callable[[int], tuple[TabularLM, Draft]], Callable[[Propos
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bias_is_seen(bug: str) -> None:
     make, change, at_least = BUGS[bug]
-    found: list[float] = []
+    biases: list[float] = []
     for seed in range(0, 30, 3):
         target, draft = make(seed)
         assert bias(draft, target) < 1e-12
-        found.append(bias(tampered(draft, change), target))
-    assert np.mean(found) > at_least, "bias goes unnoticed"
+        biases.append(bias(tampered(draft, change), target))
+    assert np.mean(biases) > at_least, "bias goes unnoticed"
 
 
 def candidates_by_hand(p: np.ndarray, candidates: list[tuple[int, np.ndarray]]) -> np.ndarray:
@@ -163,9 +163,9 @@ def test_enumeration_equals_sums_by_hand(renormalised: bool) -> None:
             left[token] = 0
         expected += prob * candidates_by_hand(p, candidates)
     kind = WITHOUT if renormalised else WITH
-    found = committed(tampered(draft, lambda x: replace(x, draft_sampling=kind)), target, RAW, EXACT, 1)
-    assert found.outcomes <= 60 * 4, "60 ordered samples, of which the first, second, third or none is accepted"
-    ours = found.completed(target.probs(RAW)).view(len(p), -1).sum(1).numpy()
+    masses = committed(tampered(draft, lambda x: replace(x, draft_sampling=kind)), target, RAW, EXACT, 1)
+    assert masses.outcomes <= 60 * 4, "60 ordered samples, of which the first, second, third or none is accepted"
+    ours = masses.completed(target.probs(RAW)).view(len(p), -1).sum(1).numpy()
     np.testing.assert_allclose(ours, expected, atol=1e-14)
     assert (np.abs(ours - p).sum() / 2 < 1e-12) == renormalised
 
@@ -188,8 +188,8 @@ def test_biased_constructions_are_refused() -> None:
 def test_published_ways_to_draft_less_are_found_biased() -> None:
     """By as much as by hand; an enumeration that saw another bias, or none, would fail."""
     first, second = counterexamples()
-    found = [certify.check(case) for case in (first, second)]
-    assert [(row.result, round(row.total_variation or 0, 9)) for row in found] == [("biased", 0.05), ("biased", 0.15)]
+    rows = [certify.check(case) for case in (first, second)]
+    assert [(row.result, round(row.total_variation or 0, 9)) for row in rows] == [("biased", 0.05), ("biased", 0.15)]
     assert certify.check(replace(first, draft=second.draft)).result == "FAILED"
     in_order = certify.certify(only="<2,2>, stops by its prefix")
     assert {row.result for row in in_order} == {"exact"} and {row.draft_sampling for row in in_order} == {

@@ -23,7 +23,7 @@ EXPECTED, SPECULATIVE, OTHER = 2, 5, 9
 def found(
     margin: float, fresh: int | None = None, cached: int | None = None, dtype: torch.dtype = torch.float32
 ) -> Equality:
-    """Of answers that differ at position 1."""
+    """Answers that differ at position 1."""
     expected, tokens = [1, EXPECTED, 3], [1, SPECULATIVE, 3]
     return compare_outputs(expected, tokens, {1: margin}.__getitem__, {1: (fresh, cached)}.__getitem__, dtype)
 

@@ -110,9 +110,9 @@ def test_running_products_sum_to_the_mean(log: list[DecodeResult]) -> None:
     assert 1 + published(log)["simulated_accepted_drafts"].value == pytest.approx(mean)
     assert published(log)["acceptance_rate"].value == pytest.approx((mean - 1) / DEPTH)
     # alpha is the mean acceptance of the drafts that were tried
-    per_depth, found = metrics.acceptance_per_depth(log), metrics.alpha(log)
-    assert found == Ratio(sum(r.num for r in per_depth), sum(r.den for r in per_depth))
-    assert found.value >= published(log)["acceptance_rate"].value
+    per_depth, alpha = metrics.acceptance_per_depth(log), metrics.alpha(log)
+    assert alpha == Ratio(sum(r.num for r in per_depth), sum(r.den for r in per_depth))
+    assert alpha.value >= published(log)["acceptance_rate"].value
 
 
 # Bins by position and entropy --------------------------------------------------------------------------------
@@ -126,14 +126,14 @@ def by_rows(rows: list[tuple[int, float]]) -> DecodeResult:
 
 def test_by_position_counted_by_hand() -> None:
     log = [by_rows([(3, 0.1), (3, 0.1), (0, 0.1)]), by_rows([(1, 0.1)])]  # positions 1, 5, 9 and 1
-    found = by_position(log, width=4)
-    assert [tuple(b.values()) for b in found] == [(0, 4, 2, 3, 1), (4, 8, 1, 4, 1), (8, 12, 1, 1, 0)]
+    bins = by_position(log, width=4)
+    assert [tuple(b.values()) for b in bins] == [(0, 4, 2, 3, 1), (4, 8, 1, 4, 1), (8, 12, 1, 1, 0)]
 
 
 def test_by_context_counts_the_prompt() -> None:
     log = [by_rows([(3, 0.1), (3, 0.1), (0, 0.1)]), by_rows([(1, 0.1)])]
-    found = by_context(log, [250, 600])  # 251, 255 and 259 tokens, and 601
-    assert [(b["low"], b["high"], b["steps"], b["mean_accepted_length"]) for b in found] == [
+    bins = by_context(log, [250, 600])  # 251, 255 and 259 tokens, and 601
+    assert [(b["low"], b["high"], b["steps"], b["mean_accepted_length"]) for b in bins] == [
         (0, 256, 2, 4),
         (256, 512, 1, 1),
         (512, 1024, 1, 2),
@@ -158,16 +158,16 @@ binned_logs = st.lists(st.lists(st.tuples(st.integers(0, 3), entropies), max_siz
 def test_every_step_is_in_one_bin(log: list[DecodeResult], bins: int, width: int) -> None:
     steps = metrics.steps_of(log)
     known = [s for s in steps if math.isfinite(s.entropy)]
-    found = by_entropy(log, bins)
-    assert len(found) <= bins
-    for kept, rows in ((steps, by_position(log, width)), (known, found)):
-        assert sum(row["steps"] for row in rows) == len(kept)
+    by_nats = by_entropy(log, bins)
+    assert len(by_nats) <= bins
+    for binned, rows in ((steps, by_position(log, width)), (known, by_nats)):
+        assert sum(row["steps"] for row in rows) == len(binned)
         total = sum(row["steps"] * row["mean_accepted_length"] for row in rows)
-        assert total == pytest.approx(sum(s.committed for s in kept))
-    json.dumps(found, allow_nan=False)
+        assert total == pytest.approx(sum(s.committed for s in binned))
+    json.dumps(by_nats, allow_nan=False)
 
 
 def test_a_bin_without_drafts_has_no_first_acceptance() -> None:
-    (found,) = by_position([answer([step(0, depth=0)])])
-    assert math.isnan(found["first_accepted"])
-    assert found["mean_accepted_length"] == pytest.approx(1)
+    (only_bin,) = by_position([answer([step(0, depth=0)])])
+    assert math.isnan(only_bin["first_accepted"])
+    assert only_bin["mean_accepted_length"] == pytest.approx(1)

@@ -31,7 +31,7 @@ def batch(start: int) -> TrainBatch:
 def test_it_is_what_plain_loops_find(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(quality, "chunk_rows", lambda *_: rows)
     original, tuned = tiny_base(seed=0), tiny_base(seed=1)
-    found = compare_bases(original, tuned, [batch(20), batch(60)])
+    comparison = compare_bases(original, tuned, [batch(20), batch(60)])
     nll, agreed, kl, tokens = [0.0, 0.0], 0, 0.0, 0
     for start in (20, 60):
         for document in (list(range(start, start + 9)), list(range(start + 9, start + 15))):
@@ -42,11 +42,11 @@ def test_it_is_what_plain_loops_find(tiny_base: TinyBase, monkeypatch: pytest.Mo
                     nll[which] -= dist[t, document[t + 1]].item()
                 agreed += int(probs[0][t].argmax() == probs[1][t].argmax())
                 kl += (probs[0][t].exp() * (probs[0][t] - probs[1][t])).sum().item()
-    assert found.tokens == tokens == 18
-    assert found.original_perplexity == pytest.approx(math.exp(nll[0] / tokens), rel=1e-4)
-    assert found.tuned_perplexity == pytest.approx(math.exp(nll[1] / tokens), rel=1e-4)
-    assert found.greedy_match_rate == pytest.approx(agreed / tokens)
-    assert found.kl == pytest.approx(kl / tokens, rel=1e-4)
+    assert comparison.tokens == tokens == 18
+    assert comparison.original_perplexity == pytest.approx(math.exp(nll[0] / tokens), rel=1e-4)
+    assert comparison.tuned_perplexity == pytest.approx(math.exp(nll[1] / tokens), rel=1e-4)
+    assert comparison.greedy_match_rate == pytest.approx(agreed / tokens)
+    assert comparison.kl == pytest.approx(kl / tokens, rel=1e-4)
 
 
 def test_nothing_held_out_is_said(tiny_base: TinyBase) -> None:
@@ -60,8 +60,8 @@ ANSWERS = BaseComparison(tokens=500, original_perplexity=2.0, tuned_perplexity=2
 
 def test_what_is_not_a_number_does_not_pass() -> None:
     nan = replace(TEXT, tuned_perplexity=math.nan, greedy_match_rate=math.nan)
-    found = check_quality({"text": nan}, QualityLimits(max_perplexity_ratio=1.1, min_greedy_match_rate=0.9))
-    assert len(found["failures"]) == 2
+    quality_json = check_quality({"text": nan}, QualityLimits(max_perplexity_ratio=1.1, min_greedy_match_rate=0.9))
+    assert len(quality_json["failures"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_what_is_not_a_number_does_not_pass() -> None:
     ],
 )
 def test_tables_name_the_limits(limits: QualityLimits, failures: int, says: str) -> None:
-    found = check_quality({"text": TEXT, "answers": ANSWERS}, limits)
-    assert (found["passed"], len(found["failures"])) == (not failures, failures)
-    assert quality_table(found).rows[0] == ("text", "1,000", "20.000", "21.000", "1.0500", "93.00 %", "0.0200")
-    assert quality_line(found) == says
+    quality_json = check_quality({"text": TEXT, "answers": ANSWERS}, limits)
+    assert (quality_json["passed"], len(quality_json["failures"])) == (not failures, failures)
+    assert quality_table(quality_json).rows[0] == ("text", "1,000", "20.000", "21.000", "1.0500", "93.00 %", "0.0200")
+    assert quality_line(quality_json) == says
 
 
 @pytest.mark.parametrize(("key", "value"), [("max_perplexity_ratio", 0.0), ("min_greedy_match_rate", 1.5)])

@@ -27,11 +27,13 @@ def test_both_conventions_counted_by_hand() -> None:
     assert speed.speedup(BASELINE, METHOD).value == pytest.approx((15 / 9.0) / (15 / 14.0))
     assert measure(BASELINE, METHOD, len)["decode_speedup"] == pytest.approx((13 / 8.0) / (13 / 13.0))
     # Of every 5 baseline tokens one vanishes when the text is tokenised again.
-    found = speed.spec_bench(BASELINE, METHOD, lambda tokens: len(tokens) - len(tokens) // 5)
-    assert found.autoregressive_tokens_per_second == pytest.approx((4 / 4.5 + 8 / 9.5) / 2)
-    assert found.tokens_per_second == pytest.approx((5 / 2.5 + 10 / 6.5) / 2)
-    assert found.speedup == pytest.approx(found.tokens_per_second / found.autoregressive_tokens_per_second)
-    assert found.mean_accepted_length == pytest.approx(13 / 4)
+    compatible = speed.spec_bench(BASELINE, METHOD, lambda tokens: len(tokens) - len(tokens) // 5)
+    assert compatible.autoregressive_tokens_per_second == pytest.approx((4 / 4.5 + 8 / 9.5) / 2)
+    assert compatible.tokens_per_second == pytest.approx((5 / 2.5 + 10 / 6.5) / 2)
+    assert compatible.speedup == pytest.approx(
+        compatible.tokens_per_second / compatible.autoregressive_tokens_per_second
+    )
+    assert compatible.mean_accepted_length == pytest.approx(13 / 4)
 
 
 def test_answers_without_tokens_are_no_rate() -> None:
@@ -42,9 +44,9 @@ def test_answers_without_tokens_are_no_rate() -> None:
 
 
 def test_every_metric_is_plain_json() -> None:
-    found = measure(BASELINE, METHOD, len)
-    assert all(value is not None for value in found.values()) and len(found) == 25
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    values = measure(BASELINE, METHOD, len)
+    assert all(value is not None for value in values.values()) and len(values) == 25
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
     nothing = measure([], [], len)
     json.dumps(nothing, allow_nan=False)
     assert nothing["mean_accepted_length"] is None and nothing["ctar"] == []
@@ -59,9 +61,9 @@ def test_speedup_of_steps_is_rate_over_overhead(log: list[list[int]], baseline_s
     """Medusa's speedup = acceleration rate / overhead is the exact decode speedup without the prefill."""
     method = [answer(counts, step_s) for counts in log]
     baseline = [answer([1] * sum(counts), baseline_s) for counts in log]
-    found = measure(baseline, method, len)
+    values = measure(baseline, method, len)
     rate, overhead, decode_speedup = (
-        float(str(found[name])) for name in ("acceleration_rate", "step_overhead", "decode_speedup")
+        float(str(values[name])) for name in ("acceleration_rate", "step_overhead", "decode_speedup")
     )
     assert rate / overhead == pytest.approx(decode_speedup)
     assert measure(baseline, baseline, len)["decode_speedup"] == 1

@@ -67,46 +67,48 @@ accepted = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 def test_the_waterfall_ends_at_the_measurement(log: list[list[int]], prefill_s: float, rest_s: float) -> None:
     method = [answer(counts, 3, 3, prefill_s, rest_s) for counts in log]
     baseline = autoregressive(method)
-    found = speedup_breakdown(baseline, method, COSTS)
-    assert found is not None
-    assert found.measured == pytest.approx(speedup(baseline, method).value)
-    assert found.residual == pytest.approx(0, abs=1e-9)
-    assert found.waterfall[0].speedup == pytest.approx(found.method.tokens)
-    assert sum(level.change for level in found.waterfall) + found.waterfall[0].speedup == pytest.approx(found.measured)
-    assert found.predicted == pytest.approx(found.waterfall[-2].speedup)
-    assert found.predicted_from_costs == pytest.approx(found.predicted), "the run cost what the table says"
+    breakdown = speedup_breakdown(baseline, method, COSTS)
+    assert breakdown is not None
+    assert breakdown.measured == pytest.approx(speedup(baseline, method).value)
+    assert breakdown.residual == pytest.approx(0, abs=1e-9)
+    assert breakdown.waterfall[0].speedup == pytest.approx(breakdown.method.tokens)
+    assert sum(level.change for level in breakdown.waterfall) + breakdown.waterfall[0].speedup == pytest.approx(
+        breakdown.measured
+    )
+    assert breakdown.predicted == pytest.approx(breakdown.waterfall[-2].speedup)
+    assert breakdown.predicted_from_costs == pytest.approx(breakdown.predicted), "the run cost what the table says"
 
 
 def test_terms_counted_by_hand() -> None:
     """4 drafts in a tree of 2 levels; a step takes 0.2 + 1.3 + 0.1 for 2 tokens, an autoregressive one 1."""
     method = [answer([2, 0], 2, 4, prefill_s=2.0)]
-    found = speedup_breakdown(autoregressive(method), method, COSTS)
-    assert found is not None
+    breakdown = speedup_breakdown(autoregressive(method), method, COSTS)
+    assert breakdown is not None
     terms = {"draft_s": 0.2, "verify_s": 1.3, "loop_s": 0.1, "outside_s": 1.0}
-    assert found.method == StepTerms(
+    assert breakdown.method == StepTerms(
         tokens=2.0, drafts=4.0, depth=2.0, **{k: pytest.approx(v) for k, v in terms.items()}
     )
-    assert [level.speedup for level in found.waterfall] == pytest.approx([2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2])
-    form = found.closed_form
+    assert [level.speedup for level in breakdown.waterfall] == pytest.approx([2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2])
+    form = breakdown.closed_form
     assert form is not None
     assert (form.alpha, form.alpha_is, form.drafts) == (0.5, "acceptance at depth 1", 2)
     assert (form.draft_cost, form.expected_speedup) == pytest.approx((0.1, 1.75 / 1.2))
-    assert found.best_chain is None, "the acceptance of a tree is not a chain's"
+    assert breakdown.best_chain is None, "the acceptance of a tree is not a chain's"
 
 
 def test_other_answers_are_the_residual() -> None:
-    found = speedup_breakdown([answer([0] * 9, 0, 0)], [answer([1, 1], 2, 2)])
-    assert found is not None and found.predicted_from_costs is None
-    assert found.residual == pytest.approx(found.measured - found.waterfall[-1].speedup)
-    assert abs(found.residual) > 0.01
+    breakdown = speedup_breakdown([answer([0] * 9, 0, 0)], [answer([1, 1], 2, 2)])
+    assert breakdown is not None and breakdown.predicted_from_costs is None
+    assert breakdown.residual == pytest.approx(breakdown.measured - breakdown.waterfall[-1].speedup)
+    assert abs(breakdown.residual) > 0.01
 
 
 def test_the_best_draft_on_a_machine() -> None:
     """Tokens 1, 1.8, 2.3, 2.5; a step costs 1, 1.3, 1.4, 1.5: two drafts give 1.643, three 1.667."""
     values, depths = [0.8, 0.5, 0.2], [1, 2, 3]
-    found = options(values, depths, COSTS)
-    assert [o.tokens for o in found] == pytest.approx([1, 1.8, 2.3, 2.5])
-    assert [o.step_s for o in found] == pytest.approx([1, 1.3, 1.4, 1.5])
+    drafts = options(values, depths, COSTS)
+    assert [o.tokens for o in drafts] == pytest.approx([1, 1.8, 2.3, 2.5])
+    assert [o.step_s for o in drafts] == pytest.approx([1, 1.3, 1.4, 1.5])
     chosen = best_option(values, depths, COSTS)
     assert chosen is not None and chosen.nodes == 4 and chosen.speedup == pytest.approx(2.5 / 1.5)
     by_depth = CostModel(COSTS.verify, 0.2, 0.1, 200, draft_by_depth=[0.0, 0.4, 0.8, 1.2])
@@ -124,15 +126,15 @@ def test_chain_values_are_running_products() -> None:
     assert chain_values(log) == pytest.approx([3 / 4, 3 / 4 * 2 / 3])
     order = TreeOrder([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)], [0.6, 0.2, 0.4, 0.1, 0.3])
     assert chain_values(log, order) == [0.6, 0.4, 0.3]
-    found = speedup_breakdown(autoregressive(log), log, COSTS, order)
-    assert found is not None and found.best_chain is not None and found.best_tree is not None
-    assert found.best_tree.tokens >= found.best_chain.tokens
-    assert json.loads(json.dumps(found.to_json(), allow_nan=False)) == found.to_json()
+    breakdown = speedup_breakdown(autoregressive(log), log, COSTS, order)
+    assert breakdown is not None and breakdown.best_chain is not None and breakdown.best_tree is not None
+    assert breakdown.best_tree.tokens >= breakdown.best_chain.tokens
+    assert json.loads(json.dumps(breakdown.to_json(), allow_nan=False)) == breakdown.to_json()
 
 
 def test_nothing_to_take_apart() -> None:
     nothing = [DecodeResult(tokens=[1], steps=[], prefill_s=1.0, total_s=1.0)]
     assert speedup_breakdown(nothing, nothing) is None
     baseline = [answer([0, 0], 0, 0)]
-    found = speedup_breakdown(baseline, baseline)
-    assert found is not None and found.closed_form is None and found.measured == 1
+    breakdown = speedup_breakdown(baseline, baseline)
+    assert breakdown is not None and breakdown.closed_form is None and breakdown.measured == 1

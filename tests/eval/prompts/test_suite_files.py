@@ -1,4 +1,4 @@
-"""Prompts out of the user's files and datasets: every form, and what a broken one is told."""
+"""Prompts from files and datasets: every form, and the message about a broken one."""
 
 import json
 from pathlib import Path

@@ -75,14 +75,14 @@ def test_the_headline_is_against_the_faster_baseline(folder: Path) -> None:
 
 
 def test_differences_and_failures_are_not_hidden(tmp_path: Path) -> None:
-    found = evaluation()
-    outputs = found["overall"]["identical_outputs"]
+    changed = evaluation()
+    outputs = changed["overall"]["identical_outputs"]
     outputs["same"] = 1
     outputs["near_ties"] = [{"prompt": 4, "position": 81, "tokens": [7, 9], "margin": 3e-5}]
     outputs["different"] = [{"prompt": 6, "position": 12, "tokens": None, "margin": None}]
-    found["failed"] = [{"prompt": 8, "task": "math", "message": "too <long>"}]
-    found["tasks"], found["overall"]["acceptance_per_depth"] = {}, []
-    page = page_of(tmp_path, found)
+    changed["failed"] = [{"prompt": 8, "task": "math", "message": "too <long>"}]
+    changed["tasks"], changed["overall"]["acceptance_per_depth"] = {}, []
+    page = page_of(tmp_path, changed)
     assert 'class="card warn"' in page
     assert "1 differing, 1 differing at a near-tie of two logits" in page
     assert "Near-tie: prompt 4 at answer token 81, tokens 7 and 9, logits 3.0e-05 apart" in page
@@ -157,7 +157,7 @@ def answer(committed: int, step_s: float, drafts: int) -> DecodeResult:
 
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Any]:
-    """What ``summarise`` says of three methods, the headline's with a lossy rule."""
+    """Return ``summarise`` of three methods, the headline's with a lossy rule."""
     results = {
         "transformers": [answer(1, 0.012, 0)] * 3,
         "autoregressive": [answer(1, 0.010, 0)] * 3,
@@ -165,12 +165,12 @@ def compared() -> dict[str, Any]:
         "prompt_lookup": [answer(1, 0.011, 2)] * 3,
     }
     fault = Equality(False, 12, (5, 91), 1.7, False, Diagnosis.CACHE)
-    found = summarised(
+    summary = summarised(
         [EvalPrompt("math", n, []) for n in range(3)],
         results,
         {"speculative": [Equality(True)] * 3, "prompt_lookup": [Equality(True), fault, Equality(True)]},
     )
-    return evaluation_of({}) | found | {"rule": {"name": "typical", "lossless": False, "total_variation": 0.3127}}
+    return evaluation_of({}) | summary | {"rule": {"name": "typical", "lossless": False, "total_variation": 0.3127}}
 
 
 def test_several_methods_and_the_explained_speedup(compared: dict[str, Any], tmp_path: Path) -> None:
@@ -210,11 +210,11 @@ def test_console_tables_fit_80_columns(compared: dict[str, Any]) -> None:
 
 
 def test_many_exceptions_wait_behind_a_click(compared: dict[str, Any], tmp_path: Path) -> None:
-    found = copy.deepcopy(compared)
-    entry = found["overall"]["methods"]["prompt_lookup"]["identical_outputs"]["different"][0]
-    outputs = found["overall"]["methods"]["speculative"]["identical_outputs"]
+    changed = copy.deepcopy(compared)
+    entry = changed["overall"]["methods"]["prompt_lookup"]["identical_outputs"]["different"][0]
+    outputs = changed["overall"]["methods"]["speculative"]["identical_outputs"]
     outputs["near_ties"] = [entry | {"prompt": n, "margin": 1e-5} for n in range(20)]
-    page = page_of(tmp_path, found)
+    page = page_of(tmp_path, changed)
     assert "<summary>13 more</summary>" in page
     assert page.index("Different: prompt_lookup") < page.index("Near-tie: speculative"), "faults come first"
 

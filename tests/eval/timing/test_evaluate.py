@@ -1,4 +1,4 @@
-"""What an evaluation measures again: whatever was drafted with something else."""
+"""Evaluation runs: what resumes, what is measured again, and predictions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +30,10 @@ CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
 def resumed(folder: Path, drafter: Drafter, base: BaseModel, *baselines: str) -> list[int]:
     """Turns that were taken from an earlier evaluation in ``folder``, and all."""
-    found: list[int] = evaluate(base, drafter, replace(CONFIG, baselines=list(baselines)), folder, lambda *_: None)[
+    counts: list[int] = evaluate(base, drafter, replace(CONFIG, baselines=list(baselines)), folder, lambda *_: None)[
         "resumed"
     ]
-    return found
+    return counts
 
 
 def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
     compared = methods(base, drafter, draft_config, config, head)
     ids = [5, 9, 11, 40, 5, 9, 11, 40, 5, 9]
     alone, joined = (compared[name].answer(ids) for name in ("head", "speculative"))
-    wanted = decode(base, head, ids, max_new_tokens=24, draft_config=config.draft_config(head))
-    assert [step.accepted for step in alone.steps] == [step.accepted for step in wanted.steps]
+    expected = decode(base, head, ids, max_new_tokens=24, draft_config=config.draft_config(head))
+    assert [step.accepted for step in alone.steps] == [step.accepted for step in expected.steps]
     assert alone.tokens == joined.tokens and compared["head"].made_of != compared["speculative"].made_of
 
 
@@ -105,14 +105,14 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     head = MedusaConfig(num_draft_tokens=2).build(base)
     costs = measure_costs(base, head, context=16, repeats=1, sizes=(1, 2, 4))
     config = replace(CONFIG, split="test")
-    found = evaluate(base, head, config, tmp_path / "three", lambda *_: None, costs=costs)
-    speeds = found["overall"]["autoregressive_tokens_per_second"]
+    evaluation = evaluate(base, head, config, tmp_path / "three", lambda *_: None, costs=costs)
+    speeds = evaluation["overall"]["autoregressive_tokens_per_second"]
     assert set(speeds) == {"transformers_stock", "transformers", "autoregressive"}
     ids = [5, 9, 11, 40]
     stock = transformers_generate(base, ids, 8, model=base.stock())
     assert stock.tokens == decode(base, None, ids, max_new_tokens=8).tokens
-    assert found["predicted"]["mean_accepted_length"] >= 1
-    assert any(line.startswith("predicted on answers to the suite's dev half") for line in console_lines(found))
+    assert evaluation["predicted"]["mean_accepted_length"] >= 1
+    assert any(line.startswith("predicted on answers to the suite's dev half") for line in console_lines(evaluation))
     without = evaluate(
         base, head, replace(CONFIG, stock_baseline=False), tmp_path / "two", lambda *_: None, costs=costs
     )
@@ -129,7 +129,7 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     head = leaning(MedusaConfig(num_draft_tokens=2).build(base), [t[:2] for t in texts], 30.0, every=1)
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=16)
     drafter, draft_config = config.build(base, head, config.draft_config(head))
-    found = predict(base, drafter, draft_config, config, costs)
+    prediction = predict(base, drafter, draft_config, config, costs)
     prompts = load_suite("builtin", split="dev")
     steps = [
         step
@@ -138,13 +138,15 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
             base, drafter, conversation_ids(base.tokenizer, prompt), max_new_tokens=24, draft_config=draft_config
         ).steps
     ]
-    assert found is not None
+    assert prediction is not None
     tau = sum(step.committed for step in steps) / len(steps)
-    assert found["mean_accepted_length"] == pytest.approx(tau, rel=0.02)  # the last step of an answer is cut otherwise
-    assert found["speedup"] == pytest.approx(found["mean_accepted_length"]), "every pass costs the same"
-    assert found["interval_95"][0] < tau < found["interval_95"][1]
+    assert prediction["mean_accepted_length"] == pytest.approx(
+        tau, rel=0.02
+    )  # the last step of an answer is cut otherwise
+    assert prediction["speedup"] == pytest.approx(prediction["mean_accepted_length"]), "every pass costs the same"
+    assert prediction["interval_95"][0] < tau < prediction["interval_95"][1]
     nodes = 1 + sum(step.proposed for step in steps) / len(steps)
-    assert found["nodes"] == pytest.approx(nodes, rel=0.05), "not the room of the tree, which is seldom filled"
+    assert prediction["nodes"] == pytest.approx(nodes, rel=0.05), "not the room of the tree, which is seldom filled"
     assert predict(base, drafter, draft_config, replace(config, split="all"), costs) is None
     sampled = replace(draft_config, draft_sampling=DraftSampling.WITH_REPLACEMENT)
     assert (predict(base, drafter, sampled, config, costs) is None) == (spec != "head"), (

@@ -97,9 +97,9 @@ def test_every_decoder_reads_the_reference_answer_of_the_turn_before() -> None:
 @pytest.mark.parametrize("first", [TOO_LONG, UNBUILDABLE])
 def test_a_turn_after_a_failed_one_fails_too(first: int) -> None:
     conversation = EvalPrompt("chat", 0, [], ("and then?",), input_ids=(first,))
-    found = timed([conversation, *prompts(1)], Recorder().decoders())
-    assert [isinstance(r, FailedDecode) for r in found["autoregressive"]] == [True, True, False]
-    assert "the turn before it failed: the prompt is too long" in found["autoregressive"][1].error  # type: ignore[attr-defined]
+    timing = timed([conversation, *prompts(1)], Recorder().decoders())
+    assert [isinstance(r, FailedDecode) for r in timing["autoregressive"]] == [True, True, False]
+    assert "the turn before it failed: the prompt is too long" in timing["autoregressive"][1].error  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["killed between lines", "killed inside a line"])

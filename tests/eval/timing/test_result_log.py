@@ -41,10 +41,10 @@ def test_entropy_survives_and_what_was_not_measured_is_null(tmp_path: Path) -> N
 def test_a_log_without_entropy_is_read(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     old = {k: v for k, v in vars(step()).items() if k != "entropy"}
-    kept = {"tokens": [1], "steps": [old], "prefill_s": 0.1, "total_s": 0.2}
-    path.write_text(json.dumps({"key": "k", "task": "t", "prompt": 0, "decoder": "d", "result": kept}) + "\n")
-    found = ResultLog(path)["k", "d"].steps[0]
-    assert math.isnan(found.entropy) and found.total_s == 1.0
+    stored = {"tokens": [1], "steps": [old], "prefill_s": 0.1, "total_s": 0.2}
+    path.write_text(json.dumps({"key": "k", "task": "t", "prompt": 0, "decoder": "d", "result": stored}) + "\n")
+    step_read = ResultLog(path)["k", "d"].steps[0]
+    assert math.isnan(step_read.entropy) and step_read.total_s == 1.0
 
 
 def test_a_decoder_that_was_made_of_something_else_is_not_read(tmp_path: Path) -> None:

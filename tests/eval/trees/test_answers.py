@@ -70,10 +70,10 @@ def base(tiny_base: TinyBase) -> BaseModel:
 
 @pytest.mark.parametrize("reads_last", [False, True])
 def test_top_k_accept_probs_are_the_ranks(base: BaseModel, reads_last: bool) -> None:
-    """What the simulation reads position by position, against what calibration reads in one go."""
+    """The simulation position by position equals calibration in one pass."""
     head, texts = fitted(base, reads_last), answered(base, 0.0, 30)
-    found = text_accept_probs(base, head, texts, GREEDY, AcceptProbsConfig(width=4))
-    for text, probs in zip(texts, found, strict=True):
+    accept_probs = text_accept_probs(base, head, texts, GREEDY, AcceptProbsConfig(width=4))
+    for text, probs in zip(texts, accept_probs, strict=True):
         batch = row_of([text.ids], text.boundary, padding=0)
         (ranks,) = answer_ranks(head, batch, base.hidden_states(batch, head.spec))
         assert np.array_equal(probs, accept_probs_of_ranks(ranks, 4), equal_nan=True)
@@ -85,8 +85,11 @@ def test_a_deterministic_plan_is_the_tree_on_ranks(base: BaseModel, sampler: Sam
     """Drafting for real at every position, against probs of the whole family."""
     head, texts = fitted(base), answered(base, sampler.temperature, 25)
     whole = text_accept_probs(base, head, texts, sampler, AcceptProbsConfig())
-    found = simulate_texts(base, head, texts, DraftConfig(tree=TREE), sampler)
-    assert found == replace(simulate_acceptance(whole, TREE), nodes={len(TREE): 1.0}) and found.steps < found.tokens
+    simulated = simulate_texts(base, head, texts, DraftConfig(tree=TREE), sampler)
+    assert (
+        simulated == replace(simulate_acceptance(whole, TREE), nodes={len(TREE): 1.0})
+        and simulated.steps < simulated.tokens
+    )
 
 
 def test_a_dynamic_tree_of_all_candidates_is_the_expansion(base: BaseModel) -> None:

@@ -126,7 +126,7 @@ def test_cross_fitting_does_not_flatter(method: str) -> None:
 
 
 def test_sequoia_calibrates_sampled_siblings() -> None:
-    """Chances that are no ranks; the tree's ranks are trials in order."""
+    """Acceptance probabilities instead of ranks: the tree's ranks are trials in order."""
     chances = np.random.default_rng(0).dirichlet([3, 2, 1, 2], size=(300, 2))[:, :, :3]
     found = calibrate.calibrate([chances], COSTS, method="sequoia")
     assert trials_in_order(found.tree) == found.tree and len(found.tree) > 1

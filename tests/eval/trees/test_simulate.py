@@ -51,9 +51,9 @@ def test_steps_are_counted(answers: list[np.ndarray], tree: TokenTree) -> None:
             t += int(table[t].argmax()) + 1
         assert np.flatnonzero(started).tolist() == positions and set(started) <= {0.0, 1.0}
         counts.append(len(positions))
-    found = simulate_steps(tables)
-    assert found.steps == sum(counts)
-    assert found.mean_accepted_length == sum(len(a) for a in answers) / sum(counts)
+    simulated = simulate_steps(tables)
+    assert simulated.steps == sum(counts)
+    assert simulated.mean_accepted_length == sum(len(a) for a in answers) / sum(counts)
 
 
 def test_no_draft_is_accepted_after_the_end() -> None:
@@ -183,5 +183,5 @@ def test_block_verification_against_enumeration() -> None:
 
 def test_ranks_of_a_draft_vocabulary() -> None:
     logits = torch.tensor([[0.1, 0.5, 0.3], [0.1, 0.5, 0.3], [0.1, 0.5, 0.3]])
-    found = top_k_accept_probs(logits, torch.tensor([7, 2, 5]), d2t=torch.tensor([2, 5, 7]), width=2)
-    assert found.tolist() == [[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
+    accept_probs = top_k_accept_probs(logits, torch.tensor([7, 2, 5]), d2t=torch.tensor([2, 5, 7]), width=2)
+    assert accept_probs.tolist() == [[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
