@@ -434,7 +434,7 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
 def _batches(
     base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, size: int
 ) -> Iterator[tuple[list[FinishedAnswer], list[HiddenStates]]]:
-    """Yield up to ``size`` answers with a step at a time, with hidden states; then reject answers of another sampler."""
+    """Yield batches of answers with a step and their hidden states; finally check that ``sampler`` may draw them."""
     with_steps = [text for text in texts if text.positions]
     if not with_steps:
         raise UserError("no text has two answer tokens, so there is no step to simulate; give longer answers")

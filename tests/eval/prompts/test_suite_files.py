@@ -173,7 +173,7 @@ def test_bad_datasets_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
         read_dataset(f"{path}:nowhere:answer")
     with pytest.raises(UserError, match="split train.* could not be read: .*no data"):
         read_dataset(f"{save(tmp_path / 'none.parquet', prompt=[])}:train")
-    with pytest.raises(UserError, match="names a path where nothing is"):
+    with pytest.raises(UserError, match="/absent/set.parquet"):
         read_dataset("/absent/set.parquet:train")
     save(tmp_path / "mixed" / "train.parquet", prompt=["x"])
     save(tmp_path / "mixed" / "test.parquet", prompt=["x"], task=["y"])

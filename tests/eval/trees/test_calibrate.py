@@ -55,7 +55,7 @@ def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"calibration .*remove it"):
             calibrate.load_calibration(path, head)
         write_json(path, content)
-        with pytest.raises(UserError, match=r"is damaged: it does not have the checksum .*; restore or remove it"):
+        with pytest.raises(UserError, match="damaged.*checksum"):
             calibrate.load_calibration(path, head)
 
 
