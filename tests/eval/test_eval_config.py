@@ -70,7 +70,7 @@ def test_a_tree_that_cannot_be_meant_is_refused_before_anything_is_loaded(tree: 
 
 
 def test_pruned_trees_of_samples_are_refused(head: MedusaHead) -> None:
-    with pytest.raises(UserError, match=r"ranks nodes by their score.*tree=dynamic:8 draft_sampling=with_replacement"):
+    with pytest.raises(UserError, match="tree=dynamic:8 draft_sampling=with_replacement"):
         EvalConfig(tree="dynamic:8", draft_sampling="with_replacement").draft_config(head)
     config = EvalConfig(draft_sampling="without_replacement").draft_config(head)
     assert config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT
@@ -80,7 +80,7 @@ def test_peers(tiny_base: TinyBase) -> None:
     base = tiny_base()
     check_methods(["prompt_lookup", "early_exit:2", "hf_prompt_lookup:3", "head+prompt_lookup:3", "model:a:b:7"])
     for wrong in ("prompt_lokup", "early_exit", "model", "head+hf_assisted:a"):
-        with pytest.raises(UserError, match=f"unknown drafter or method '.*{wrong[5:]}'; give any of prompt_lookup"):
+        with pytest.raises(UserError, match=f"'.*{wrong[5:]}'.*prompt_lookup"):
             check_methods([wrong])
     for wrong in ("prompt_lookup:x", "prompt_lookup:0", "early_exit:2:0"):
         with pytest.raises(UserError, match=r"the numbers of \w+ are whole and at least 1"):
@@ -107,7 +107,7 @@ def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
     assert isinstance(union, CombinedDrafter) and union.nodes == 9
     with pytest.raises(ValueError, match="tree_nodes"):
         EvalConfig(tree_nodes=1)
-    with pytest.raises(UserError, match="only a static tree of the head can be combined"):
+    with pytest.raises(UserError, match="static tree"):
         combined("dynamic:8")
 
 

@@ -145,7 +145,7 @@ def test_another_stream_is_not_gone_on_with(tiny_base: TinyBase, tmp_path: Path)
     learner = OnlineLearner(hydra(tiny_base), OnlineConfig())
     assert not learner.restore(tmp_path, {})
     learner.save(tmp_path, {"stream": 1})
-    with pytest.raises(UserError, match="is of a stream with stream = 1, which now is 2"):
+    with pytest.raises(UserError, match="stream = 1.* 2"):
         learner.restore(tmp_path, {"stream": 2})
 
 

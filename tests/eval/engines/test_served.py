@@ -197,7 +197,7 @@ def stub(folder: Path, script: str) -> str:
 
 def test_an_engine_that_is_absent_dies_or_hangs_is_one_line_and_leaves_no_process(tmp_path: Path) -> None:
     absent = EngineProcess("llama.cpp", sys.executable, ["vllm", "1"], {"PYTHONPATH": ""})
-    with pytest.raises(EngineError, match="llama.cpp is absent: no vllm is installed for"):
+    with pytest.raises(EngineError, match="absent.*vllm"):
         absent.report("version", time.monotonic() + 20)
     absent.close()
     dying = EngineProcess("vLLM", stub(tmp_path, "echo 'ValueError: no such model' >&2; kill -6 $$"), [], {})
@@ -235,10 +235,10 @@ def test_an_engine_does_not_outlive_a_killed_evaluation(tmp_path: Path) -> None:
 
 def test_a_server_that_is_not_there_and_one_that_hangs() -> None:
     assert not LlamaCppServer("http://127.0.0.1:9", frozenset(), 1.0).is_ready()
-    with pytest.raises(EngineError, match=r"llama.cpp at http://127.0.0.1:9 does not answer"):
+    with pytest.raises(EngineError, match="llama.cpp at http://127.0.0.1:9"):
         LlamaCppServer("http://127.0.0.1:9", frozenset(), 1.0).version()
     quiet = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # listens, and nobody accepts
-    with pytest.raises(EngineError, match=r"gave no answer within 0.2 s \(engine.answer_timeout_s\)"):
+    with pytest.raises(EngineError, match="engine.answer_timeout_s"):
         LlamaCppServer(f"http://127.0.0.1:{quiet.server_address[1]}", frozenset(), 0.2).version()
     quiet.server_close()
 
@@ -247,7 +247,7 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     base = tiny_base()
     config = EvalConfig(suite="smoke", engines=["vllm"])
     head = MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)
-    with pytest.raises(UserError, match="vllm cannot serve this head. As vllm_medusa: its heads read the last"):
+    with pytest.raises(UserError, match="vllm_medusa: .*last"):
         evaluate(base, head, config, tmp_path, lambda *_: None)
     for settings, says in (
         ({"markov_rank": 0}, "As dflash: it has a Markov or a confidence head .*. As dspark: it has no Markov head"),
@@ -257,14 +257,14 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
         with pytest.raises(UserError, match=says):
             evaluate(base, block, config, tmp_path, lambda *_: None)
     config.engine.drafts = 2
-    with pytest.raises(UserError, match="engine.drafts=2, but the slots .* see each other, .*; leave it at 3"):
+    with pytest.raises(UserError, match="engine.drafts=2.* 3"):
         evaluate(base, block, config, tmp_path, lambda *_: None)
     config.engine.drafts = None
     config.engines = ["llamacpp"]
-    with pytest.raises(UserError, match="llamacpp serves no MedusaHead; it is given gguf"):
+    with pytest.raises(UserError, match="llamacpp.*MedusaHead.*gguf"):
         evaluate(base, head, config, tmp_path, lambda *_: None)
     config.engines, config.engine.vllm.python = ["vllm"], "/no/python"
-    with pytest.raises(UserError, match="vLLM is absent: there is no /no/python; `drafthead engines install=vllm`"):
+    with pytest.raises(UserError, match="/no/python.*install=vllm"):
         evaluate(base, trained(base), config, tmp_path, lambda *_: None)
-    with pytest.raises(ValueError, match="eval.engines must be of vllm, llamacpp, sglang"):
+    with pytest.raises(ValueError, match="engines"):
         EvalConfig(engines=["tgi"])

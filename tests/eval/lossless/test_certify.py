@@ -1,7 +1,6 @@
 """The certificate passes what is exact, and finds every seeded fault."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.commands import certify as command
 from drafthead.eval.lossless import certify
 from drafthead.eval.lossless.cases import Case, cases, counterexamples
 from drafthead.eval.lossless.enumerate import committed, total_variation
@@ -24,6 +22,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import NO_CHILD, TokenTree
+from support import call
 
 RAW = Sampler(temperature=1.0)
 EXACT = AcceptanceRule()
@@ -199,31 +198,26 @@ def test_published_ways_to_draft_less_are_found_biased() -> None:
     }
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["drafthead certify", *arguments])
-    command.main()
-
-
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(certify, "cases", lambda: (case for case in cases() if case.shape.name == "chain 1"))
-    run(monkeypatch, "only=chain 1", f"json={tmp_path / 'rows.json'}")
+    call("certify", "only=chain 1", f"json={tmp_path / 'rows.json'}")
     shown = capsys.readouterr().out
     assert "13 samplers" in shown and "FAILED" not in shown
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["result"] for row in rows} == {"exact", "lossy", "biased", "refused"}
     assert f"{len(rows)} rows" in shown
-    run(monkeypatch, "only=top_p 0.9", "each=true")
+    call("certify", "only=top_p 0.9", "each=true")
     assert "temperature 0.8, top_k 4" in capsys.readouterr().out
 
 
 def test_command_fails_with_a_biased_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(verify, "_residual", lambda left, dist: dist)
     with pytest.raises(SystemExit) as stopped:
-        run(monkeypatch, "only=<3>")
+        call("certify", "only=<3>")
     assert stopped.value.code == 1 and "FAILED" in capsys.readouterr().out
 
 
-def test_unknown_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="error: no enumerated case has 'nonsense'"):
-        run(monkeypatch, "only=nonsense")
+def test_unknown_words() -> None:
+    with pytest.raises(SystemExit, match="error: .*'nonsense'"):
+        call("certify", "only=nonsense")

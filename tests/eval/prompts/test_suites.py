@@ -143,13 +143,13 @@ def test_tasks_are_chosen_before_the_limit_and_keep_their_numbers() -> None:
     assert some == [p for p in whole if p.task in ("math", "stem")]
     assert Counter(p.task for p in suites.load_suite("mt_bench", 4, tasks=["stem", "math"])) == {"math": 2, "stem": 2}
     assert suites.load_suite("mt_bench", tasks=[]) == whole
-    with pytest.raises(UserError, match=r"'mt_bench' has no task 'maths'; its tasks are writing, .*humanities"):
+    with pytest.raises(UserError, match="'maths'.*writing, .*humanities"):
         suites.load_suite("mt_bench", tasks=["math", "maths"])
 
 
 def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:
     every = "smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin"
-    with pytest.raises(UserError, match=f"unknown suite 'mtbench'; choose one of {every}, the path of a .jsonl"):
+    with pytest.raises(UserError, match=f"'mtbench'.*{every}"):
         suites.load_suite("mtbench")
     with pytest.raises(UserError, match="suite.limit must be at least 1, got 0"):
         suites.load_suite("builtin", limit=0)
