@@ -1,4 +1,4 @@
-"""Generation of the answer corpus: prompts, then the base's answer to each, by all processes of a run together."""
+"""The making of an answer corpus: prompts, then an answer to each, by all processes of a run together."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,8 +21,6 @@ from drafthead.data.utils.files import (
     write_checksummed_json,
     write_json,
 )
-from drafthead.eval.prompts.near_duplicates import NearDuplicates
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, greedy_match_rate, self_prompted_prompts
 from drafthead.train.config import COMPLETE, AnswersConfig
@@ -238,6 +236,10 @@ class AnswerGenerator:
             )
             prompts = _interleave(prompts, [user_turn(text) for text in written])
         if config.exclude_suites:
+            # Imported here, so that training does not load the evaluation.
+            from drafthead.eval.prompts.near_duplicates import NearDuplicates
+            from drafthead.eval.prompts.suites import load_suite
+
             evaluated = NearDuplicates(
                 text for suite in config.exclude_suites for prompt in load_suite(suite) for text in prompt.user_turns
             )

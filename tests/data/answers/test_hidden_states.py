@@ -40,7 +40,7 @@ def test_overflow(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="7e.04 does not fit float16.*set base.dtype=bfloat16"):
         cache.write([0], torch.full((1, 3, 2), 7e4))
     assert cache.missing_rows() == [0, 1, 2, 3, 4]
-    # An infinity of the base itself is no matter of storage.
+    # An infinity of the base itself is stored.
     cache.write([0], torch.full((1, 3, 2), float("inf")))
 
 

@@ -1,6 +1,7 @@
 """Answers from a real HTTP server on loopback: every prompt once, whatever goes wrong on the way."""
 
 import hashlib
+import json
 import threading
 import time
 from collections import Counter
@@ -24,7 +25,6 @@ EOS, OTHER_EOS = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
 PROMPTS = [(n, list(f"What is {n}?".encode())) for n in range(70)]
 SAMPLER = SamplerConfig(temperature=0.7, top_p=0.9, max_new_tokens=12, seed=3)
 TRANSIENT = ("429", "500", "503", "dropped", "cut", "malformed", "empty", "no choices", "bad ids", "aborted")
-IDS, TEXT = False, True
 PROMPT = (7, [65, 66, 67])
 
 
@@ -122,7 +122,7 @@ def test_final_errors_end_the_run_at_once_and_lose_nothing(server: Any, fault: s
     with pytest.raises(UserError, match=says):
         for _, shard in backend(server).shards(PROMPTS, frozenset(), ProcessGroup(), lambda: None):
             rows += shard
-    # One went to find out what it understands; those under way beside the refused one may have been dropped.
+    # The first request is a probe; up to 16 requests under way may have been dropped.
     assert 30 - 1 - 16 <= len({row.prompt_number for row in rows}) == len(rows)
     assert len(server.bodies) < 70, "the rest was requested all the same"
     server.fault = lambda number, body: None
@@ -229,9 +229,9 @@ def completions(**sampler: Any) -> Completions:
     return Completions(TOKENIZER, frozenset({EOS, OTHER_EOS}), 259, SamplerConfig(**{"max_new_tokens": 4, **sampler}))
 
 
-def parse(payload: Any, as_text: bool = IDS, **sampler: Any) -> tuple[list[int], bool]:
+def parse(payload: Any, **sampler: Any) -> tuple[list[int], bool]:
     completion = openai.OpenAI(api_key="none")._process_response_data(data=payload, cast_to=Completion, response=None)
-    result = completions(**sampler).parse(completion, PROMPT, as_text)
+    result = completions(**sampler).parse(completion, PROMPT, as_text='"text"' in json.dumps(payload))
     assert result.prompt_number == 7 and result.boundary == 3 and result.input_ids[:3].tolist() == [65, 66, 67]
     return result.input_ids[3:].tolist(), result.finished
 
@@ -241,58 +241,56 @@ def one(choice: dict[str, Any], usage: Any = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("choice", "as_text", "answer", "finished"),
+    ("choice", "answer", "finished"),
     [
-        ({"token_ids": [70, 71, 72, 73], "finish_reason": "length"}, IDS, [70, 71, 72, 73], False),
-        ({"token_ids": [70, EOS], "finish_reason": "stop"}, IDS, [70, EOS], True),
-        # The token that ended it was left out: the one that is named, or else the tokenizer's.
-        ({"token_ids": [70], "finish_reason": "stop"}, IDS, [70, EOS], True),
-        ({"token_ids": [70], "finish_reason": "stop", "stop_reason": OTHER_EOS}, IDS, [70, OTHER_EOS], True),
-        ({"token_ids": [70], "finish_reason": "stop", "matched_stop": OTHER_EOS}, IDS, [70, OTHER_EOS], True),
-        ({"token_ids": [70], "finish_reason": "stop", "stop_reason": "\n"}, IDS, [70, EOS], True),
+        ({"token_ids": [70, 71, 72, 73], "finish_reason": "length"}, [70, 71, 72, 73], False),
+        ({"token_ids": [70, EOS], "finish_reason": "stop"}, [70, EOS], True),
+        # Servers may leave out the end-of-turn token: the stated one is added, or else the tokenizer's.
+        ({"token_ids": [70], "finish_reason": "stop"}, [70, EOS], True),
+        ({"token_ids": [70], "finish_reason": "stop", "stop_reason": OTHER_EOS}, [70, OTHER_EOS], True),
+        ({"token_ids": [70], "finish_reason": "stop", "matched_stop": OTHER_EOS}, [70, OTHER_EOS], True),
+        ({"token_ids": [70], "finish_reason": "stop", "stop_reason": "\n"}, [70, EOS], True),
         # A server that does not know all the tokens that end an answer of this base.
-        ({"token_ids": [70, OTHER_EOS, 71, 72], "finish_reason": "length"}, IDS, [70, OTHER_EOS], True),
-        ({"token_ids": [70, 71, 72, EOS], "finish_reason": "length"}, IDS, [70, 71, 72, EOS], True),
+        ({"token_ids": [70, OTHER_EOS, 71, 72], "finish_reason": "length"}, [70, OTHER_EOS], True),
+        ({"token_ids": [70, 71, 72, EOS], "finish_reason": "length"}, [70, 71, 72, EOS], True),
         # Text is encoded, and never longer than requested.
-        ({"text": "hi", "finish_reason": "stop"}, TEXT, [*b"hi", EOS], True),
-        ({"text": "hello", "finish_reason": "stop"}, TEXT, list(b"hell"), False),
-        ({"text": "hi<|im_end|>more", "finish_reason": "length"}, TEXT, [*b"hi", EOS], True),
+        ({"text": "hi", "finish_reason": "stop"}, [*b"hi", EOS], True),
+        ({"text": "hello", "finish_reason": "stop"}, list(b"hell"), False),
+        ({"text": "hi<|im_end|>more", "finish_reason": "length"}, [*b"hi", EOS], True),
     ],
 )
-def test_answers_end_as_the_built_in_ones_do(
-    choice: dict[str, Any], as_text: bool, answer: list[int], finished: bool
-) -> None:
-    assert parse(one(choice), as_text) == (answer, finished)
+def test_answers_end_as_the_built_in_ones_do(choice: dict[str, Any], answer: list[int], finished: bool) -> None:
+    assert parse(one(choice)) == (answer, finished)
 
 
 def test_an_empty_answer_is_accepted_if_one_token_was_generated() -> None:
     """The base ended its turn at once."""
-    for fields, as_text in (({"token_ids": []}, IDS), ({"text": ""}, TEXT)):
+    for fields in ({"token_ids": []}, {"text": ""}):
         choice = {**fields, "finish_reason": "stop"}
-        assert parse(one(choice, {"completion_tokens": 1}), as_text) == ([EOS], True)
+        assert parse(one(choice, {"completion_tokens": 1})) == ([EOS], True)
         for usage in (None, {"completion_tokens": 0}):
             with pytest.raises(BadAnswerError, match="an empty answer"):
-                parse(one(choice, usage), as_text)
+                parse(one(choice, usage))
 
 
 @pytest.mark.parametrize(
-    ("payload", "as_text", "says"),
+    ("payload", "says"),
     [
-        ([], IDS, "without an answer"),
-        ({"choices": [{}, {}]}, IDS, "without an answer"),
-        ({"choices": ["hi"]}, IDS, "without an answer"),
-        (one({"finish_reason": "abort", "token_ids": [70]}), IDS, "ended by 'abort'"),
-        (one({"finish_reason": "stop"}), IDS, "no token ids below 259"),
-        (one({"finish_reason": "stop", "token_ids": [259]}), IDS, "no token ids below 259"),
-        (one({"finish_reason": "stop", "token_ids": [-1]}), IDS, "no token ids below 259"),
-        (one({"finish_reason": "stop", "token_ids": [True]}), IDS, "no token ids below 259"),
-        (one({"finish_reason": "length", "token_ids": [70] * 5}), IDS, "5 tokens"),
-        (one({"finish_reason": "stop", "text": None}), TEXT, "no text"),
+        ([], "without an answer"),
+        ({"choices": [{}, {}]}, "without an answer"),
+        ({"choices": ["hi"]}, "without an answer"),
+        (one({"finish_reason": "abort", "token_ids": [70]}), "ended by 'abort'"),
+        (one({"finish_reason": "stop"}), "no token ids below 259"),
+        (one({"finish_reason": "stop", "token_ids": [259]}), "no token ids below 259"),
+        (one({"finish_reason": "stop", "token_ids": [-1]}), "no token ids below 259"),
+        (one({"finish_reason": "stop", "token_ids": [True]}), "no token ids below 259"),
+        (one({"finish_reason": "length", "token_ids": [70] * 5}), "5 tokens"),
+        (one({"finish_reason": "stop", "text": None}), "no text"),
     ],
 )
-def test_what_is_no_answer_is_requested_again(payload: Any, as_text: bool, says: str) -> None:
+def test_what_is_no_answer_is_requested_again(payload: Any, says: str) -> None:
     with pytest.raises(BadAnswerError, match=says):
-        parse(payload, as_text)
+        parse(payload)
 
 
 def test_servers_that_do_not_do_what_was_requested() -> None:

@@ -1,4 +1,4 @@
-"""The generation store: exactly once, whatever kills the writer."""
+"""The answer store: every answer exactly once, whenever the writer is killed."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
 
 
 def make_answer(number: int, with_states: bool = True) -> Answer:
-    """A generation that its number determines."""
+    """Return an answer that its number determines."""
     rng = np.random.default_rng(number)
     ids = rng.integers(0, 50, rng.integers(3, 9)).astype(np.int32)
     matrix = rng.normal(size=(len(ids) - 1, 4)).astype(np.float16) if with_states else None

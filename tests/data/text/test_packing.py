@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(14, 50)), min_size=
 
 
 def numbered(lengths: list[int]) -> list[Document]:
-    """Documents whose tokens are all different, so that every token says where it came from."""
+    """Documents whose tokens are all different, so that every token identifies its document."""
     ids = np.arange(1, sum(lengths) + 1, dtype=np.int32)
     return [Document(ids, ids % 3 > 0) for ids in np.split(ids, np.cumsum(lengths)[:-1])]
 

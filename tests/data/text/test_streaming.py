@@ -43,7 +43,7 @@ def take(stream: Any, count: int) -> list[str]:
 @pytest.mark.parametrize(("files", "shards"), [(5, 2), (5, 5), (2, 3), (1, 1)])
 @pytest.mark.parametrize("kind", ["hf", "jsonl"])
 def test_shards_share_out_every_text(tmp_path: Path, kind: str, files: int, shards: int) -> None:
-    """By files where there are enough of them, else row by row; each text once an epoch."""
+    """By files if there are enough, else row by row; each text once an epoch."""
     source = hub(tmp_path / "set", files) if kind == "hf" else local(tmp_path / "set.jsonl", files * 10)
     seen: list[str] = []
     for shard in range(shards):
