@@ -152,5 +152,5 @@ def test_a_stream_killed_at_every_delicate_moment(
         code = adapt(folder, at=[{"call": call, "do": "SIGKILL"}])
         assert code == KILLED, f"{moment}: {runs.said(folder)[-2000:]}"
     assert adapt(folder) == 0, runs.said(folder)[-2000:]
-    assert runs.said(folder).count("going on after") >= 3
+    assert runs.said(folder).count("continuing after") >= 3
     assert_same_stream(folder, whole_stream)

@@ -147,5 +147,5 @@ def test_two_nodes_with_data_of_their_own(tmp_path: Path) -> None:
     run_together(commands)
     assert_same(tmp_path / "two" / "run", plain)
     nodes = [tmp_path / f"node{node}" for node in range(2)]
-    corpora = [sorted(str(path.relative_to(node)) for path in node.rglob("*.bin")) for node in nodes]
+    corpora = [sorted(str(path.relative_to(node)) for path in node.rglob("*.safetensors")) for node in nodes]
     assert corpora[0] and corpora[0] == corpora[1]
