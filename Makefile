@@ -44,7 +44,7 @@ check: $(READY) ## ruff, format, mypy and the fast tests; must pass before every
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(MAKE) test
+	$(MAKE) --no-print-directory test
 
 coverage: $(READY) ## run the fast tests and report the source lines they reach
 	$(BIN)/coverage run -m pytest -m "not slow and not gpu and not engines"; failed=$$?; \
