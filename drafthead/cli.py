@@ -3,8 +3,8 @@
 import sys
 from importlib import import_module
 
-from drafthead import __version__
 from drafthead.data.utils.errors import UserError
+from drafthead.version import __version__
 
 COMMANDS = {
     "train": ("drafthead.train.run", "run a recipe: corpora, phases, tree, evaluation, head on disk"),

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from drafthead import __version__
+from drafthead.version import __version__
 
 BUSY_CORES = 0.2
 """Cores used by other processes above which times are reported as not comparable. A single busy process halves the

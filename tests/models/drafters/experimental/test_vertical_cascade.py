@@ -14,10 +14,9 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters import nested
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
-from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
+from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade, inner_seeds
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, assert_distributed, assert_same_in_any_batch
@@ -62,10 +61,10 @@ def test_seeds_inside_are_those_of_row_and_step(tiny_base: TinyBase) -> None:
     found = [
         seed
         for position in (3, 4)
-        for seed in nested.inner_seeds(last, PerRowRng([1, 2], [position] * 2, DRAFT, torch.device("cpu")))
+        for seed in inner_seeds(last, PerRowRng([1, 2], [position] * 2, DRAFT, torch.device("cpu")))
     ]
     assert len(set(found)) == 4 and min(found) > 2**40
-    assert nested.inner_seeds(last[:1], PerRowRng([2], [4], DRAFT, torch.device("cpu"))) == found[3:]
+    assert inner_seeds(last[:1], PerRowRng([2], [4], DRAFT, torch.device("cpu"))) == found[3:]
 
 
 DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig]] = {
