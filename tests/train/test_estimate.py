@@ -315,7 +315,7 @@ def test_the_whole_vocabulary() -> None:
 
 
 def test_a_target_that_the_base_does_not_have_is_refused() -> None:
-    with pytest.raises(UserError, match=r"the base has no linear layer 'c_attn' to put an adapter on; it has .*q_proj"):
+    with pytest.raises(UserError, match="no linear layer 'c_attn' .*q_proj"):
         joint(replace(LORA, targets=("c_attn",))).memory("joint")
 
 
