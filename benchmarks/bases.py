@@ -212,7 +212,7 @@ class Comparison:
         return wrong
 
     def wrong_counts(self) -> list[str]:
-        """Return an error if ``mode=estimate`` counts other parameters than the text model has."""
+        """Return an error if ``mode=estimate`` does not count the parameters of the text model exactly."""
         counted = ModelShape.from_config(self.base.model.config).base_parameters
         actual = sum(parameter.numel() for parameter in self.base.stock().parameters())
         return [] if counted == actual else [f"{counted} parameters estimated of {actual}"]

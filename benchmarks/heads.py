@@ -8,7 +8,7 @@
    cached hidden states. A probe of a few steps per phase measures the step times. The recipe's steps are then scaled by
    one factor, so that training takes --minutes. Corpora, caches, validation and checkpoints are not counted.
 2. `drafthead eval` answers the suite with all heads, prompt lookup and autoregressive decoding, interleaved. It prints
-   the table. A head that changed its base is evaluated in a run of its own.
+   the table. A head that changed its base is evaluated in a separate run.
 
 The same command resumes after an interruption. The machine must be otherwise idle: the probes decide the steps.
 """

@@ -8,7 +8,7 @@ A phase of the recipe (--phase, by default the first) runs on rows of random tok
 random weights, which do not change the times; a base without a shape is loaded. Results per device:
 
   tokens/s     positions read, over --steps steps after --warm uncounted ones, without synchronising inside a step
-  floor        the same for the base alone, a lower bound for a step that computes hidden states
+  floor        tokens/s of the base alone, an upper bound for steps that compute hidden states
   parts        seconds per step for data (waiting for rows), base (hidden states), head (loss, forward and backward) and
                optimiser (reduction, clipping, update), from other steps, synchronised after every part
   MFU          share of the device's bfloat16 peak, if known, counting only the matrix products of base and head
@@ -58,7 +58,7 @@ ROWS = 32
 
 
 class Clock:
-    """Timer of a step's parts, which synchronises the device at every mark."""
+    """Timer of the parts of a step; every mark synchronises the device."""
 
     def __init__(self, base: BaseModel) -> None:
         self.base, self.seconds = base, dict.fromkeys(PARTS, 0.0)

@@ -1,4 +1,4 @@
-"""Random tiny bases for logic; the embedded model (slow tests) for truth; a completions server that can fail."""
+"""Shared fixtures: random tiny bases, benchmarks as modules, and a completions server that can fail."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Heads to the Hub and back: whole, through faults, private when requested, and never a pickle."""
+"""Uploads to the Hub and downloads: complete despite faults, private if requested, never a pickle."""
 
 import os
 import shlex
@@ -224,7 +224,7 @@ def test_names_that_the_hub_forbids(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) -> None:
-    """In processes of their own, because the client reads HF_ENDPOINT at import."""
+    """Run in separate processes, because the client reads HF_ENDPOINT at import."""
     home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
     environment = {**os.environ, **home}
 
