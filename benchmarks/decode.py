@@ -5,8 +5,8 @@
 
 v(n) is one verification pass over n tokens, n = 1 to 32; c is drafting, by depth; o is the rest of the loop. v(n) is
 also reported relative to the cost of one token. That is the fastest of our pass over one token and a token of
-transformers' `generate`, over our modules or over stock ones. All measurements take turns, so that changes of the machine's speed
-affect all of them. The machine must be otherwise idle.
+transformers' `generate`, over our modules or over stock ones. All measurements take turns, so that changes of the
+machine's speed affect all of them. The machine must be otherwise idle.
 
 To compare whole answers: `drafthead eval head=DIR baselines=[...]`.
 """
