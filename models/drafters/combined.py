@@ -17,7 +17,7 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.drafters.composite import CompositeDrafter, SeveralStates
+from drafthead.models.drafters.composite import CompositeDrafter, CompositeState
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 
@@ -60,7 +60,7 @@ class CombinedDrafter(CompositeDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, state: SeveralStates, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: CompositeState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
         (head, own, part), *others = zip(self.drafters, self._draft_configs(draft_config), state.parts, strict=True)
         found = [d.draft(its, last_token, wanted.at_most(d.depth), rng) for d, wanted, its in others]

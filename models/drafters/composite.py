@@ -12,16 +12,16 @@ from drafthead.models.decoding.drafter import Drafter, DraftState
 
 
 @dataclass
-class SeveralStates(DraftState):
+class CompositeState(DraftState):
     """The drafters' states after the committed text, in their order."""
 
     parts: tuple[DraftState, ...]
 
-    def select(self, rows: list[int]) -> "SeveralStates":
-        return SeveralStates(parts=tuple(part.select(rows) for part in self.parts))
+    def select(self, rows: list[int]) -> "CompositeState":
+        return CompositeState(parts=tuple(part.select(rows) for part in self.parts))
 
 
-class CompositeDrafter(Drafter[SeveralStates]):
+class CompositeDrafter(Drafter[CompositeState]):
     """Drafters that read the same text; a subclass says what they draft together."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
@@ -49,14 +49,14 @@ class CompositeDrafter(Drafter[SeveralStates]):
         for drafter in self.drafters:
             drafter.remember(tokens)
 
-    def init_state(self, batch: int) -> SeveralStates:
-        return SeveralStates(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
+    def init_state(self, batch: int) -> CompositeState:
+        return CompositeState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
 
     def update(
-        self, state: SeveralStates, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> SeveralStates:
+        self, state: CompositeState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
+    ) -> CompositeState:
         pairs = zip(self.drafters, state.parts, strict=True)
-        return SeveralStates(
+        return CompositeState(
             parts=tuple(
                 drafter.update(part, tokens, self._own(drafter, base_hidden), counts) for drafter, part in pairs
             )

@@ -1,16 +1,14 @@
-"""Drafters by name, alone and put together: the one grammar of every command.
+"""The grammar of drafters that all commands share.
 
-``A+B`` drafts one tree of both, ``relay:A@2+B@4`` drafts along one path (first A, then B), ``nested:A@6+B`` decodes A,
-itself sped up by B, to draft for the base. ``@N`` is the most tokens of a part; parentheses nest. ``head`` alone is the
-head of the command, ``head:FOLDER`` another one.
+``A+B`` drafts one tree from both, ``relay:A@2+B@4`` one path (first A, then B), and in ``nested:A@6+B`` model A drafts
+for the base, sped up by B. ``@N`` limits the tokens of a drafter, and parentheses nest. ``head`` alone is the command's
+head, ``head:FOLDER`` another one. Drafters of ``experimental/`` are imported only if an expression names them.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from torch import Tensor
 
 from drafthead.data.answers.store import open_answers
 from drafthead.data.utils.errors import UserError, check_limits
@@ -20,39 +18,47 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
-from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
-from drafthead.models.drafters.experimental.triforce import Policy, TriForce
-from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
-from drafthead.models.drafters.prompt_lookup import PromptLookup, bigram_table
+from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import default_device, load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
-FORMS = (
-    "prompt_lookup[:TOKENS[:PER_MATCH]], suffix_memory[:TOKENS[:MEMORY]], max_gram[:CORPUS], "
-    "early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS], budget:POSITIONS[:POLICY], head:FOLDER, A+B, "
-    "relay:A@2+B@4, nested:A@6+B"
-)
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The syntax of one kind of drafter: ``kind[:NAME][:NUMBER[:NUMBER]]``."""
+
+    form: str
+    """The form that messages show."""
+    tokens: int = 0
+    """Tokens to draft by default."""
+    numbers: tuple[int, int] = (0, 0)
+    """Fewest and most numbers."""
+    tokens_at: int = 0
+    """Index of the tokens among the numbers."""
+    takes_name: bool = False
+    needs_name: bool = False
+    combines: bool = False
+    """True if drafters joined by ``+`` follow."""
+
+
 KINDS = {
-    "prompt_lookup": (0, 2, 3),
-    "suffix_memory": (0, 2, 4),
-    "max_gram": (0, 0, 10),
-    "early_exit": (1, 2, 3),
-    "model": (0, 1, 5),
-    "budget": (1, 1, 6),
-    "head": (0, 0, 0),
+    "prompt_lookup": Kind(form="prompt_lookup[:TOKENS[:PER_MATCH]]", tokens=3, numbers=(0, 2)),
+    "suffix_memory": Kind(form="suffix_memory[:TOKENS[:MEMORY]]", tokens=4, numbers=(0, 2)),
+    "max_gram": Kind(form="max_gram[:CORPUS]", tokens=10, takes_name=True),
+    "early_exit": Kind(form="early_exit:LAYERS[:TOKENS]", tokens=3, numbers=(1, 2), tokens_at=1),
+    "model": Kind(form="model:NAME[:TOKENS]", tokens=5, numbers=(0, 1), takes_name=True, needs_name=True),
+    "budget": Kind(form="budget:POSITIONS[:POLICY]", tokens=6, numbers=(1, 1), tokens_at=1),
+    "head": Kind(form="head:FOLDER", takes_name=True),
+    "relay": Kind(form="relay:A@2+B@4", combines=True),
+    "nested": Kind(form="nested:A@6+B", combines=True),
 }
-"""Kinds of drafters: the fewest and the most numbers that each takes, and its tokens where none are given."""
-TOKENS_AT = {"early_exit": 1, "budget": 1}
-"""Kinds whose first number is not how many tokens they draft: where that stands."""
-NAMED = {"model": True, "head": False, "max_gram": False}
-"""Kinds that take a name; whether they need one."""
-TOGETHER = ("relay", "nested")
+FORMS = ", ".join([*(kind.form for kind in KINDS.values()), "A+B"])
 DEFAULT_MEMORY = 16384
 MOST_TOKENS = 256
-"""Longest drafts: a tree's masks grow with their square."""
+"""Longest drafts: the masks of a tree grow with the square of its nodes."""
 LONGEST_MATCH = 3
-"""Tokens that prompt lookup looks for, or more where that many tokens only allow all of its drafts."""
+"""Longest n-gram for prompt lookup, unless ``PER_MATCH`` needs a longer one to allow all of its drafts."""
 DEFAULT_POLICY = "retrieval:8"
 
 
@@ -62,15 +68,22 @@ class Expression:
 
     text: str
     kind: str
-    """A kind of single drafter, or ``combine``, ``relay``, ``nested``."""
+    """A key of ``KINDS``, or ``combine``."""
     name: str = ""
     numbers: tuple[int, ...] = ()
-    tokens: int | None = None
-    """Most tokens, from ``@N``."""
+    most_tokens: int | None = None
+    """``N`` of ``@N``."""
     parts: tuple["Expression", ...] = ()
 
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a single drafter."""
+        kind = KINDS[self.kind]
+        given = self.numbers[kind.tokens_at] if len(self.numbers) > kind.tokens_at else kind.tokens
+        return self.most_tokens or given
+
     def walk(self) -> Iterator["Expression"]:
-        """Itself and everything in it."""
+        """Yield this expression and all expressions in it."""
         yield self
         for part in self.parts:
             yield from part.walk()
@@ -97,16 +110,20 @@ class DrafterConfig:
 
 
 def parse_drafter(text: str) -> Expression:
-    """The expression in ``text``; a UserError if it is none."""
+    """Return the expression in ``text``.
+
+    Raises:
+        UserError: ``text`` is not a drafter, or a number in it is out of range.
+    """
     parts = _split(text)
     if parts is None:
         raise _unknown(text)
-    kind, colon, rest = parts[0].partition(":")
-    if colon and kind in TOGETHER and not parts[0].startswith("("):
-        parts = [rest, *parts[1:]]
+    kind, colon, first = parts[0].partition(":")
+    if colon and kind in KINDS and KINDS[kind].combines:
+        parts = [first, *parts[1:]]
         if len(parts) < 2:
             raise UserError(f"{text!r} has one part; a {kind} needs two or more, {kind}:A@4+B@4")
-        if kind == "nested" and len(parts) > 2:  # the second is a model in between, too
+        if kind == "nested" and len(parts) > 2:  # nested:A+B+C is nested:A+(nested:B+C)
             parts = [parts[0], f"(nested:{'+'.join(parts[1:])})"]
         return Expression(text, kind, parts=tuple(map(_part, parts)))
     if len(parts) > 1:
@@ -115,52 +132,57 @@ def parse_drafter(text: str) -> Expression:
 
 
 def _split(text: str) -> list[str] | None:
-    """``text`` at every ``+`` outside parentheses; None where these do not match."""
+    """Split ``text`` at every ``+`` outside parentheses; None if these do not match."""
     parts, depth = [""], 0
-    for sign in text:
-        depth += {"(": 1, ")": -1}.get(sign, 0)
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
         if depth < 0:
             return None
-        if sign == "+" and depth == 0:
+        if character == "+" and depth == 0:
             parts.append("")
         else:
-            parts[-1] += sign
+            parts[-1] += character
     return None if depth else parts
 
 
 def _part(text: str) -> Expression:
-    """One part: a drafter, or an expression in parentheses; either with ``@N``."""
-    body, tokens = text.strip(), None
-    if found := re.fullmatch(r"(.+)@(\d+)", body):
-        body, tokens = found[1], int(found[2])
-    if tokens is not None:
-        _check_tokens(text, tokens)
+    """Return one drafter, or an expression in parentheses, with an optional ``@N``."""
+    body, most_tokens = text.strip(), None
+    if limited := re.fullmatch(r"(.+)@(\d+)", body):
+        body, most_tokens = limited[1], int(limited[2])
+        _check_tokens(text, most_tokens)
     if body.startswith("(") and body.endswith(")"):
-        return replace(parse_drafter(body[1:-1]), tokens=tokens, text=text)
-    kind, *details = body.split(":")
-    name = ""
-    if kind in NAMED:
-        # A name may hold colons; what follows the last one may be a number.
-        last = [details.pop()] if kind == "model" and len(details) > 1 and details[-1].isdigit() else []
-        name, details = ":".join(details), last
-    if kind == "budget":
+        return replace(parse_drafter(body[1:-1]), most_tokens=most_tokens, text=text)
+    kind_name, *details = body.split(":")
+    kind, name = KINDS.get(kind_name), ""
+    if kind is None or kind.combines:
+        raise _unknown(text)
+    if kind.takes_name:
+        # A name may contain colons, so only a number after the last one is separate.
+        numbers = [details.pop()] if kind.numbers[1] and len(details) > 1 and details[-1].isdigit() else []
+        name, details = ":".join(details), numbers
+    if kind_name == "budget":
         name, details = ":".join(details[1:]) or DEFAULT_POLICY, details[:1]
-        Policy.parse(name)
-    fewest, most, _ = KINDS.get(kind, (1, 0, 0))
-    fits = fewest <= len(details) <= most and (bool(name) or not NAMED.get(kind, False))
-    if not fits:
+        _check_policy(name)
+    if not kind.numbers[0] <= len(details) <= kind.numbers[1] or (kind.needs_name and not name):
         raise _unknown(text)
     if not all(detail.isdigit() and int(detail) > 0 for detail in details):
-        raise UserError(f"{text!r}: the numbers of {kind} are whole and at least 1; its form is one of {FORMS}")
-    numbers = tuple(map(int, details))
-    if len(numbers) > TOKENS_AT.get(kind, 0):
-        _check_tokens(text, numbers[TOKENS_AT.get(kind, 0)])
-    return Expression(text, kind, name, numbers, tokens)
+        raise UserError(f"{text!r}: the numbers of {kind_name} are whole and at least 1; its form is {kind.form}")
+    expression = Expression(text, kind_name, name, tuple(map(int, details)), most_tokens)
+    if len(details) > kind.tokens_at:
+        _check_tokens(text, expression.numbers[kind.tokens_at])
+    return expression
 
 
 def _check_tokens(text: str, tokens: int) -> None:
     if not 1 <= tokens <= MOST_TOKENS:
-        raise UserError(f"{text!r} drafts at most {tokens} tokens; give 1 to {MOST_TOKENS}")
+        raise UserError(f"{text!r} drafts up to {tokens} tokens; give 1 to {MOST_TOKENS}")
+
+
+def _check_policy(policy: str) -> None:
+    from drafthead.models.drafters.experimental.triforce import Policy
+
+    Policy.parse(policy)
 
 
 def _unknown(text: str) -> UserError:
@@ -168,8 +190,8 @@ def _unknown(text: str) -> UserError:
 
 
 def is_drafter(spec: str) -> bool:
-    """Whether ``spec`` is an expression of this grammar rather than the name of a head's folder or repository."""
-    return "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in (*KINDS, *TOGETHER)
+    """Return True if ``spec`` is an expression of this grammar, and not a head's folder or repository."""
+    return "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in KINDS
 
 
 def build_drafter(
@@ -179,45 +201,47 @@ def build_drafter(
     head_config: DraftConfig | None = None,
     nodes: int | None = None,
 ) -> tuple[Drafter, DraftConfig]:
-    """The drafter of an expression and what it drafts.
+    """Return the drafter of an expression and its draft config.
 
     Args:
-        expression: what to build.
+        expression: the drafter to build.
         base: the target.
-        head: what ``head`` alone stands for.
-        head_config: what that drafts; others sample their drafts as it does.
-        nodes: of a combined tree, root included; by default as many as its first drafter's own tree has. The head's
-            tree was sized for this machine, and a union that outgrows it pays for every node: on 36 Spec-Bench-like
-            answers, six nodes shared by a head and prompt lookup had the same mean accepted length as the nine of both.
+        head: the drafter that ``head`` alone names.
+        head_config: the draft config of ``head``. Other drafters sample their drafts in the same way.
+        nodes: nodes of a combined tree, root included; by default as many as its first drafter's own tree has. The
+            head's tree was sized for this machine, and every node beyond costs time: on 36 Spec-Bench-like answers, six
+            nodes shared by a head and prompt lookup had the same mean accepted length as the nine nodes of both.
+
+    Raises:
+        UserError: the drafters do not fit together or do not fit the base.
     """
     parts = [build_drafter(part, base, head, head_config, nodes) for part in expression.parts]
     if expression.kind == "combine":
-        if any(not isinstance(config.tree, TokenTree) for _, config in parts):
-            raise UserError("only a static tree of the head can be combined; set tree=head, chain:K or expansion:1-1-3")
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
-        size = nodes or parts[0][1].nodes
-        found: Drafter = CombinedDrafter([drafter for drafter, _ in parts], trees, size)
+        if len(trees) < len(parts):
+            raise UserError("only a static tree of the head can be combined; set tree=head, chain:K or expansion:1-1-3")
+        drafter: Drafter = CombinedDrafter([part for part, _ in parts], trees, nodes or parts[0][1].nodes)
         config = replace(parts[0][1], tree=union(trees))
     elif expression.kind == "relay":
-        found = HorizontalCascade([drafter for drafter, _ in parts], [config.depth for _, config in parts])
-        config = replace(parts[0][1], tree=TokenTree.chain(found.depth))
+        from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
+
+        drafter = HorizontalCascade([part for part, _ in parts], [config.depth for _, config in parts])
+        config = replace(parts[0][1], tree=TokenTree.chain(drafter.depth))
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
-            raise UserError(f"there is no head for {expression.text!r}; name its folder, head:outputs/NAME/head")
-        found, config = head, head_config
+            raise UserError(f"{expression.text!r} names no head; name its folder, head:outputs/NAME/head")
+        drafter, config = head, head_config
     else:
-        found = _nested(expression, base, *parts) if parts else _single(expression, base)
-        config = default_draft_config(found)
+        drafter = _nested(expression, base, *parts) if parts else _single(expression, base)
+        config = default_draft_config(drafter)
         if head_config is not None and head_config.draft_sampling is not DraftSampling.TOP_K:
-            kind, sampler = head_config.draft_sampling, head_config.sampler
-            config = replace(config, draft_sampling=kind, sampler=sampler, confidence_threshold=0.0)
-    return found, config if expression.tokens is None else config.at_most(expression.tokens)
+            sampling, sampler = head_config.draft_sampling, head_config.sampler
+            config = replace(config, draft_sampling=sampling, sampler=sampler, confidence_threshold=0.0)
+    return drafter, config if expression.most_tokens is None else config.at_most(expression.most_tokens)
 
 
 def _single(expression: Expression, base: BaseModel) -> Drafter:
-    numbers, kind = expression.numbers, expression.kind
-    place = TOKENS_AT.get(kind, 0)
-    tokens = expression.tokens or (numbers[place] if len(numbers) > place else KINDS[kind][2])
+    numbers, kind, tokens = expression.numbers, expression.kind, expression.tokens
     if kind == "head":
         return DraftHead.from_pretrained(expression.name, base)
     if kind == "prompt_lookup":
@@ -228,37 +252,46 @@ def _single(expression: Expression, base: BaseModel) -> Drafter:
     if kind == "suffix_memory":
         return PromptLookup(tokens, memory=numbers[1] if len(numbers) > 1 else DEFAULT_MEMORY)
     if kind == "max_gram":
-        return PromptLookup(tokens, None, bigrams=_bigrams(expression.name, base) if expression.name else None)
+        return _max_gram(tokens, expression.name, base)
     if kind == "budget":
+        from drafthead.models.drafters.experimental.triforce import TriForce
+
         return TriForce(base, numbers[0], expression.name, num_tokens=tokens)
     if kind == "early_exit":
         return early_exit(base, numbers[0], num_tokens=tokens)
     return ModelDrafter(BaseModel.load(BaseConfig(name=expression.name), base.device), base, num_tokens=tokens)
 
 
+def _max_gram(tokens: int, corpus: str, base: BaseModel) -> Drafter:
+    """Return Max-Gram with the bigrams of a corpus: a run's corpus folder, its folder ``answers``, or none."""
+    from drafthead.models.drafters.experimental.max_gram import MaxGram, bigram_table
+
+    if not corpus:
+        return MaxGram(tokens)
+    answers = open_answers(Path(corpus)).read(with_hidden_states=False)
+    return MaxGram(tokens, bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size))
+
+
 def _nested(
-    expression: Expression, base: BaseModel, first: tuple[Drafter, DraftConfig], second: tuple[Drafter, DraftConfig]
+    expression: Expression, base: BaseModel, middle: tuple[Drafter, DraftConfig], inner: tuple[Drafter, DraftConfig]
 ) -> Drafter:
-    """The decoding of the first part, which the second one speeds up."""
-    (between, _), (inner, config), part = first, second, expression.parts[0]
-    if isinstance(between, TriForce):
-        return TriForce(base, between.budget, part.name, num_tokens=between.depth, drafter=inner, draft_config=config)
-    if not isinstance(between, ModelDrafter):
+    """Return the speculative decoding of the model ``middle``, for which ``inner`` drafts."""
+    from drafthead.models.drafters.experimental.triforce import TriForce
+    from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
+
+    (model, _), (drafter, config), part = middle, inner, expression.parts[0]
+    if isinstance(model, TriForce):
+        return TriForce(base, model.budget, part.name, num_tokens=model.depth, drafter=drafter, draft_config=config)
+    if not isinstance(model, ModelDrafter):
         raise UserError(
-            f"in {expression.text!r} {part.text!r} is no model in between; give early_exit:LAYERS, budget:POSITIONS or "
+            f"in {expression.text!r}, {part.text!r} is not a model; give early_exit:LAYERS, budget:POSITIONS or "
             "model:NAME"
         )
-    return VerticalCascade(between.model, inner, num_tokens=between.depth, draft_config=config, target=base)
-
-
-def _bigrams(folder: str, base: BaseModel) -> Tensor:
-    """The bigram table of a corpus of answers: a run's corpus folder, or its folder ``answers``."""
-    answers = open_answers(Path(folder)).read(with_hidden_states=False)
-    return bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size)
+    return VerticalCascade(model.model, drafter, num_tokens=model.depth, draft_config=config, target=base)
 
 
 def load_base_and_drafter(spec: str, config: BaseConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
-    """The base and what drafts for it: a head's folder or repository, or an expression."""
+    """Return the base, the drafter and its draft config; ``spec`` is a head or an expression."""
     if not is_drafter(spec):
         base, head = load_base_and_head(spec, config)
         return base, head, default_draft_config(head)
@@ -269,5 +302,5 @@ def load_base_and_drafter(spec: str, config: BaseConfig) -> tuple[BaseModel, Dra
     elif config.name or config.random:
         base = BaseModel.load(config, default_device())
     else:
-        raise UserError(f"{spec} names no base; give one: base=embedded:smollm2")
+        raise UserError(f"{spec} does not name a base; give one, such as base=embedded:smollm2")
     return base, *build_drafter(expression, base)

@@ -1,23 +1,18 @@
-"""Prompt lookup (Saxena, 2023; transformers' ``prompt_lookup_num_tokens``): drafts copied from the text itself.
+"""Prompt lookup (Saxena, 2023; transformers' ``prompt_lookup_num_tokens``): drafts copied from the context.
 
-Where the last tokens have occurred before, what followed them then is drafted again. It needs no model and no training,
-and pays where answers repeat their prompt: summaries, edits, retrieval. With ``matches`` above 1 the continuations of
-several occurrences become one tree.
+If the last tokens occurred before, the tokens that followed them then are drafted. Prompt lookup needs neither a model
+nor training. It pays if answers repeat their prompt: summaries, edits, retrieval. With ``matches`` above 1, the
+continuations of several occurrences become one tree.
 
-Extensions. ``per_match`` bounds the drafts by how many tokens match, as suffix decoding does (SuffixDecoding,
-2411.04975): what followed one token is seldom right again, and in a tree shared with a head its nodes are worth more to
-the head. With ``memory`` it also searches the latest finished answers of a conversation or a stream, as suffix decoding
-does too (there a suffix tree, here one pass over at most so many tokens). With no ``max_ngram`` and a ``bigrams`` table
-it is Max-Gram of Cascade Speculative Drafting (2312.11462): the longest match of any length, and the likeliest next
-tokens of a table where nothing matches.
+Two extensions come from suffix decoding (SuffixDecoding, 2411.04975). ``per_match`` limits the drafts by the length of
+the match, because what followed a single token is seldom right again. In a tree shared with a head, those nodes are
+worth more to the head. ``memory`` also searches the latest finished answers, here by one pass over their tokens instead
+of a suffix tree.
 
 Shape legend: B rows, T tokens, M matches, K draft positions, N nodes, V vocabulary.
 """
 
-import hashlib
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections import deque
 
 import torch
 from torch import Tensor
@@ -31,15 +26,16 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 SEPARATOR = -1
-"""Between remembered answers; nothing matches it."""
+"""Token between remembered answers; it never matches."""
 NO_TOKEN = -2
+"""Stand-in for a separator in the n-gram to look up, so that separators do not match each other."""
 
 
 class PromptLookup(Drafter[TokenBuffer]):
-    """The longest n-grams that end a row, looked up in its own prompt and answer.
+    """A lookup of the longest n-grams at the end of a row in its own prompt and answer.
 
-    Its drafts are a function of the prefix, so they are verified as top-k candidates whatever ``draft_sampling`` says.
-    ``confidence_threshold`` has no effect, and of the tree only depth and number of nodes count.
+    Drafts are a function of the context, so they are top-k candidates for any ``draft_sampling``. Of a ``DraftConfig``
+    only the depth and the number of nodes are used.
     """
 
     def __init__(
@@ -48,18 +44,19 @@ class PromptLookup(Drafter[TokenBuffer]):
         max_ngram: int | None = 3,
         matches: int = 1,
         memory: int = 0,
-        bigrams: Tensor | None = None,
         per_match: int | None = None,
     ) -> None:
-        """Say what to look for.
+        """Set the limits of the search.
 
         Args:
             num_tokens: most drafts of a continuation.
-            max_ngram: longest suffix to look for; shorter ones follow, down to one token (transformers: 2). None: any.
-            matches: continuations to draft, the longest matches first, then the last (transformers: the first).
-            memory: tokens of finished answers (with their prompts) to search too, the oldest dropped first.
-            bigrams: [V] int64, the likeliest token after each, -1 where none is known (``bigram_table``).
-            per_match: most drafts for every token that matches; None: ``num_tokens`` after any match.
+            max_ngram: longest suffix to look for (transformers: 2); shorter ones follow, down to one token. None: any.
+            matches: continuations to draft. The longest matches come first, then the latest (transformers: the first).
+            memory: tokens of finished answers, with their prompts, to search too; the oldest are dropped first.
+            per_match: most drafts per matching token; None: ``num_tokens`` after any match.
+
+        Raises:
+            UserError: a number is below 1, or ``memory`` below 0.
         """
         counts = {"num_tokens": num_tokens, "max_ngram": max_ngram, "matches": matches, "per_match": per_match}
         for name, value in counts.items():
@@ -67,7 +64,7 @@ class PromptLookup(Drafter[TokenBuffer]):
                 raise UserError(f"prompt lookup needs {name} of at least 1, got {value}")
         if memory < 0:
             raise UserError(f"prompt lookup needs a memory of at least 0 tokens, got {memory}")
-        self.memory, self.bigrams = memory, bigrams
+        self.memory = memory
         self._answers: deque[list[int]] = deque()
         self._remembered = torch.zeros(1, 0, dtype=torch.int64)
         self.max_ngram, self.matches, self.per_match = max_ngram, matches, per_match
@@ -81,9 +78,7 @@ class PromptLookup(Drafter[TokenBuffer]):
         return self._depth
 
     def identity(self) -> tuple[object, ...]:
-        bigrams = None if self.bigrams is None else hashlib.sha256(self.bigrams.cpu().numpy().tobytes()).hexdigest()
-        settings = (self.depth, self.max_ngram, self.matches, self.memory, self.per_match)
-        return (type(self).__name__, *settings, bigrams)
+        return (type(self).__name__, self.depth, self.max_ngram, self.matches, self.memory, self.per_match)
 
     def init_state(self, batch: int) -> TokenBuffer:
         return TokenBuffer.none(batch)
@@ -99,8 +94,8 @@ class PromptLookup(Drafter[TokenBuffer]):
         self._answers.append([*tokens[-self.memory + 1 :], SEPARATOR] if self.memory > 1 else [])
         while sum(map(len, self._answers)) > self.memory:
             self._answers.popleft()
-        kept = [token for answer in self._answers for token in answer]
-        self._remembered = torch.tensor([kept], dtype=torch.int64)
+        tokens = [token for answer in self._answers for token in answer]
+        self._remembered = torch.tensor([tokens], dtype=torch.int64)
 
     @torch.inference_mode()
     def draft(
@@ -109,31 +104,33 @@ class PromptLookup(Drafter[TokenBuffer]):
         depth = min(draft_config.depth, self.depth)
         if depth == 0 or draft_config.nodes == 1:
             return root_only(last_token)
-        text = self._searched(state.append(last_token[:, None]))
-        start, length = self._find(text)
-        offsets = torch.arange(depth, device=last_token.device)
-        places = start[..., None] + offsets
-        valid = (length > 0)[..., None] & (places < text.lengths[:, None, None])  # [B, M, K]
-        if self.per_match is not None:
-            valid &= offsets < self.per_match * length[..., None]
-        found = text.tokens.gather(1, places.clamp(max=text.longest - 1).flatten(1)).view(places.shape)
-        valid &= (found != SEPARATOR).cumprod(-1, dtype=torch.int32).bool()
-        found = found.clamp(min=0)  # padding is read too, and must be a token
-        if self.bigrams is not None:
-            self._fill(last_token, found, valid)
+        text = self._with_memory(state.append(last_token[:, None]))
+        tokens, valid = self._continuations(text, last_token, depth)
         if not valid.any():
             return root_only(last_token)
         if valid.shape[:2] == (1, 1):
             count = min(int(valid.sum()), draft_config.nodes - 1)
             return Proposal(
-                tokens=torch.cat([last_token[:, None], found[:, 0, :count]], 1),
+                tokens=torch.cat([last_token[:, None], tokens[:, 0, :count]], 1),
                 shape=TokenTree.chain(count).shape_on(last_token.device),
                 draft_sampling=DraftSampling.TOP_K,
             )
-        return _tree(last_token, found, valid, draft_config.nodes)
+        return _tree(last_token, tokens, valid, draft_config.nodes)
 
-    def _searched(self, text: TokenBuffer) -> TokenBuffer:
-        """Every row after the remembered answers, whose matches count as older than its own."""
+    def _continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens after the best matches, [B, M, K] int64, and which of them to draft, [B, M, K] bool."""
+        start, length = self._find(text)
+        offsets = torch.arange(depth, device=last_token.device)
+        positions = start[..., None] + offsets
+        valid = (length > 0)[..., None] & (positions < text.lengths[:, None, None])
+        if self.per_match is not None:
+            valid &= offsets < self.per_match * length[..., None]
+        tokens = text.tokens.gather(1, positions.clamp(max=text.longest - 1).flatten(1)).view(positions.shape)
+        valid &= (tokens != SEPARATOR).cumprod(-1, dtype=torch.int32).bool()
+        return tokens.clamp(min=0), valid  # padding is embedded too, and must be a token id
+
+    def _with_memory(self, text: TokenBuffer) -> TokenBuffer:
+        """Put the remembered answers before every row, so that their matches count as older than its own."""
         earlier = self._remembered.shape[1]
         if earlier == 0:
             return text
@@ -141,56 +138,37 @@ class PromptLookup(Drafter[TokenBuffer]):
         tokens = torch.cat([self._remembered.expand(len(text.lengths), -1), text.tokens], 1)
         return TokenBuffer(tokens=tokens, lengths=text.lengths + earlier)
 
-    def _fill(self, last_token: Tensor, found: Tensor, valid: Tensor) -> None:
-        """Rows where nothing matches draft the likeliest next token of every token, as far as the table goes."""
-        assert self.bigrams is not None
-        self.bigrams = self.bigrams.to(last_token.device)
-        nothing, token = ~valid[:, 0, 0], last_token
-        known = nothing
-        for k in range(found.shape[-1]):
-            token = self.bigrams[token.clamp(min=0)]
-            known = known & (token >= 0)
-            found[:, 0, k] = torch.where(nothing, token.clamp(min=0), found[:, 0, k])
-            valid[:, 0, k] |= known
-
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
-        """The best matches of every row: where their continuations start, and how many tokens match (0: none). [B, M]
+        """Return the starts of the best continuations and the lengths of their matches (0: no match), [B, M] each.
 
-        One pass of a few tensor operations over the text for each length of n-gram.
+        Runs a few tensor operations over the text for each length of n-gram: in "a b c a b", looking for "b" marks
+        the ends 2 and 5, and looking for "a b" keeps them. The match at 5 is the end of the text itself, so the
+        continuation starts at 2.
         """
         rows, width = text.tokens.shape
         device = text.tokens.device
-        length = torch.zeros(rows, width, dtype=torch.int64, device=device)  # [:, e]: matching tokens that end at e - 1
+        length = torch.zeros(rows, width, dtype=torch.int64, device=device)  # [:, e]: matching tokens before position e
         running = torch.ones(rows, width, dtype=torch.bool, device=device)
-        place = torch.arange(width, device=device)
-        earlier = place < text.lengths[:, None]  # a continuation has one token at least
+        position = torch.arange(width, device=device)
+        earlier = position < text.lengths[:, None]  # a continuation has at least one token
         for back in range(1, min(self.max_ngram or width, width - 1) + 1):
-            wanted = text.tokens.gather(1, (text.lengths[:, None] - back).clamp(min=0))
-            wanted.masked_fill_(wanted == SEPARATOR, NO_TOKEN)
-            running = running & torch.nn.functional.pad(text.tokens[:, : width - back] == wanted, (back, 0))
+            token = text.tokens.gather(1, (text.lengths[:, None] - back).clamp(min=0))
+            token.masked_fill_(token == SEPARATOR, NO_TOKEN)
+            running = running & torch.nn.functional.pad(text.tokens[:, : width - back] == token, (back, 0))
             length += running
             if self.max_ngram is None and not (running & earlier).any():
                 break
         length.masked_fill_(~earlier, 0)
-        best = (length * width + place).topk(min(self.matches, width), 1).indices
+        best = (length * width + position).topk(min(self.matches, width), 1).indices
         return best, length.gather(1, best)
 
 
-def bigram_table(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
-    """[V] int64: the most frequent next token of every token in ``answers``, the lower id of equal ones; -1: none."""
-    counts = Counter(pair for ids in answers for pair in pairwise(ids))
-    table = torch.full((vocab_size,), -1, dtype=torch.int64)
-    for (token, following), _ in sorted(counts.items(), key=lambda item: (item[1], -item[0][1])):
-        table[token] = following  # the most frequent one comes last
-    return table
-
-
-def _tree(last_token: Tensor, found: Tensor, valid: Tensor, nodes: int) -> Proposal:
-    """The continuations ``found`` ([B, M, K]) as one tree, at most ``nodes`` with the root; the first ones win."""
-    rows, matches, depth = found.shape
-    device = found.device
-    equal = (found[:, :, None] == found[:, None]) & valid[:, :, None] & valid[:, None]
-    equal = equal.cumprod(-1, dtype=torch.int32).bool()  # [B, M, M, K]: alike up to this depth
+def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Proposal:
+    """Return the continuations ``tokens`` [B, M, K] as one tree of up to ``nodes`` nodes, the first ones preferred."""
+    rows, matches, depth = tokens.shape
+    device = tokens.device
+    equal = (tokens[:, :, None] == tokens[:, None]) & valid[:, :, None] & valid[:, None]
+    equal = equal.cumprod(-1, dtype=torch.int32).bool()  # [B, M, M, K]: equal paths up to this depth
     owner = equal.int().argmax(2)  # [B, M, K]: the first continuation with this path
     numbers = torch.arange(matches, device=device)[:, None]
     active = (valid & (owner == numbers)).flatten(1)
@@ -199,13 +177,13 @@ def _tree(last_token: Tensor, found: Tensor, valid: Tensor, nodes: int) -> Propo
     parents = torch.zeros(rows, matches, depth, dtype=torch.int64, device=device)
     parents[..., 1:] = owner[..., :-1] * depth + step  # of node (m, k) in a table that starts with the root
     order = (~active).sort(dim=1, stable=True).indices[:, : int(active.sum(1).max())]
-    place = torch.zeros(rows, matches * depth + 1, dtype=torch.int64, device=device)
-    place.scatter_(1, order + 1, torch.arange(1, order.shape[1] + 1, device=device).expand(rows, -1))
-    above = place.gather(1, parents.flatten(1).gather(1, order))
+    index = torch.zeros(rows, matches * depth + 1, dtype=torch.int64, device=device)
+    index.scatter_(1, order + 1, torch.arange(1, order.shape[1] + 1, device=device).expand(rows, -1))
+    above = index.gather(1, parents.flatten(1).gather(1, order))
     above = torch.where(active.gather(1, order), above, -1)
     root = last_token.new_full((rows, 1), -1)
     return Proposal(
-        tokens=torch.cat([last_token[:, None], found.flatten(1).gather(1, order)], 1),
+        tokens=torch.cat([last_token[:, None], tokens.flatten(1).gather(1, order)], 1),
         shape=TreeShape.from_parents(torch.cat([root, above], 1)),
         draft_sampling=DraftSampling.TOP_K,
     )

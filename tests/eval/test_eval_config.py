@@ -142,9 +142,9 @@ def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
     [
         ("relay:prompt_lookup+head", "HydraHead reads the base's hidden states.*only be the first"),
         ("nested:early_exit:2+head", "HydraHead reads the base's hidden states.*in between"),
-        ("nested:prompt_lookup+prompt_lookup", "'prompt_lookup' is no model in between"),
+        ("nested:prompt_lookup+prompt_lookup", "'prompt_lookup' is not a model"),
         ("relay:prompt_lookup", "has one part; a relay needs two or more"),
-        ("prompt_lookup@0", "at most 0 tokens"),
+        ("prompt_lookup@0", "0 tokens"),
         ("relay:(head@2+prompt_lookup", "unknown drafter or method"),
         ("prompt_lookup+", "unknown drafter or method ''"),
     ],

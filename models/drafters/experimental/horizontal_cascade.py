@@ -18,7 +18,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.drafters.composite import CompositeDrafter, SeveralStates
+from drafthead.models.drafters.composite import CompositeDrafter, CompositeState
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 
@@ -56,7 +56,7 @@ class HorizontalCascade(CompositeDrafter):
 
     @torch.inference_mode()
     def draft(
-        self, state: SeveralStates, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self, state: CompositeState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
         if not draft_config.is_chain:
             raise UserError(

@@ -25,7 +25,7 @@ from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.draft_cache import TokenBuffer, common_prefix
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import UsesTargetCache
-from drafthead.models.drafters.experimental.vertical_cascade import NestedState, VerticalCascade
+from drafthead.models.drafters.experimental.vertical_cascade import CascadeState, VerticalCascade
 from drafthead.models.kernels.attention import captured_queries
 
 POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
@@ -113,7 +113,7 @@ class Selection:
 
 
 @dataclass
-class BudgetState(NestedState):
+class TriForceState(CascadeState):
     """Committed tokens, the target's cache of them, and the inner drafter's state."""
 
     target: KVCache | None = None
@@ -123,7 +123,7 @@ class BudgetState(NestedState):
     def append(self, tokens: Tensor, counts: Tensor | None) -> Self:
         return replace(self, text=self.text.append(tokens, counts))  # read when positions are selected
 
-    def select(self, rows: list[int]) -> "BudgetState":
+    def select(self, rows: list[int]) -> "TriForceState":
         return self  # there is one row
 
 
@@ -167,18 +167,18 @@ class TriForce(VerticalCascade, UsesTargetCache):
     def extra_cache_slots(self, draft_config: DraftConfig) -> int:
         return 1  # the pass that chooses positions writes the last token's states behind the committed ones
 
-    def attach(self, state: BudgetState, cache: KVCache | RaggedCache) -> BudgetState:
+    def attach(self, state: TriForceState, cache: KVCache | RaggedCache) -> TriForceState:
         assert isinstance(cache, KVCache)
         return replace(state, target=cache)
 
-    def init_state(self, batch: int) -> BudgetState:
+    def init_state(self, batch: int) -> TriForceState:
         if batch != 1:
             raise UserError(f"a budget cache drafts for one prompt at a time, got {batch}; decode one by one")
-        return BudgetState(**vars(super().init_state(batch)))
+        return TriForceState(**vars(super().init_state(batch)))
 
-    def read(self, state: NestedState, root: Tensor) -> BudgetCache:
+    def read(self, state: CascadeState, root: Tensor) -> BudgetCache:
         """The budget's cache, brought to the committed text."""
-        assert isinstance(state, BudgetState)
+        assert isinstance(state, TriForceState)
         text, kept, source = state.text, state.selection, state.target
         if source is None:
             state.cache.prefill(text, 1)

@@ -30,13 +30,13 @@ SEED_BYTES = 8
 
 
 @dataclass
-class NestedState(PendingTokens):
+class CascadeState(PendingTokens):
     """Committed tokens, the model's cache of them, and the inner drafter's state."""
 
     inner: Any
 
 
-class VerticalCascade(LMDrafter[NestedState]):
+class VerticalCascade(LMDrafter[CascadeState]):
     """Chains drafted by speculative decoding of ``model``.
 
     With top-k candidates the inner model decodes greedily; otherwise it samples from ``draft_config.sampler``'s
@@ -77,20 +77,28 @@ class VerticalCascade(LMDrafter[NestedState]):
         if self.drafter is not None:
             self.drafter.remember(tokens)
 
-    def init_state(self, batch: int) -> NestedState:
+    def init_state(self, batch: int) -> CascadeState:
         inner = None if self.drafter is None else self.drafter.init_state(batch)
-        return NestedState(text=TokenBuffer.none(batch), cache=DraftCache(self.model), inner=inner)
+        return CascadeState(text=TokenBuffer.none(batch), cache=DraftCache(self.model), inner=inner)
 
     def update(
-        self, state: NestedState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> NestedState:
+        self,
+        state: CascadeState,
+        tokens: Tensor,
+        base_hidden: HiddenStates | None,
+        counts: Tensor | None = None,
+    ) -> CascadeState:
         known = self.known(tokens)
         inner = None if self.drafter is None else self.drafter.update(state.inner, known, None, counts)
         return replace(state.append(known, counts), inner=inner)
 
     @torch.inference_mode()
     def draft(
-        self, state: NestedState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
+        self,
+        state: CascadeState,
+        last_token: Tensor,
+        draft_config: DraftConfig,
+        rng: RandomSource | None = None,
     ) -> Proposal:
         if not draft_config.is_chain:
             raise UserError("nested drafting drafts chains; use tree=chain, or combine it with a drafter of trees")
@@ -122,7 +130,7 @@ class VerticalCascade(LMDrafter[NestedState]):
             prob_index=prob_index,
         )
 
-    def read(self, state: NestedState, root: Tensor) -> KVCache | RaggedCache:
+    def read(self, state: CascadeState, root: Tensor) -> KVCache | RaggedCache:
         """A cache of the committed text, which ends before the ``root`` ([B]), with ``room`` after it."""
         state.cache.prefill(state.text, self.room)
         return state.cache.cache

@@ -16,6 +16,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
+from drafthead.models.drafters.experimental.max_gram import MaxGram
 from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = {
     "combined, 5 nodes": (lambda base: combined(base, 5), None),
     "lookup": (lambda base: PromptLookup(), None),
     "lookup, three matches": (lambda base: PromptLookup(matches=3), None),
-    "lookup, max-gram": (lambda base: PromptLookup(4, None, bigrams=torch.arange(1, 301) % 300), None),
+    "lookup, max-gram": (lambda base: MaxGram(4, torch.arange(1, 301) % 300), None),
     "lookup, memory": (lambda base: PromptLookup(memory=200), None),
     "relay": (lambda base: HorizontalCascade([early_exit(base, 2), PromptLookup(3)], [2, 3]), None),
     "relay, lookup first": (lambda base: HorizontalCascade([PromptLookup(3), early_exit(base, 2)], [3, 2]), None),
