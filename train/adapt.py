@@ -213,6 +213,7 @@ def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tup
     node, depth = 0, 0
     while True:
         depth += 1
+        # Siblings with one token: the first one is followed, hence the reversed order.
         children = {tokens[n]: n for n in range(len(parents) - 1, 0, -1) if parents[n] == node}
         if not children:
             return None

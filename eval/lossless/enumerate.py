@@ -73,6 +73,7 @@ class EnumeratedRng:
         likeliest = probs.argmax(-1)
         given = self._used < self._given
         choice = torch.where(given, self._choices.gather(1, index)[:, 0].long(), likeliest)
+        # After its script a row takes the likeliest option, and every other possible one becomes a script.
         self._fork(probs, active & ~given, likeliest)
         self.weights = self.weights * torch.where(active, probs.gather(1, choice[:, None])[:, 0], 1.0)
         recorded = torch.where(active, choice.to(torch.int8), self._choices.gather(1, index)[:, 0])

@@ -427,6 +427,7 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
     expected = F.pad(pad_sequence(following, batch_first=True, padding_value=-1), (0, ahead), value=-1)
     wrong = tokens != expected.to(tokens.device).gather(1, depths)
     wrong[:, 1:] |= proposal.shape.parents.expand_as(tokens)[:, 1:] < 0  # padding
+    # A node fails if it or any ancestor differs from the answer. Example: if the answer goes x y, path x z counts 1.
     failed = (proposal.shape.ancestors.expand(len(texts), -1, -1) & wrong[:, None, :]).any(-1)
     return torch.where(failed, 0, depths).amax(1)
 

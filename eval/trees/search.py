@@ -74,7 +74,7 @@ def _greedy_order(answers: Sequence[AcceptProbs], size: int, weights: Sequence[F
     seen = np.maximum((weight[:, None] * valid).sum(0), 1.0)
     marginal = np.einsum("t,tks->ks", weight, known) / seen[:, None]
     frontier: list[tuple[float, tuple[int, ...]]] = []
-    # Weight with which each path was accepted, per position.
+    # Per path [T]: the weight of each position times the probability that it accepts the whole path.
     accepted: dict[tuple[int, ...], Floats] = {(): weight * valid[:, 0]}
 
     def push_children(parent: float, path: tuple[int, ...]) -> None:
@@ -164,14 +164,16 @@ def _one_bound(acceptance: Floats, nodes: int) -> tuple[Floats, npt.NDArray[np.i
     choices.
     """
     depth, candidates = acceptance.shape
+    # Row m, column y: y nodes in the root and its children so far, and m - y in the subtree of the next child.
     m, y = np.ogrid[: nodes + 1, : nodes + 1]
     subtree = np.where(m > y, m - y, 0)  # size 0 is infeasible
-    below = np.full(nodes + 1, -np.inf)
+    below = np.full(nodes + 1, -np.inf)  # best value of a subtree one level deeper, by its size
     below[1] = 1.0
     leaf = below.copy()
     child_count = np.zeros((depth + 1, nodes + 1), dtype=np.int64)
     keep = np.zeros((depth + 1, candidates + 1, nodes + 1), dtype=np.int64)
     for d in range(depth - 1, -1, -1):
+        # value: with exactly b children, best: with any number.
         value = leaf.copy()
         best = leaf.copy()
         for b in range(1, candidates + 1):

@@ -66,6 +66,7 @@ def candidate_accept_probs(
     ``draft`` are probabilities [n, V], warped, after the committed path.
     """
     p, q = target.double(), draft.double()
+    # P(all candidates so far were rejected | the token at hand is committed).
     left = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
     by_candidate = []
     for s in range(width):
@@ -101,6 +102,7 @@ def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
     R_{k-1}, R_k)``. This is the running minimum of R; token by token it would be the product of ``min(1, q / p)``. The
     result holds each position's factor, so that products along a chain are these minima.
     """
+    # R_1, R_2, ...; the running minimum of R starts at R_0 = 1.
     products = _ratio(draft.double(), target.double()).cumprod(1)
     reached = torch.cat([torch.ones_like(products[:, :1]), products], 1).cummin(1).values
     above = reached[:, :-1]
@@ -132,7 +134,7 @@ def accepted_length_probs(accept_probs: AcceptProbs, tree: TokenTree) -> LengthP
         node = nodes[parent] * known[:, k, s] if k < depth and s < width else np.zeros(positions)
         nodes.append(node)
         reached[:, k + 1] += node
-    # Rounding of the products can leave a negative difference of about 1e-17.
+    # P(at least d drafts) - P(at least d + 1) = P(exactly d); rounding can leave differences of about -1e-17.
     return np.maximum(reached[:, :-1] - reached[:, 1:], 0.0)
 
 
@@ -145,6 +147,7 @@ def start_probs(answers: Sequence[LengthProbs]) -> list[Floats]:
     started = np.zeros((len(answers), longest + width))
     started[:, 0] = 1.0
     for t in range(longest):
+        # A step from t that accepts d drafts commits d + 1 tokens, so the next one starts at t + 1 + d.
         started[:, t + 1 : t + 1 + width] += started[:, t : t + 1] * table[:, t]
     return [row[: len(answer)] for row, answer in zip(started, answers, strict=True)]
 

@@ -135,3 +135,16 @@ def test_one_bad_prompt_does_not_lose_the_others(tmp_path: Path) -> None:
     again = Recorder()
     timed([bad, *prompts(2)], again.decoders(), log)
     assert {n for _, n in again.calls} == {TOO_LONG}, "failures are tried again, answers are not"
+
+
+def test_the_cpu_time_of_other_processes_survives_a_resumption(tmp_path: Path) -> None:
+    """The log stores it for each decoding, so that ``eval.json`` does not depend on interruptions."""
+    log = tmp_path / "log.jsonl"
+    timings = [run_interleaved(prompts(4), build, Recorder().decoders(), log, 0, quiet) for _ in range(2)]
+    assert timings[1].resumed == 4 and timings[0].other_processes_cores == timings[1].other_processes_cores
+    assert (timings[0].other_processes_cores is not None) == Path("/proc/stat").exists()
+    rows = [json.loads(line) | {"other_cpu_s": 3.0} for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seconds = sum(result.total_s for results in timings[0].results.values() for result in results)
+    again = run_interleaved(prompts(4), build, Recorder().decoders(), log, 0, quiet)
+    assert again.other_processes_cores == pytest.approx(3.0 * 12 / seconds)
