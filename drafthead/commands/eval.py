@@ -43,35 +43,33 @@ drafthead eval head=prompt_lookup:3 drafter=nested:early_exit:12@6+head base=emb
 suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin,
                 FILE.jsonl, hf:NAME[:SPLIT[:COLUMN]] (a line holds prompt, messages, turns or input_ids, and optionally
                 task; NAME may be a local folder)
-split           all, development, reporting: halves of the suite; trees are chosen on the first
-limit           prompts in all, spread evenly over the tasks
+split           all, dev, test: halves of the suite; trees are chosen on dev
+limit           number of prompts, spread evenly over the tasks
 length          constant, heuristic (+2 drafts after full acceptance, -1 otherwise)
 tree            head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH], FILE.json
 draft_sampling  {kinds}
-rule.name       exact and block (lossless), typical and lenient (lossy: its total variation is printed beside the
-                speedup)
-drafters        prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]] (earlier answers, too), max_gram[:CORPUS] (a
-                match of any length, else the corpus's bigrams), early_exit:LAYERS[:TOKENS], model:NAME[:TOKENS],
-                head:FOLDER; as head=, and in the following, where head is the command's own. Put together:
-                A+B one tree of both, relay:A@2+B@4 along one path, nested:A@6+B (B drafts for A, A for the base)
-drafter         any drafter around the head, head+prompt_lookup:8:2 for one; head alone by default
-baselines       any drafter (head: alone, where others are put to it), hf_prompt_lookup[:TOKENS] and
-                hf_assisted:NAME (transformers' own)
-engines         vllm, llamacpp, sglang: export the head, start the engine, and measure it on the same prompts beside
-                our own chain of the same length; fails where acceptance or texts differ. engine.vllm.python=PATH (an
-                interpreter that has vLLM; `drafthead engines install=vllm` makes one), engine.NAME.url=http://...
+rule.name       exact and block (lossless), typical and lenient (lossy; the report then names the total variation)
+drafters        prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]] (also searches earlier answers),
+                max_gram[:CORPUS] (a match of any length, else the corpus's bigrams), early_exit:LAYERS[:TOKENS],
+                model:NAME[:TOKENS], head:FOLDER; head is the command's head. Combinations: A+B in one tree,
+                relay:A@2+B@4 along one path, nested:A@6+B (B drafts for A, and A for the base)
+drafter         a drafter around the head, such as head+prompt_lookup:8:2; by default the head alone
+baselines       other drafters in the same run, also hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
+engines         vllm, llamacpp, sglang: export the head, start the engine, and measure it on the same prompts as our
+                own chain of equal length; fails if acceptance or answers differ. engine.vllm.python=PATH (an
+                interpreter with vLLM; `drafthead engines install=vllm` installs it), engine.NAME.url=http://...
 grid            decode with every combination of heads, chain lengths (0: the head's tree) and thresholds in one run.
                 The fastest becomes its head's default if its interval lies above that default; dry=true only measures
-tree_nodes      of a combined tree, as many as the head's own by default: the others first, then the head's likeliest
+tree_nodes      nodes of a combined tree, by default as many as the head's tree has: the other drafters draft first, and
+                the head's likeliest drafts fill the rest
 """
 
 
 @command("eval", EvalRunConfig, USAGE.format(kinds=", ".join(kind.value for kind in DraftSampling)))
 def main(config: EvalRunConfig) -> None:
     """Measure, and write the report."""
-    load_suite(
-        config.suite, config.limit, config.seed, config.tasks, config.split
-    )  # a wrong name fails before the model loads
+    # Reject bad input before the model is loaded.
+    load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
     check_methods(config.baselines)
     if config.grid:
         check_folders([config.head, *config.grid.heads])
