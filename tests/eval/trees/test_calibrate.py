@@ -64,8 +64,8 @@ def test_answers_without_a_step_are_refused() -> None:
         calibrate.calibrate([], COSTS)
 
 
-def test_costs_on_a_short_context(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head.base, "max_context", 16)
+def test_costs_on_a_short_context(tiny_base: TinyBase) -> None:
+    head = MedusaConfig(num_draft_tokens=3).build(tiny_base(max_position_embeddings=16))
     costs = measure_costs(head.base, head, repeats=1)
     assert costs.context == 8 and sorted(costs.verify) == [1, 2, 3, 4, 5, 6, 8]
     assert CostModel.from_json(costs.to_json()) == costs
