@@ -105,12 +105,14 @@ class MedusaFormat(Format):
         return {**settings, "own_lm_head": own_lm_head, "tie_blocks": tied(checkpoint.tensors, blocks)}
 
     def with_full_vocabulary(self, head: DraftHead) -> DraftHead:
-        """Return the head over the full vocabulary if it uses the base's output head; refuse others."""
-        return (
-            over_full_vocabulary(head)
-            if isinstance(head, MedusaHead) and can_widen(head)
-            else super().with_full_vocabulary(head)
-        )
+        """Return the same blocks with the base's full output head; logits of drafted ids do not change."""
+        if not isinstance(head, MedusaHead) or not can_widen(head):
+            return super().with_full_vocabulary(head)
+        wide = replace(head.config, draft_vocab_size=None).build(head.base)
+        wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
+        if head.tree is not None:
+            wide.tree, wide.confidence_threshold = head.tree, head.confidence_threshold
+        return wide.eval()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
         for what, _ in _scaled_logits(head):
@@ -176,9 +178,9 @@ class VllmMedusaFormat(MedusaFormat):
         if head.target_lm_head.softcap is not None:
             yield f"{head.base.name} caps its logits, and the format does not", "another base; no setting avoids it"
 
-    def fitted(self, head: MedusaHead) -> MedusaHead:
+    def fitted(self, head: MedusaHead) -> DraftHead:
         """Return the head over the full vocabulary if it uses the base's output head."""
-        return over_full_vocabulary(head) if can_widen(head) else head
+        return self.with_full_vocabulary(head) if can_widen(head) else head
 
     def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:
         """Return one copy of the base's output head for all heads, and the draft vocabulary's target ids."""
@@ -250,15 +252,6 @@ class VllmMedusaFormat(MedusaFormat):
 def can_widen(head: MedusaHead) -> bool:
     """Return True if the head drafts over a part of the vocabulary and uses the base's output head."""
     return not head.config.own_lm_head and len(head.d2t) != head.base.vocab_size
-
-
-def over_full_vocabulary(head: MedusaHead) -> MedusaHead:
-    """Return the same blocks with the base's full output head; logits of drafted ids do not change."""
-    wide = replace(head.config, draft_vocab_size=None).build(head.base)
-    wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
-    if head.tree is not None:
-        wide.tree, wide.confidence_threshold = head.tree, head.confidence_threshold
-    return wide.eval()
 
 
 def tied(tensors: Mapping[str, Tensor], heads: Iterable[Sequence[str]]) -> bool:

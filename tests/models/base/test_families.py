@@ -69,7 +69,7 @@ def test_static_shapes_have_windows_too(name: str, script: Script) -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_a_keyword_that_attention_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_keywords_of_attention_are_refused() -> None:
     states = torch.zeros(1, 1, 1, 4)
     attention.grouped_sdpa(torch.nn.Identity(), states, states, states, None, sliding_window=3, position_bias=None)
     with pytest.raises(UserError, match="position_bias"):
@@ -80,8 +80,8 @@ def one_further(self: Window, queries: Tensor, keys: Tensor) -> Tensor:
     return queries[:, :, None] - keys[:, None] <= self.size
 
 
-def without_sinks(*args: Any, **kwargs: Any) -> Any:
-    return attention._explicit(*args[1:5], 0.0, kwargs["scaling"], None, None).transpose(1, 2), None
+def shift_logits(_module: torch.nn.Module, _inputs: Any, out: Any) -> None:
+    out.logits = out.logits + 1.0
 
 
 def test_a_base_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
@@ -95,7 +95,8 @@ def test_a_base_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
         with pytest.raises(UserError, match=r"mistral read whole differs .* [\d.]+%"):
             BaseModel.load(config_of(shapes["mistral"], max_context=111))
     with monkeypatch.context() as patched:
-        patched.setattr(attention, "grouped_sdpa", without_sinks)
+        whole = attention.grouped_sdpa
+        patched.setattr(attention, "grouped_sdpa", lambda *args, **options: whole(*args, **{**options, "s_aux": None}))
         attention.register()
         with pytest.raises(UserError, match="gpt_oss read whole differs"):
             BaseModel.load(config_of(shapes["gpt_oss_full"], max_context=111))
@@ -105,16 +106,12 @@ def test_a_base_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
         with pytest.raises(UserError, match="llama read in parts differs"):
             BaseModel.load(config_of(shapes["llama"], max_context=111))
     cohere = shapes["cohere"] | {"logit_scale": 0.3}
-    assert BaseModel.load(config_of(cohere)).lm_head.scale == 0.3
-    monkeypatch.setattr("transformers.models.cohere.modeling_cohere.CohereForCausalLM.forward", shifted)
+    base = BaseModel.load(config_of(cohere))
+    assert base.lm_head.scale == 0.3
+    model = base.stock()
+    model.register_forward_hook(shift_logits)
     with pytest.raises(UserError, match="cohere computes its logits"):
-        BaseModel.load(config_of(cohere, max_context=111))
-
-
-def shifted(self: Any, input_ids: Tensor, **options: Any) -> Any:
-    out = self.model(input_ids=input_ids, **options)
-    out.logits = self.lm_head(out.last_hidden_state) + 1.0
-    return out
+        BaseModel.wrap(model, base.tokenizer)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}

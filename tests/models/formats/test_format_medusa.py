@@ -19,6 +19,8 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS, recognise
+from drafthead.models.formats.format import Unsupported
+from drafthead.models.formats.medusa import VllmMedusaFormat
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.medusa2 import Medusa2Config
 from plain_heads import rewrite
@@ -125,17 +127,14 @@ def test_engine_and_round_trip_give_the_heads_logits(
     assert recognise(content, "x").name == name.removeprefix("tgi_")
 
 
-def with_token_map(head: MedusaHead, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write a file that older versions of vLLM read."""
-    form = FORMATS["vllm_medusa"]
-    with monkeypatch.context() as patched:
-        patched.setattr(type(form), "unsupported", lambda self, head: [])
-        form.export(head, folder)
+class WithTokenMap(VllmMedusaFormat):
+    """The layout of older versions of vLLM, which loaded a draft vocabulary."""
+
+    def unsupported(self, head: MedusaHead) -> Unsupported:
+        yield from ()
 
 
-def test_a_draft_vocabulary_is_refused_and_files_that_have_one_are_read(
-    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_vocabulary_is_refused_and_files_that_have_one_are_read(tiny_base: TinyBase, tmp_path: Path) -> None:
     """vLLM 0.32.0 fails on a token_map, which older versions wrote and read."""
     base, d2t, form = tiny_base(), torch.arange(1, 300, 3), FORMATS["vllm_medusa"]
     for own_lm_head in (True, False):
@@ -146,7 +145,7 @@ def test_a_draft_vocabulary_is_refused_and_files_that_have_one_are_read(
         with pytest.raises(UserError, match=rf"vLLM 0.32.0 does not load a token_map \({offered}\)"):
             form.export(head, tmp_path / "refused")
         folder = tmp_path / str(own_lm_head)
-        with_token_map(head, folder, monkeypatch)
+        WithTokenMap().export(head, folder)
         hidden = torch.randn(3, base.hidden_size)
         expected = logits_of(head, hidden)
         assert torch.allclose(vllm(folder, base.lm_head.weight, hidden)[..., d2t], expected, atol=1e-5)
@@ -238,14 +237,14 @@ def test_published_defects(tiny_base: TinyBase, tmp_path: Path) -> None:
     assert torch.equal(logits_of(again, hidden), logits_of(head, hidden))  # type: ignore[arg-type]
 
 
-def test_vllm_files_of_others(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     """Import a prefix, no biases, and full projections with a token map."""
     base, d2t = tiny_base(), torch.arange(0, 300, 2)
     head = trained(base, d2t, num_draft_tokens=2, draft_vocab_size=150)
     with torch.no_grad():
         for k in range(2):
             head.blocks[k][0].linear.bias.zero_()  # type: ignore[index]
-    with_token_map(head, tmp_path, monkeypatch)
+    WithTokenMap().export(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for k in range(2):
         rows = tensors.pop(f"lm_heads.{k}.weight")
