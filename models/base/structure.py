@@ -153,7 +153,7 @@ class _NoPositions(nn.Module):
 
 
 def shallow_copy(module: Any) -> Any:
-    """Return a module that shares all children and weights with ``module`` but has hooks of its own."""
+    """Return a module that shares all children and weights with ``module`` but not its hooks."""
     view = copy(module)
     view.__dict__["_modules"] = dict(module._modules)
     view.__dict__ |= {name: copy(hooks) for name, hooks in module.__dict__.items() if "_hooks" in name}

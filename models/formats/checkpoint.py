@@ -73,6 +73,13 @@ class PublishedCheckpoint:
             raise UserError(f"{self.source}: config.json says {key} {size}, but {rows}; copy the folder again")
         return size
 
+    def offset_vocabulary(self) -> Tensor | None:
+        """Return the target ids [W] int64 of a file with offsets (``d2t``); None for the whole vocabulary."""
+        if self.integer("draft_vocab_size") >= self.integer("vocab_size"):
+            return None
+        self.width("draft_vocab_size", "d2t")
+        return from_offsets(self.tensors["d2t"])
+
     def updated(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
         """Return a copy with these fields changed and with further notes."""
         return replace(self, notes=(*self.notes, *notes), **changes)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
+from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
 from drafthead.models.formats.format import Engine, Format, Unsupported, require_base_tensor, unsupported_layers, vllm
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, TiedMarkov, spread_layers
@@ -158,10 +158,7 @@ class _BlockFormat(Format):
         }
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
-        if checkpoint.integer("draft_vocab_size") >= checkpoint.integer("vocab_size"):
-            return None
-        checkpoint.width("draft_vocab_size", "d2t")
-        return from_offsets(checkpoint.tensors["d2t"])
+        return checkpoint.offset_vocabulary()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: DSparkHead) -> None:
         require_same_layer(checkpoint, head.base)

@@ -190,11 +190,8 @@ class Eagle3Format(Format):
         return candidates[0] if candidates else None
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
-        size = checkpoint.width("draft_vocab_size", "lm_head.weight")
-        if size >= checkpoint.integer("vocab_size"):
-            return None
-        checkpoint.width("draft_vocab_size", "d2t")
-        return from_offsets(checkpoint.tensors["d2t"])
+        checkpoint.width("draft_vocab_size", "lm_head.weight")
+        return checkpoint.offset_vocabulary()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
         require_same_layer(checkpoint, head.base)

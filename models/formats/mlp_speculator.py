@@ -96,7 +96,7 @@ class MLPSpeculatorFormat(Format):
             tensors = _without_copies(tensors, checkpoint.source)
         top = config.get("top_k_tokens_per_head")
         if top is not None and (not isinstance(top, list) or len(top) != config.get("n_predict")):
-            note = f"top_k_tokens_per_head is {top}, but vLLM asserts one entry per position; it is ignored here"
+            note = f"top_k_tokens_per_head is {top}, but vLLM asserts one entry per position. The key is ignored here"
             checkpoint = checkpoint.updated(note)
         return checkpoint.updated(config=config, tensors=tensors)
 

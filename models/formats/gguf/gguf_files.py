@@ -147,7 +147,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def read_drafter(path: Path, to: str, needed: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return keys, without their architecture, and tensors of a head that an export to ``to`` wrote.
 
-    ``needed`` are keys that the file must have besides ``SIZES``.
+    ``needed`` are keys that the file must have in addition to ``SIZES``.
     """
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; export with to={to} writes one")
