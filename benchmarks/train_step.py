@@ -44,7 +44,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
-from drafthead.train.estimate import Estimate, size
+from drafthead.train.estimate.memory import Estimate, size
 from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import StepResult, train_step

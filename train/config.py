@@ -2,9 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,27 +11,21 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
-from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, shares
+from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError, check_limits
-from drafthead.data.utils.hub import HubConfig, require_login
+from drafthead.data.utils.hub import HubConfig
 from drafthead.data.utils.settings import parse, schema
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
-from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.search import METHODS
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig, parse_head
-from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
 from drafthead.models.heads.parts.losses import LossConfig
 
 STAGES = ("corpora", "train", "quality", "tree", "evaluate", "card", "push")
 """What a run does, in order; ``train/pipeline.py`` has a function of each name."""
 COMPLETE = "complete.json"
 """Written when every prompt is answered: the server is not needed any more."""
-WHOLLY_READ = ("jsonl", "text")
-"""Kinds of sources that are read to their end before a run starts, so that a broken line is found then; streamed ones
-may be large and are not."""
 SHARD_MODES = ("none", "head", "full")
 AUTO = "auto"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,9 +42,7 @@ WARMUPS: dict[str, Callable[[float], float]] = {
     "parabolic": lambda done: 1 - (1 - done) ** 2,
 }
 """Part of the peak reached over the part of the warm-up that is done, both 0 -> 1."""
-THROUGH_ACCELERATE = (
-    "tensorboard", "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio",
-)  # fmt: skip
+TRACKERS = ("none", "wandb", "tensorboard")
 
 
 @dataclass(kw_only=True)
@@ -155,8 +146,7 @@ class TrackerConfig:
     """An experiment tracker besides ``metrics.jsonl``."""
 
     kind: str = "none"
-    """``none``, ``wandb``, or one that accelerate knows (each needs its package): ``tensorboard``, ``mlflow``, ...
-    Besides tensorboard, none of those was tried."""
+    """``none``, ``wandb`` or ``tensorboard``; a tracker needs its package."""
     project: str = "drafthead"
     entity: str | None = None
     """wandb user or team; None is the account's default."""
@@ -166,8 +156,7 @@ class TrackerConfig:
     """wandb's. ``auto`` obeys WANDB_MODE, else is online when a login is found and offline when none is."""
 
     def __post_init__(self) -> None:
-        kinds, modes = ("none", "wandb", *THROUGH_ACCELERATE), ("auto", "online", "offline", "disabled")
-        check_limits(self, "tracker.", kind=kinds, mode=modes)
+        check_limits(self, "tracker.", kind=TRACKERS, mode=("auto", "online", "offline", "disabled"))
 
 
 @dataclass(kw_only=True)
@@ -530,42 +519,3 @@ def _check_stream(run: RunConfig) -> None:
                 f"phases.{name}.store_hidden_states stores hidden states of text that data.text.stream reads once; set "
                 "it to false"
             )
-
-
-def preflight(run: RunConfig) -> None:
-    """Check the inputs of a run that can be checked before its model is loaded."""
-    if run.push:
-        require_login("push=true")
-    load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
-    check_methods(run.eval.baselines)
-    for phase in run.phases.values():
-        if phase.boost.head:
-            read_head_config(resolve_folder(phase.boost.head))
-    if run.init_from is not None:
-        found = read_head_config(resolve_folder(run.init_from))["head_type"]
-        if found != run.head_config().head_type:
-            raise UserError(
-                f"init_from={run.init_from} holds a head of type {found}, and this run trains a "
-                f"{run.head_config().head_type}; choose a recipe or head={found}"
-            )
-    if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
-        raise UserError(f"init_data={run.init_data} has no folder answers; name the data.folder of an earlier run")
-    answers, text = run.data.answers, run.data.text
-    if answers.server.url is not None and not (Path(run.data.folder) / "answers" / COMPLETE).exists():
-        from drafthead.data.answers.server import check_server
-
-        check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
-    for sources in (text.sources, answers.sources):
-        shares(sources)
-    for source in text.sources:
-        wholly = source.kind in WHOLLY_READ and not text.stream
-        _require_entries(iter_documents(source, max_characters=None if wholly else 1), wholly, "text", source)
-    for source in answers.sources:
-        _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, "answers", source)
-
-
-def _require_entries(entries: Iterable[object], wholly: bool, corpus: str, source: SourceConfig) -> None:
-    """Refuse an empty source; ``wholly`` reads all of it, which finds every broken entry."""
-    if (sum(1 for _ in entries) if wholly else next(iter(entries), None)) in (0, None):
-        kind = "prompt" if corpus == "answers" else "text"
-        raise UserError(f"{kind} source {source} is empty; name another one in data.{corpus}.sources")

@@ -1,16 +1,13 @@
 """A run is a list of stages over its folder: corpora, train, quality, tree, evaluate, card, push.
 
-Each stage reads what it needs from the run folder and leaves its results there, so each can run alone
-(``stages=[tree,evaluate]``). What is on disk already is not done again.
+Each stage reads its input from the run folder and leaves its results there, so each can run alone
+(``stages=[tree,evaluate]``). Finished work found on disk is skipped.
 """
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import datasets
 from accelerate.utils import set_seed
@@ -24,8 +21,6 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
 from drafthead.data.utils.machine import other_processes_line
-from drafthead.data.utils.renamed import update_names
-from drafthead.data.utils.settings import flatten
 from drafthead.eval.evaluate import development_answers
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
 from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_line
@@ -42,11 +37,13 @@ from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.config import RunConfig, preflight
+from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora, is_held_out
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
-from drafthead.train.outlook import Outlook
+from drafthead.train.estimate.duration import StageDurations
+from drafthead.train.preflight import preflight
 from drafthead.train.publish.card import write_card
+from drafthead.train.run_folder import CALIBRATION, CONTINUED, QUALITY, open_folder
 from drafthead.train.tracking.provenance import write_provenance
 from drafthead.train.tracking.tracker import Tracker
 from drafthead.train.trainer.batches import open_held_out, unseen_text
@@ -60,24 +57,14 @@ from drafthead.train.trainer.checkpoint import (
 )
 from drafthead.train.trainer.trainer import Trainer
 
-SETTINGS = "training-settings.json"
-QUALITY = "quality.json"
-CONTINUED = "init_from.json"
-MOST_TEXTS = 64
-"""Held-out answers that a head which is trained on is measured on, at most."""
-RESULTS = {
-    "train": ("checkpoints", "head", "metrics.jsonl", CONTINUED),
-    "quality": (QUALITY,),
-    "tree": ("calibration.json",),
-    "evaluate": ("eval.json", "eval-log-*.jsonl"),
-}
-"""What a stage leaves in the run folder and ``resume=false`` removes."""
-SHOWN = 96
-"""Tokens of the answer that is shown at the end."""
+MAX_HELD_OUT_ANSWERS = 64
+"""Most held-out answers used to measure a head whose training is continued (``init_from``)."""
+SHOWN_TOKENS = 96
+"""Tokens of the answer that the run shows at its end."""
 
 
 class RunContext:
-    """What the stages of a run share: settings, run folder, processes, and the frozen bases."""
+    """The objects that all stages share: settings, run folder, processes, base models."""
 
     def __init__(self, run: RunConfig, launch: Launch) -> None:
         self.run, self.launch, self.display = run, launch, launch.display
@@ -86,7 +73,7 @@ class RunContext:
 
     @cached_property
     def corpora(self) -> Corpora:
-        """The corpora, with the original base, which is loaded."""
+        """The corpora with the original base model, which is loaded on first use."""
         run, launch = self.run, self.launch
         with self.display.stage(f"base model {run.base.name or 'random'}"):
             config = launch.sharding.base_config(run.base) if "train" in run.stages else run.base
@@ -94,14 +81,14 @@ class RunContext:
             if base.kernels is not None:
                 self.display.line(f"   fastest products here, by rows: {base.kernels}")
         run.head_config().check_layers(base.num_layers)  # before hours of generation
-        together = any(stage in COLLECTIVE for stage in run.stages)
-        group = rank_group(launch.accelerator, run.per_node_data) if together else ProcessGroup()
+        is_shared = any(stage in COLLECTIVE for stage in run.stages)
+        group = rank_group(launch.accelerator, run.per_node_data) if is_shared else ProcessGroup()
         states = run.stores_answer_states
         return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line, states)
 
     @cached_property
     def base(self) -> BaseModel:
-        """The base that the trained head drafts for: the original one, or with the adapter of a run that trains it."""
+        """The base that the trained head drafts for: the original one, or with the adapter that the run trained."""
         if not self.run.trains_base:
             return self.corpora.base
         config = replace(self.run.base, adapter=str(self.head_folder / ADAPTER))
@@ -109,26 +96,21 @@ class RunContext:
 
     @cached_property
     def tracker(self) -> Tracker:
-        """The experiment tracker; on the main process only."""
+        """The experiment tracker. Only the main process uses it."""
         run = self.run
-        settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the defaults of this head
+        settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the head's own defaults
         return Tracker(self.launch.accelerator, run.tracker, self.folder, run.name, settings, self.display.line)
-
-    def load_head(self) -> DraftHead:
-        """The trained head, attached to its base."""
-        if not (self.head_folder / "config.json").exists():
-            raise UserError(f"{self.head_folder} holds no head yet; run the stage train first")
-        return DraftHead.from_pretrained(self.head_folder, self.base)
 
     @cached_property
     def development_answers(self) -> list[FinishedAnswer] | None:
-        """The base's answers to the suite's dev half; None where the suite is evaluated whole."""
+        """The base's answers to the suite's dev half; None if the run evaluates the whole suite."""
         run = self.run
-        wanted = run.eval.split == "test" and run.tree_prompts > 0
-        return development_answers(self.base, run.eval, run.tree_prompts, self.load_head().spec) if wanted else None
+        if run.eval.split != "test" or not run.tree_prompts:
+            return None
+        return development_answers(self.base, run.eval, run.tree_prompts, self.load_head().spec)
 
     def new_head(self) -> DraftHead:
-        """The head to train: untrained, with adapters of its base if the run trains it; or that of ``init_from``."""
+        """Build the head to train: untrained, with adapters if the run trains its base, or the ``init_from`` head."""
         config, base = self.run.head_config(), self.corpora.base
         if self.run.init_from is not None:
             head = DraftHead.from_pretrained(self.run.init_from, base)
@@ -141,327 +123,270 @@ class RunContext:
             head.train_base(now=False)
         return head
 
+    def load_head(self) -> DraftHead:
+        """Load the trained head onto its base."""
+        if not (self.head_folder / "config.json").exists():
+            raise UserError(f"{self.head_folder} holds no head yet; run the stage train first")
+        return DraftHead.from_pretrained(self.head_folder, self.base)
+
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
     """Run the stages of the recipe. ``resolved`` is the recipe as YAML, for the run folder."""
     with launched(run) as launch:
-        work = RunContext(run, launch)
+        context = RunContext(run, launch)
         if launch.is_main:
             preflight(run)
-            _open_folder(work, resolved)
+            open_folder(run)
+            for warning in write_provenance(context.folder, resolved):
+                launch.display.line(f"warning: {warning}")
         launch.accelerator.wait_for_everyone()
         for name, stage in STAGES.items():
             if name in run.stages and (launch.is_main or name in COLLECTIVE):
-                stage(work)
+                stage(context)
         launch.display.line(
             "time: " + ", ".join(f"{name.split(':')[0]} {seconds:.0f} s" for name, seconds in launch.display.stages)
         )
 
 
-def corpora(work: RunContext) -> None:
-    """Have the base answer the prompts, and pack the text; all processes share the work."""
-    corpora, display, run = work.corpora, work.display, work.run
-    if work.launch.is_main:
-        display.console.print(Outlook(run, corpora.base, work.launch.accelerator.num_processes).table())
+def corpora(context: RunContext) -> None:
+    """Generate the base's answers and pack the text. All processes share the work."""
+    corpora, display, run = context.corpora, context.display, context.run
+    if context.launch.is_main:
+        display.console.print(StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table())
     with undisturbed_rng(), display.stage("corpus: the base's own answers"):
         stats = corpora.answers().stats
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
     lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
     for seq_len in sorted(lengths):
         with undisturbed_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
-            with work.launch.main_process_first(run.per_node_data):
+            with context.launch.main_process_first(run.per_node_data):
                 rows = corpora.text_rows(seq_len)
         display.line(f"   {len(rows)} rows of {seq_len} tokens")
     display.line(f"corpora: {run.data.folder}")
 
 
-def train(work: RunContext) -> None:
-    """Train the head through the phases and save it, on all processes."""
-    run, launch = work.run, work.launch
-    tracker = work.tracker if launch.is_main else None
-    work.corpora.answers()
+def train(context: RunContext) -> None:
+    """Train the head through the phases and save it. All processes take part."""
+    run, launch, corpora = context.run, context.launch, context.corpora
+    tracker = context.tracker if launch.is_main else None
+    corpora.answers()
     set_seed(run.seed)
-    head = work.new_head()
+    head = context.new_head()
     if len(head.d2t) < head.vocab_size:
-        counts = work.corpora.answers().token_counts(head.vocab_size)
+        counts = corpora.answers().token_counts(head.vocab_size)
         share = 100 * coverage(counts, head.d2t.cpu().numpy())
-        work.display.line(
+        context.display.line(
             f"   draft vocabulary: {len(head.d2t):,} of {head.vocab_size:,} ids, {share:.2f} % of the answers' tokens"
         )
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    work.display.line(f"   head: {type(head).__name__}, {head.depth} draft positions, {trained:,} trained parameters")
+    context.display.line(
+        f"   head: {type(head).__name__}, {head.depth} draft positions, {trained:,} trained parameters"
+    )
     if run.init_from is not None and launch.is_main:
-        _measure_continued(work, head.eval(), "before")
-    Trainer(run, head, work.corpora, work.folder, launch, tracker).train()
+        _measure_continued(context, head.eval(), "before")
+    Trainer(run, head, corpora, context.folder, launch, tracker).train()
     del head
     launch.accelerator.wait_for_everyone()
     launch.sharding.close()
     if not launch.is_main:
         return
-    work.corpora.group = ProcessGroup()  # the main process continues alone
+    corpora.group = ProcessGroup()  # the main process continues alone
     if launch.sharding.shards_base:
-        work.corpora.base = BaseModel.load(run.base, work.corpora.base.device)
-    save_training_plots(read_json_lines(work.folder / "metrics.jsonl"), work.folder / "plots")
-    _save_trained_head(work)
+        corpora.base = BaseModel.load(run.base, corpora.base.device)
+    save_training_plots(read_json_lines(context.folder / "metrics.jsonl"), context.folder / "plots")
+    _save_trained_head(context)
     if run.init_from is not None:
-        _measure_continued(work, work.load_head(), "after")
+        _measure_continued(context, context.load_head(), "after")
 
 
-def _measure_continued(work: RunContext, head: DraftHead, when: str) -> None:
-    """Mean accepted length of greedy chains on held-out answers, of the new data and of the old; kept in the folder."""
-    path, run = work.folder / CONTINUED, work.run
-    found = read_json(path) if path.exists() else {}
-    if when not in found or when == "after":
-        folders = {"new": Path(run.data.folder), **({"old": Path(run.init_data)} if run.init_data else {})}
-        with undisturbed_rng(), work.display.stage(f"acceptance {when} training on: {', '.join(folders)} data"):
-            found[when] = {name: _held_out_length(head, folder) for name, folder in folders.items()}
-        write_json(path, found)
+def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
+    """Record the mean accepted length of greedy chains on held-out answers of the new data and of ``init_data``."""
+    path, run, display = context.folder / CONTINUED, context.run, context.display
+    lengths = read_json(path) if path.exists() else {}
+    if when not in lengths or when == "after":
+        folders = {"new": Path(run.data.folder)}
+        if run.init_data:
+            folders["old"] = Path(run.init_data)
+        with undisturbed_rng(), display.stage(f"acceptance {when} training on: {', '.join(folders)} data"):
+            lengths[when] = {name: _held_out_length(head, folder) for name, folder in folders.items()}
+        write_json(path, lengths)
     if when == "after":
-        for name, length in found[when].items():
-            work.display.line(
-                f"   {name} data, held out: mean accepted length {found['before'][name]:.2f} before, {length:.2f} after"
-            )
+        for name, length in lengths[when].items():
+            before = lengths["before"][name]
+            display.line(f"   {name} data, held out: mean accepted length {before:.2f} before, {length:.2f} after")
 
 
 def _held_out_length(head: DraftHead, folder: Path) -> float:
-    """Simulated mean accepted length with a chain over all positions, on the held-out answers of a corpus."""
-    answers = AnswerStore(folder / "answers").read(with_hidden_states=False)
-    texts = [FinishedAnswer(g.input_ids.tolist(), g.boundary) for g in answers if is_held_out(g.prompt_number)][
-        :MOST_TEXTS
-    ]
-    if not texts:
+    """Return the simulated mean accepted length of chains over all positions, on a corpus's held-out answers."""
+    store = AnswerStore(folder / "answers").read(with_hidden_states=False)
+    answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in store if is_held_out(a.prompt_number)]
+    if not answers:
         raise UserError(f"{folder} has no held-out answers to measure acceptance on; name a larger corpus")
-    probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, texts)]
+    probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, answers[:MAX_HELD_OUT_ANSWERS])]
     return simulate_acceptance(probs, TokenTree.chain(head.depth)).mean_accepted_length
 
 
-def _save_trained_head(work: RunContext) -> None:
-    """Write the head of the last checkpoint, or of the best one, to the run folder."""
-    last, best = load_latest(work.checkpoints), load_best(work.checkpoints)
+def _save_trained_head(context: RunContext) -> None:
+    """Write the head of the best or of the last checkpoint to the run folder."""
+    last, best = load_latest(context.checkpoints), load_best(context.checkpoints)
     assert last is not None
     chosen = last
     if best is not None and best.state.global_step != last.state.global_step:
         step = f"step {best.state.global_step} (over all phases)"
-        found = f"held-out mean accepted length {best.state.score:.3f}, after {step}"
-        if work.run.checkpoint.final == "best":
+        score = f"held-out mean accepted length {best.state.score:.3f}, after {step}"
+        if context.run.checkpoint.final == "best":
             chosen = best
-            work.display.line(f"   the weights are the best ones: {found}")
+            context.display.line(f"   the weights are the best ones: {score}")
         else:
-            work.display.line(f"   the best weights ({found}) are in {best.path}; checkpoint.final=best takes them")
-    head = work.new_head()
+            context.display.line(f"   {best.path} has better weights ({score}); checkpoint.final=best takes them")
+    head = context.new_head()
     load_weights(head, chosen)
-    head.save_pretrained(work.head_folder)
+    head.save_pretrained(context.head_folder)
 
 
-def quality(work: RunContext) -> None:
-    """Compare a trained base with the original one on text and answers that training has not seen."""
-    run = work.run
+def quality(context: RunContext) -> None:
+    """Compare a trained base with the original one on unseen text and answers."""
+    run, display, corpora = context.run, context.display, context.corpora
     if not run.trains_base:
         return
 
-    def batches(name: str, part: datasets.Dataset) -> Iterator[TrainBatch]:
-        for n in range(len(part)):
-            work.display.progress(f"held-out {name}, read by both", n, len(part))
-            yield collate(part, [n])
+    def batches(name: str, rows: datasets.Dataset) -> Iterator[TrainBatch]:
+        for n in range(len(rows)):
+            display.progress(f"held-out {name}, read by both bases", n, len(rows))
+            yield collate(rows, [n])
 
-    with work.display.stage("the trained base beside the original one"):
-        rows = {"answers": work.corpora.answer_rows(run.answer_row_length, held_out=True)[0]}
-        text = unseen_text(work.corpora, run.phases)
+    with display.stage("the trained base compared with the original one"):
+        datasets_by_name = {"answers": corpora.answer_rows(run.answer_row_length, held_out=True)[0]}
+        text = unseen_text(corpora, run.phases)
         if text is not None:
-            rows = {"text": text, **rows}
-        found = {name: compare_bases(work.corpora.base, work.base, batches(name, part)) for name, part in rows.items()}
-        result = check_quality(found, run.quality_limits)
-        for folder in (work.folder, work.head_folder):
+            datasets_by_name = {"text": text, **datasets_by_name}
+        comparisons = {
+            name: compare_bases(corpora.base, context.base, batches(name, rows))
+            for name, rows in datasets_by_name.items()
+        }
+        result = check_quality(comparisons, run.quality_limits)
+        for folder in (context.folder, context.head_folder):
             write_json(folder / QUALITY, result)
-        work.display.console.print(quality_table(result).console())
-        work.display.line(quality_line(result))
+        display.console.print(quality_table(result).console())
+        display.line(quality_line(result))
 
 
-def tree(work: RunContext) -> None:
+def tree(context: RunContext) -> None:
     """Measure the costs of a step on this machine, and choose the tree with the highest expected speedup."""
-    run, display, head = work.run, work.display, work.load_head()
-    path = work.folder / "calibration.json"
+    run, display, head = context.run, context.display, context.load_head()
+    path = context.folder / CALIBRATION
     with display.stage("tree: step costs on this machine, accuracies on held-out answers"):
-        found = load_calibration(path, head)
-        if found is None:
+        calibrated = load_calibration(path, head)
+        if calibrated is None:
             costs = measure_costs(head.base, head)
-            found = costs, calibrate(_tree_answers(work, head), costs, run.tree_search)
-            save_calibration(path, head, *found)
+            calibrated = costs, calibrate(_tree_answers(context, head), costs, run.tree_search)
+            save_calibration(path, head, *calibrated)
             head.batch_trees = {}
-        calibration = found[1]
+        costs, calibration = calibrated
         head.tree = calibration.tree
         for rows in run.tree_batches:
             if rows not in head.batch_trees:
-                costs = measure_costs(head.base, head, rows=rows)
-                chosen = calibrate(_tree_answers(work, head), costs, run.tree_search)
-                pays = chosen.expected_speedup > 1
-                head.batch_trees = {**head.batch_trees, rows: chosen.tree if pays else TokenTree.chain(0)}
-                expected = f"{len(chosen.tree)} nodes, expect speedup {chosen.expected_speedup:.2f}"
-                display.line(f"   batches of {rows}: {expected if pays else 'no drafts, they would not pay'}")
-        head.save_pretrained(work.head_folder)
+                batch = calibrate(
+                    _tree_answers(context, head), measure_costs(head.base, head, rows=rows), run.tree_search
+                )
+                pays = batch.expected_speedup > 1
+                head.batch_trees = {**head.batch_trees, rows: batch.tree if pays else TokenTree.chain(0)}
+                expected = f"{len(batch.tree)} nodes, expect speedup {batch.expected_speedup:.2f}"
+                display.line(f"   batches of {rows}: {expected if pays else 'no drafts, because they would not pay'}")
+        head.save_pretrained(context.head_folder)
         display.line(
             f"   {len(calibration.tree)} nodes: expect a mean accepted length of {calibration.expected_tokens:.2f}, "
             f"speedup {calibration.expected_speedup:.2f}; {calibration.expected_tokens_largest:.2f} with 64 nodes"
             + (f" (without its threshold of {head.confidence_threshold:g})" if head.confidence_threshold else "")
         )
-        display.line(f"   {other_processes_line(found[0].other_processes_cores)}")
+        display.line(f"   {other_processes_line(costs.other_processes_cores)}")
 
 
-def _tree_answers(work: RunContext, head: DraftHead) -> list[Ranks]:
-    """Ranks of the drafts along answers that training has not seen: to the suite's dev half, where there is."""
-    run = work.run
-    if work.development_answers is not None:
-        return text_ranks(head, work.development_answers)
-    cached = any(phase.store_hidden_states for phase in run.phases.values())  # then they are, since training
-    held_out = open_held_out(work.corpora, run.answer_row_length, head.spec, cached, head.base)
+def _tree_answers(context: RunContext, head: DraftHead) -> list[Ranks]:
+    """Return ranks of the drafts along unseen answers: to the suite's dev half if it has one, else held-out ones."""
+    run = context.run
+    if context.development_answers is not None:
+        return text_ranks(head, context.development_answers)
+    is_cached = any(
+        phase.store_hidden_states for phase in run.phases.values()
+    )  # training has then cached the held-out answers
+    held_out = open_held_out(context.corpora, run.answer_row_length, head.spec, is_cached, head.base)
     return [ranks for row in range(len(held_out)) for ranks in answer_ranks(head, *held_out.load([row]))]
 
 
-def evaluate(work: RunContext) -> None:
-    """Answer the suite with the head and its baselines; leaves ``eval.json`` and ``report.html``."""
-    run, display, head = work.run, work.display, work.load_head()
-    found = load_calibration(work.folder / "calibration.json", head)
-    if found is None:
+def evaluate(context: RunContext) -> None:
+    """Answer the suite with the head and its baselines, and write ``eval.json`` and ``report.html``."""
+    run, display, head = context.run, context.display, context.load_head()
+    calibrated = load_calibration(context.folder / CALIBRATION, head)
+    if calibrated is None:
         raise UserError(
-            f"{work.folder}/calibration.json is missing, or of another head or machine; run the stage tree first "
-            "(stages=[tree,evaluate])"
+            f"{context.folder / CALIBRATION} is missing, or belongs to another head or machine; run the stage tree "
+            "first (stages=[tree,evaluate])"
         )
-    costs, calibration = found
+    costs, calibration = calibrated
     head.tree = calibration.tree
-    log = read_json_lines(work.folder / "metrics.jsonl")
+    log = read_json_lines(context.folder / "metrics.jsonl")
     with display.stage(f"evaluation: {run.eval.suite}"):
         drafter, draft_config = run.eval.build(head.base, head, run.eval.draft_config(head))
         evaluation = evaluate_drafter(
             head.base,
             drafter,
             run.eval,
-            work.folder,
+            context.folder,
             display.progress,
             draft_config=draft_config,
             head=head,
             calibration=calibration,
             costs=costs,
             training_log=log,
-            development=work.development_answers,
+            development=context.development_answers,
         )
     display.console.print(console_table(evaluation))
     for line in console_lines(evaluation, log):
         display.line(line)
-    work.tracker.finish(evaluation)
+    context.tracker.finish(evaluation)
     if run.eval.sampler.greedy:
         prompt = load_suite(run.eval.suite, 1, run.eval.seed, run.eval.tasks, run.eval.split)[0]
         ids = conversation_ids(head.base.tokenizer, prompt, template_kwargs=run.base.chat_template_kwargs)
-        display.console.print(side_by_side(head.base, drafter, draft_config, ids, min(SHOWN, run.eval.max_new_tokens)))
+        tokens = min(SHOWN_TOKENS, run.eval.max_new_tokens)
+        display.console.print(side_by_side(head.base, drafter, draft_config, ids, tokens))
 
 
-def card(work: RunContext) -> None:
-    """Write the model card; end a run that took its base further from the original than the recipe allows."""
-    folder, path = work.folder, work.folder / "eval.json"
+def card(context: RunContext) -> None:
+    """Write the model card. Fail a run that changed its base more than the recipe allows."""
+    run, folder, path = context.run, context.folder, context.folder / "eval.json"
     if not path.exists():
         raise UserError(f"{path} is missing; run the stage evaluate first")
-    saved = checkpoints(work.checkpoints)
+    saved = checkpoints(context.checkpoints)
     processes = saved_state(saved[-1]).get("processes", 1) if saved else 1
-    result = read_json(folder / QUALITY) if work.run.trains_base else None
-    write_card(work.run, work.load_head(), work.corpora.answers().stats, read_json(path), result, folder, processes)
-    for does, command in (
-        ("try it", f'drafthead generate head={work.head_folder} "Why is the sky blue?"'),
-        ("measure it on other prompts", f"drafthead eval head={work.head_folder} suite=spec_bench_like limit=18"),
+    result = read_json(folder / QUALITY) if run.trains_base else None
+    write_card(run, context.load_head(), context.corpora.answers().stats, read_json(path), result, folder, processes)
+    for purpose, command in (
+        ("try it", f'drafthead generate head={context.head_folder} "Why is the sky blue?"'),
+        ("measure it on other prompts", f"drafthead eval head={context.head_folder} suite=spec_bench_like limit=18"),
         ("look at the report", f"{folder / 'report.html'}"),
     ):
-        work.display.line(f"{does}:\n   {command}")
+        context.display.line(f"{purpose}:\n   {command}")
     if result is not None and not result["passed"]:
         raise UserError(
             f"the base changed more than quality_limits allow: {'; '.join(result['failures'])}. The head is saved in "
-            f"{work.head_folder} and works, but its base is not what it was. Lower the learning rate or the steps of "
-            "the phases with train_base, or head.heads_weight, and start over with resume=false; or raise the limits"
+            f"{context.head_folder} and works with the changed base. Lower the learning rate or the steps of the "
+            "phases with train_base, or head.heads_weight, and start over with resume=false; or raise the limits"
         )
 
 
-def push(work: RunContext) -> None:
-    """Upload the head to the Hub, where the recipe asks for it."""
-    run = work.run
+def push(context: RunContext) -> None:
+    """Upload the head to the Hub, if the recipe asks for it."""
+    run, display = context.run, context.display
     if run.push:
-        with work.display.stage("upload to the Hub"):
-            address = push_to_hub(
-                work.head_folder, run.hub.repo or run.name, private=run.hub.private, log=work.display.line
-            )
-        work.display.line(f"pushed: {address}")
+        with display.stage("upload to the Hub"):
+            repository = run.hub.repo or run.name
+            address = push_to_hub(context.head_folder, repository, private=run.hub.private, log=display.line)
+        display.line(f"pushed: {address}")
 
 
 STAGES: dict[str, Callable[[RunContext], None]] = {
     stage.__name__: stage for stage in (corpora, train, quality, tree, evaluate, card, push)
 }
 COLLECTIVE = ("corpora", "train")
-"""Stages that all processes take part in; the others are the main process's."""
-
-
-def _open_folder(work: RunContext, resolved: str) -> None:
-    """Make the run folder, or check that what it holds came from the same settings."""
-    run, settings = work.run, work.folder / SETTINGS
-    wanted = json.loads(json.dumps(training_settings(run), default=str))
-    if not run.resume:
-        _clear(work)
-    if settings.exists():
-        check_settings(settings, wanted)
-    write_json(settings, wanted)
-    for warning in write_provenance(work.folder, resolved):
-        work.display.line(f"warning: {warning}")
-
-
-def check_settings(path: Path, wanted: dict[str, Any]) -> None:
-    """Refuse to resume in the folder of ``path`` with settings that differ from those in it."""
-    found, folder = read_json(path), path.parent
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds a {type(found).__name__}, expected an object; restore it, or use resume=false")
-    found = update_names(found)
-    found.pop("head.draft_dtype", None)  # earlier versions kept it
-    # A key that the earlier version did not have yet is equal where it is unset now.
-    changed = sorted(k for k in {*found, *wanted} if (found.get(k) or None) != (wanted.get(k) or None))
-    trained = any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
-    if changed and trained:
-        key = changed[0]
-        raise UserError(
-            f"{folder} was trained with {' '.join(key.split())}={found.get(key)!r}, this recipe has "
-            f"{wanted.get(key)!r}; give the run another name (name=...), or start over with resume=false"
-        )
-
-
-def training_settings(run: RunConfig) -> dict[str, Any]:
-    """What may not change between a run's start and its continuation, by dotted key."""
-    kept = {k: v for k, v in asdict(run).items() if k in ("seed", "base", "head", "init_from", "data", "phases")}
-    del kept["data"]["folder"], kept["data"]["answers"]["batch_size"], kept["data"]["answers"]["server"]
-    del kept["base"]["kernels"]
-    kept["head"].pop("draft_dtype", None)
-    if kept["head"].get("head_type") == "eagle3" and kept["head"].get("num_layers") == 1:
-        del kept["head"]["num_layers"]
-    for phase in kept["phases"].values():
-        for group, name, default in (
-            ("optim", "name", "adamw"),
-            ("optim", "momentum", 0.95),
-            ("loss", "confidence", 1.0),
-            ("boost", "floor", 0.1),
-        ):
-            if phase[group][name] == default:
-                del phase[group][name]  # nor these
-    for source in (*kept["data"]["text"]["sources"], *kept["data"]["answers"]["sources"]):
-        if source["turns"] == 1:
-            del source["turns"]  # which runs of earlier versions do not have
-    return flatten(kept)
-
-
-def _clear(work: RunContext) -> None:
-    """Remove what the run's stages left in its folder; the settings, which mark it as a run's, go last."""
-    folder, settings = work.folder, work.folder / SETTINGS
-    found = [path for stage in work.run.stages for name in RESULTS.get(stage, ()) for path in folder.glob(name)]
-    if found and not settings.exists():
-        raise UserError(
-            f"resume=false would remove {found[0]}, but {folder} has no {SETTINGS}, so no run of this program made it; "
-            "choose another folder (out=...), or remove it yourself"
-        )
-    for path in found:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    if "train" in work.run.stages:
-        settings.unlink(missing_ok=True)
+"""Stages that all processes take part in. The main process runs the others alone."""

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafthead.data.utils.settings import one_line_errors, run_main, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
-from drafthead.train.estimate import print_estimate
+from drafthead.train.estimate.memory import print_estimate
 from drafthead.train.pipeline import run_pipeline
 
 

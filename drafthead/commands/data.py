@@ -4,10 +4,11 @@ import hydra
 from omegaconf import DictConfig
 
 from drafthead.data.utils.settings import one_line_errors, run_main, say
-from drafthead.train.config import RunConfig, parse_run, preflight
+from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import launched
 from drafthead.train.pipeline import RunContext, corpora
+from drafthead.train.preflight import preflight
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")

@@ -1,4 +1,4 @@
-"""Tiny runs in forks of one prepared process (``forked_runs.py``), for tests of what may interrupt a run."""
+"""Tiny runs in forks of one prepared process (``forked_runs.py``), for tests that interrupt runs."""
 
 import json
 import os
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
-from drafthead.data.utils.files import read_json_lines
 from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.train.pipeline import run_pipeline
+from support import assert_same_run, composed, losses_of
 
 OPTIONS = (
     "recipe=hydra_pp_smollm2",  # a head with attention and dropout
@@ -33,6 +33,8 @@ OPTIONS = (
     "phases.distill.seq_len=256",
 )
 STEPS = 20
+SHORT = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
+"""Overrides of a run that is only there to be resumed, copied or rejected."""
 
 
 class Runs:
@@ -50,16 +52,16 @@ class Runs:
         """How long the latest job took."""
 
     def all(self, folder: Path, *overrides: str, **job: Any) -> list[int]:
-        """Train in ``folder``; returns every process's exit code, negative for a signal that killed it."""
-        places = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-        return self._done(folder, {"overrides": [*OPTIONS, *places, *overrides], **job})
+        """Train in ``folder`` and return every process's exit code, negative for a signal that killed it."""
+        folders = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
+        return self._run(folder, {"overrides": [*OPTIONS, *folders, *overrides], **job})
 
     def command(self, folder: Path, *arguments: str, **job: Any) -> int:
-        """``drafthead`` with these arguments, which logs in ``folder``; the exit code, negative for a signal."""
-        (code,) = self._done(folder, {"command": arguments, **job})
+        """Run ``drafthead`` with these arguments, log in ``folder``, and return the exit code."""
+        (code,) = self._run(folder, {"command": arguments, **job})
         return code
 
-    def _done(self, folder: Path, job: dict[str, Any]) -> list[int]:
+    def _run(self, folder: Path, job: dict[str, Any]) -> list[int]:
         folder.mkdir(exist_ok=True)
         job = {"log": str(folder / "log"), **job}
         assert self._server.stdin is not None and self._server.stdout is not None
@@ -70,31 +72,25 @@ class Runs:
         return [int(code) for code in answer["codes"]]
 
     def one(self, folder: Path, *overrides: str, at: tuple[str, int] | None = None, do: str = "SIGKILL") -> int:
-        """The same on one process, to which something may happen: ``do`` just before the call ``at``."""
+        """Train on one process, with the event ``do`` just before the call ``at``, and return its exit code."""
         events = [] if at is None else [{"call": at, "do": do}]
         (code,) = self.all(folder, *overrides, at=events)
         return code
 
     @staticmethod
-    def said(folder: Path, rank: int = 0) -> str:
-        """All that runs in ``folder`` have printed."""
+    def output(folder: Path, rank: int = 0) -> str:
+        """Return everything that runs in ``folder`` have printed."""
         return (folder / (f"log.{rank}" if rank else "log")).read_text()
 
-    @staticmethod
-    def losses(folder: Path) -> list[float]:
-        """The loss of every step."""
-        return [row["loss"] for row in read_json_lines(folder / "run" / "metrics.jsonl") if "loss" in row]
+    def last_line(self, folder: Path, rank: int = 0) -> str:
+        """Return the last line of ``output``."""
+        return self.output(folder, rank).strip().splitlines()[-1]
 
     @staticmethod
-    def bits(folder: Path) -> dict[str, bytes]:
-        """The weights of the trained head."""
-        weights = load_file(folder / "run" / "head" / "model.safetensors")
-        return {name: tensor.numpy().tobytes() for name, tensor in weights.items()}
-
-    def assert_equal(self, folder: Path, whole: Path) -> None:
-        """Every step's loss and every bit of the weights are those of ``whole``."""
-        assert self.losses(folder) == self.losses(whole) and len(self.losses(whole)) == STEPS
-        assert self.bits(folder) == self.bits(whole)
+    def assert_equal(folder: Path, whole: Path) -> None:
+        """Compare every step's loss and every bit of the weights."""
+        assert_same_run(folder / "run", whole / "run")
+        assert len(losses_of(whole / "run")) == STEPS
 
     def close(self) -> None:
         self._server.communicate()
@@ -102,23 +98,33 @@ class Runs:
 
 @pytest.fixture(autouse=True)
 def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The costs of a step are measured once, which is enough for trees that only have to be there."""
+    """Measure the costs of a step once: these tests need a tree, not a good one."""
     monkeypatch.setattr("drafthead.train.pipeline.measure_costs", partial(measure_costs, repeats=1))
 
 
 @pytest.fixture(scope="session")
 def runs() -> Iterator[Runs]:
     """One prepared process for all tests of a worker."""
-    found = Runs()
-    yield found
-    found.close()
+    forks = Runs()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(scope="session")
 def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing ended."""
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
-    assert runs.one(folder) == 0, runs.said(folder)[-2000:]
+    assert runs.one(folder) == 0, runs.output(folder)[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def medusa_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished tiny Medusa run and its corpora, for tests to copy."""
+    folder = tmp_path_factory.mktemp("medusa")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("drafthead.train.pipeline.measure_costs", partial(measure_costs, repeats=1))
+        run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", *SHORT))
     return folder
 
 

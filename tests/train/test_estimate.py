@@ -20,7 +20,7 @@ from drafthead.models.base.lora import LoraBase, LoraSettings
 from drafthead.models.base.shape import ModelShape
 from drafthead.models.heads.parts.size import HeadSize
 from drafthead.train.config import AnswersConfig, DataConfig, OptimConfig, PhaseConfig, RunConfig, ShardConfig
-from drafthead.train.estimate import GATHERED_LAYERS, Estimate, render, size
+from drafthead.train.estimate.memory import GATHERED_LAYERS, Estimate, render, size
 from drafthead.train.trainer.optim import build_optimizer
 from support import composed
 

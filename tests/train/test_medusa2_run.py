@@ -1,4 +1,4 @@
-"""Whole runs that train the base along: the gate, exact resume, what is saved, and settings that are refused."""
+"""Whole runs that also train the base: quality limits, saved files, rejected settings."""
 
 from pathlib import Path
 
@@ -15,7 +15,10 @@ from drafthead.train.pipeline import run_pipeline
 from drafthead.train.trainer.batches import open_phase, unseen_text
 from support import composed
 
-SHORT = ("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4")
+SHORT = (
+    *("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4"),
+    *("eval.limit=1", "eval.max_new_tokens=8"),
+)
 PLAIN_MEDUSA = ("head=medusa", "~head.base_loss", "~head.heads_weight", "~head.heads_schedule")
 LOOSE = ("quality_limits.max_perplexity_ratio=null", "quality_limits.min_greedy_match_rate=null")
 
@@ -29,15 +32,13 @@ def train(folder: Path, *overrides: str) -> Path:
     return folder / "run"
 
 
-TOO_FAST = ("phases.joint.optim.lr=0.05", "checkpoint.final=last")  # the best weights may be those from before it
+TOO_FAST = ("phases.joint.optim.lr=0.05", "checkpoint.final=last")  # the best weights may precede the joint phase
 
 
 def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"the base changed more than quality_limits allow: .*match rate on text is 0\.\d+ .limit 1.*is saved in",
-    ):
-        train(tmp_path, "quality_limits.min_greedy_match_rate=1.0", *TOO_FAST)
+    limit, message = "quality_limits.min_greedy_match_rate=1.0", "more than quality_limits allow: .*match rate on text"
+    with pytest.raises(UserError, match=message):
+        train(tmp_path, limit, *TOO_FAST)
     run = tmp_path / "run"
     quality = read_json(run / "quality.json")
     assert quality == read_json(run / "head" / "quality.json")
@@ -47,27 +48,21 @@ def test_past_a_limit_the_run_fails_and_all_is_saved(tmp_path: Path) -> None:
     assert "The base was tuned together with the heads" in (run / "head" / "README.md").read_text()
     base, head = load_base_and_head(run / "head")
     assert base.fingerprint == head.base_fingerprint
-    with pytest.raises(
-        UserError, match="the base changed more than quality_limits allow"
-    ):  # a second start changes nothing
-        train(tmp_path, "quality_limits.min_greedy_match_rate=1.0", *TOO_FAST)
-    train(
-        tmp_path,
-        "quality_limits.min_greedy_match_rate=0.01",
-        "quality_limits.max_perplexity_ratio=100",
-        *TOO_FAST,
-    )
+    with pytest.raises(UserError, match=message):  # a second start changes nothing
+        train(tmp_path, limit, *TOO_FAST, "stages=[quality,card]")
+    loose = ("quality_limits.min_greedy_match_rate=0.01", "quality_limits.max_perplexity_ratio=100")
+    train(tmp_path, *loose, *TOO_FAST, "stages=[quality,card]")
     assert read_json(run / "quality.json")["passed"]
 
 
-def test_text_that_the_base_is_measured_on_is_not_trained_on(tmp_path: Path) -> None:
+def test_text_for_measuring_the_base_is_not_trained_on(tmp_path: Path) -> None:
     run, _ = load(tmp_path, *LOOSE, "phases.joint.corpus=text", "phases.joint.store_hidden_states=false")
     corpora = Corpora(BaseModel.load(run.base), run.data, run.seed, lambda *_: None)
-    kept = unseen_text(corpora, run.phases)
-    assert kept is not None and len(kept) >= 1
+    unseen = unseen_text(corpora, run.phases)
+    assert unseen is not None and len(unseen) >= 1
     trained = open_phase(corpora, "joint", run.phases["joint"], HiddenStatesSpec()).rows
     everything = corpora.text_rows(run.phases["joint"].seq_len)
-    assert [*trained["input_ids"], *kept["input_ids"]] == list(everything["input_ids"])
+    assert [*trained["input_ids"], *unseen["input_ids"]] == list(everything["input_ids"])
     heads_alone = open_phase(corpora, "pretrain", run.phases["pretrain"], HiddenStatesSpec()).rows
     assert len(heads_alone) == len(everything)
 
@@ -75,15 +70,12 @@ def test_text_that_the_base_is_measured_on_is_not_trained_on(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (PLAIN_MEDUSA, "phases.joint.train_base needs a head that trains its base, .*MedusaConfig cannot"),
-        (("phases.joint.train_base=false",), "quality_limits has limits, but no phase trains the base"),
-        (
-            ("phases.distill.train_base=true", "phases.joint.train_base=false"),
-            "phases.joint trains heads for the original base after phases.distill",
-        ),
-        (("base.adapter=some/folder",), "base.adapter=some/folder and phases.joint.train_base exclude each other"),
-        (("quality_limits.min_greedy_match_rate=2",), r"min_greedy_match_rate must be in \[0, 1\] or null, got 2"),
-        (("head.base_loss=mse",), "head.base_loss must be one of ce, self_distillation"),
+        (PLAIN_MEDUSA, "phases.joint.train_base .*MedusaConfig"),
+        (("phases.joint.train_base=false",), "quality_limits"),
+        (("phases.distill.train_base=true", "phases.joint.train_base=false"), "phases.joint .*phases.distill"),
+        (("base.adapter=some/folder",), "base.adapter=some/folder .*phases.joint.train_base"),
+        (("quality_limits.min_greedy_match_rate=2",), "min_greedy_match_rate .* 2"),
+        (("head.base_loss=mse",), "head.base_loss"),
     ],
 )
 def test_bad_settings(overrides: tuple[str, ...], says: str, tmp_path: Path) -> None:

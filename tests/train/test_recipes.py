@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from drafthead.data.utils.errors import UserError
 from drafthead.train.config import RunConfig
-from drafthead.train.estimate import Estimate
+from drafthead.train.estimate.memory import Estimate
 from drafthead.train.pipeline import run_pipeline
 from support import composed
 

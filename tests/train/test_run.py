@@ -1,5 +1,6 @@
-"""Whole runs on a random tiny base: bad input is one line before any work; stages, and what a second start repeats."""
+"""Whole runs on a random tiny base: errors before any work, stages, and work that a second start skips."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json
+from drafthead.data.utils.files import read_json, write_json
 from drafthead.eval.timing import methods
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.models.base.base_model import BaseModel
@@ -18,15 +19,16 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train import pipeline
-from drafthead.train.config import RunConfig, preflight
-from drafthead.train.outlook import Outlook
+from drafthead.train.config import RunConfig
+from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.pipeline import run_pipeline
+from drafthead.train.preflight import preflight
+from drafthead.train.run_folder import check_settings, training_settings
+from drafthead.train.trainer import trainer as loop
 from support import TinyBase, composed
 
-ROOT = Path(__file__).parent.parent.parent
-
-
 SHORT = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
+TRAINED = "stages=[corpora,train]"
 
 
 def train(folder: Path, *overrides: str) -> Path:
@@ -34,20 +36,54 @@ def train(folder: Path, *overrides: str) -> Path:
     return folder / "run"
 
 
-def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
-    trained = "stages=[corpora,train]"
-    train(tmp_path, trained)
+@pytest.fixture
+def finished(medusa_run: Path, tmp_path: Path) -> Path:
+    """A folder with a copy of a finished run of ``train``, and its corpora."""
+    return Path(shutil.copytree(medusa_run, tmp_path / "finished", symlinks=True))
+
+
+def test_a_folder_of_other_settings_is_rejected(finished: Path) -> None:
     with pytest.raises(UserError, match=r"phases.distill.optim.lr=.*resume=false"):
-        train(tmp_path, trained, "phases.distill.optim.lr=0.005")
-    train(tmp_path, trained, "phases.distill.optim.lr=0.005", "resume=false")
-    with pytest.raises(UserError, match="answers was made with sampler.temperature = .* remove the folder"):
-        train(tmp_path, trained, "data.answers.sampler.temperature=0.5", "resume=false")
-    with pytest.raises(UserError, match="answers was made with base.fingerprint = "):
-        train(tmp_path, trained, "base.seed=1", "resume=false")
+        train(finished, TRAINED, "phases.distill.optim.lr=0.005")
+    with pytest.raises(UserError, match="sampler.temperature"):
+        train(finished, TRAINED, "data.answers.sampler.temperature=0.5", "resume=false")
+    with pytest.raises(UserError, match="base.fingerprint"):
+        train(finished, TRAINED, "base.seed=1", "resume=false")
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("key", "saved", "is_accepted"),
+    [
+        ("head.num_layers", 0, True),
+        ("head.num_layers", False, False),  # Python's 0 == False
+        ("head.num_layers", "", False),
+        ("head.num_layers", None, False),
+        ("head.num_layers", ..., False),  # absent: its default is 1
+        ("init_from", ..., True),  # absent: its default is None
+        ("init_from", "", False),
+        ("phases.distill.optim.name", ..., True),
+        ("data.answers.sources", ..., False),
+        ("phases.distill.unknown", False, False),
+    ],
+)
+def test_resuming_tells_values_apart_and_fills_in_defaults(
+    tmp_path: Path, key: str, saved: Any, is_accepted: bool
+) -> None:
+    run, path = recipe(tmp_path, "head.num_layers=0"), tmp_path / "run" / "training-settings.json"
+    settings = training_settings(run)
+    settings = {k: v for k, v in settings.items() if k != key and not k.startswith(f"{key}.")}
+    write_json(path, settings if saved is ... else settings | {key: saved})
+    check_settings(path, run)  # nothing is trained yet
+    (path.parent / "head").mkdir()
+    if is_accepted:
+        check_settings(path, run)
+    else:
+        with pytest.raises(UserError, match=f"{key}.*resume=false"):
+            check_settings(path, run)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
     [
         ("recipe=medusa_lama", "medusa_lama"),
         ("optim.lr=1", "optim"),
@@ -62,8 +98,8 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
         ("name=a/b", "name must be letters, digits"),
     ],
 )
-def test_bad_settings_are_one_clear_error(override: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=says):
+def test_bad_settings_are_one_clear_error(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=message):
         recipe(tmp_path, override)
 
 
@@ -72,19 +108,20 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 
 
 def test_settings_of_another_head_are_named_at_once(tmp_path: Path) -> None:
-    """``head=kangaroo`` beside a Medusa recipe: the user typed none of the keys that do not fit."""
-    with pytest.raises(UserError) as found:
+    """``head=kangaroo`` with a Medusa recipe: the user typed none of the keys that do not fit."""
+    with pytest.raises(UserError) as error:
         recipe(tmp_path, "head=kangaroo", "head.exit_layer=1")
-    said, unknown = str(found.value), ("num_layers", "own_lm_head", "induction_rank", "reads_last_token")
-    assert f"KangarooConfig has no {', '.join(unknown)}; the recipe sets them for another head" in said
-    assert "Choose a recipe of this head" in said and "\n" not in said and said.count("~head.") == len(unknown)
+    message, unknown = str(error.value), ("num_layers", "own_lm_head", "induction_rank", "reads_last_token")
+    assert f"KangarooConfig has no {', '.join(unknown)}" in message
+    assert "\n" not in message and message.count("~head.") == len(unknown)
     fitting = recipe(tmp_path, "head=kangaroo", "head.exit_layer=1", *(f"~head.{key}" for key in unknown))
     assert fitting.head["draft_vocab_size"] == 4096
 
 
 def test_overlong_messages_keep_both_ends() -> None:
-    said = str(UserError(f"a.json has a bad name {'9' * 5000!r}; copy it again"))
-    assert len(said) < 2300 and said.startswith("a.json has a bad name '999") and said.endswith("'; copy it again")
+    message = str(UserError(f"a.json has a bad name {'9' * 5000!r}; copy it again"))
+    assert len(message) < 2300
+    assert message.startswith("a.json has a bad name '999") and message.endswith("'; copy it again")
 
 
 def stream(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
@@ -93,32 +130,29 @@ def stream(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("override", "key"),
     [
-        (
-            ["phases.pretrain.store_hidden_states=true"],
-            "phases.pretrain.store_hidden_states stores hidden states of",
-        ),
-        (["recipe=medusa2_smollm2"], "data.text.stream keeps no text for quality_limits"),
-        (["data.text.stream_shards=0"], "data.text.stream_shards must be at least 1, got 0"),
+        ("phases.pretrain.store_hidden_states=true", "phases.pretrain.store_hidden_states"),
+        ("recipe=medusa2_smollm2", "quality_limits"),
+        ("data.text.stream_shards=0", "stream_shards"),
     ],
 )
-def test_streams_that_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        stream(tmp_path, *overrides)
+def test_rejected_streams(tmp_path: Path, override: str, key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        stream(tmp_path, override)
 
 
 def test_a_streamed_file_is_not_read_to_its_end_before_a_run(tmp_path: Path) -> None:
-    """It may be larger than a disk; one that is packed is read, so that a broken line is found before the work."""
+    """It may be larger than the disk. A file to be packed is read, so that a broken line is found before the work."""
     (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n{')
     override = f"data.text.sources=[{{kind: jsonl, name: {tmp_path / 'x.jsonl'}}}]"
     preflight(stream(tmp_path, override)[0])
-    with pytest.raises(UserError, match=r"x.jsonl line 2 is not valid JSON"):
+    with pytest.raises(UserError, match="x.jsonl line 2"):
         preflight(stream(tmp_path, override, "data.text.stream=false")[0])
     (tmp_path / "x.jsonl").write_text("\n")
     with pytest.raises(UserError, match="is empty"):
         preflight(stream(tmp_path, override)[0])
-    with pytest.raises(UserError, match="has no weight, but others have"):  # not after the answers are generated
+    with pytest.raises(UserError, match="has no weight"):  # not after the answers are generated
         preflight(stream(tmp_path, override.replace("}]", "}, {kind: builtin, name: stdlib_tiny, weight: 2}]"))[0])
 
 
@@ -129,28 +163,25 @@ def never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("measured again")
 
 
-def test_a_second_start_measures_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = train(tmp_path)
+def test_a_second_start_measures_nothing_again(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finished / "run"
     first = read_json(run / "eval.json")
+    monkeypatch.setattr(pipeline, "measure_costs", never)
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "measure_costs", never)
         patched.setattr(methods, "decode", never)
-        train(tmp_path)
+        train(finished)
     assert read_json(run / "eval.json") == first
     assert len(list(run.glob("eval-log-*.jsonl"))) == 1
-
-    kept = [run / "calibration.json", *run.glob("eval-log-*.jsonl")]
-    stale = run / "eval-log-of-another-tree.jsonl"
-    stale.write_text("")
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "measure_costs", never)
-        with pytest.raises(AssertionError, match="measured again"):
-            train(tmp_path, "resume=false")
-    assert not any(path.exists() for path in (*kept, stale))
+    results = [run / "calibration.json", *run.glob("eval-log-*.jsonl"), run / "eval-log-of-another-tree.jsonl"]
+    results[-1].touch()
+    with pytest.raises(AssertionError, match="measured again"):
+        train(finished, "resume=false")
+    assert not any(path.exists() for path in results)
 
 
-def test_batches_have_trees_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of eight, where a node costs what eight cost, drafts nothing; its choice is saved with the head."""
+def test_batches_have_their_own_trees(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch of eight, where extra nodes are expensive, drafting does not pay. The choice is saved."""
+    (finished / "run" / "calibration.json").unlink()
     asked: list[int] = []
 
     def measured(base: BaseModel, head: DraftHead, rows: int = 1) -> CostModel:
@@ -159,35 +190,35 @@ def test_batches_have_trees_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
         return CostModel(verify=verify, draft=0.0, overhead=0.0, context=200)
 
     monkeypatch.setattr(pipeline, "measure_costs", measured)
-    settings = ("tree_batches=[2,8]", "stages=[corpora,train,tree]")
-    base, head = load_base_and_head(train(tmp_path, *settings) / "head")
+    settings = ("tree_batches=[2,8]", "stages=[tree]")
+    base, head = load_base_and_head(train(finished, *settings) / "head")
     assert asked == [1, 2, 8]
     one, two, eight = (head.tree_of(rows) for rows in (1, 2, 8))
     assert one is not None and two is not None and len(one) > len(two) and eight == TokenTree.chain(0)
     assert head.tree_of(7) == two and head.tree_of(16) == eight
-    found = decode_batch(base, head, [[5, 6, 7]] * 8, max_new_tokens=4, ignore_eos=True)
-    assert {step.proposed for result in found for step in result.steps} == {0}
-    train(tmp_path, *settings)
+    results = decode_batch(base, head, [[5, 6, 7]] * 8, max_new_tokens=4, ignore_eos=True)
+    assert {step.proposed for result in results for step in result.steps} == {0}
+    train(finished, *settings)
     assert asked == [1, 2, 8], "nothing is measured twice"
 
 
-def test_resume_false_keeps_what_no_run_made(tmp_path: Path) -> None:
+def test_resume_false_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:
     precious = tmp_path / "run" / "head" / "novel.txt"
     precious.parent.mkdir(parents=True)
     precious.write_text("Call me Ishmael.")
-    with pytest.raises(UserError, match=r"would remove .*head, but .* has no training-settings.json"):
+    with pytest.raises(UserError, match="head, but .* has no training-settings.json"):
         train(tmp_path, "resume=false")
     assert precious.exists()
 
 
-def test_what_the_launcher_says_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_launcher_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     with pytest.raises(UserError, match="mixed_precision=fp8"):
         train(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_to_train_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_token_to_train_on_fails(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = MedusaHead.loss
 
     def nothing(self: MedusaHead, *args: Any) -> LossOutput:
@@ -197,30 +228,27 @@ def test_nothing_to_train_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
 
     monkeypatch.setattr(MedusaHead, "loss", nothing)
-    with pytest.raises(UserError, match=r"phase pretrain, step 2: the last 2 steps had no token to train on"):
-        train(tmp_path, "log_every=2")
+    with pytest.raises(UserError, match="phase pretrain, step 2: .* no token to train on"):
+        train(finished, "log_every=2", "resume=false")
 
 
-def test_validation_and_saving_do_not_count_as_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_and_saving_do_not_count_as_training_time(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every validation takes an hour by the clock that the loop reads."""
-    from drafthead.train.trainer import trainer as loop
-
-    clock = [0.0]
+    clock, validate = [0.0], loop.Trainer._validate
     monkeypatch.setattr(loop, "perf_counter", lambda: clock.__setitem__(0, clock[0] + 0.001) or clock[0])
-    validate = loop.Trainer._validate
 
-    def slow(self: loop.Trainer, *args: Any) -> None:
-        validate(self, *args)
+    def slow(self: loop.Trainer, *args: Any) -> bool:
         clock[0] += 3600
+        return validate(self, *args)
 
     monkeypatch.setattr(loop.Trainer, "_validate", slow)
-    run = train(tmp_path, "stages=[corpora,train]", "phases.distill.steps=10", "log_every=2", "validate_every=3")
+    run = train(finished, TRAINED, "resume=false", "log_every=2", "validate_every=3")
     rows = loop.MetricsLog(run / "metrics.jsonl").rows()
     assert max(row["step_ms"] for row in rows if "step_ms" in row) < 1000
 
 
 def test_each_stage_runs_alone(tmp_path: Path) -> None:
-    """From what the stages before it left on disk; without that, the line names the stage that is missing."""
+    """A stage reads the files of earlier stages; without them, the error names the missing stage."""
     for stage, missing in (("tree", "train"), ("evaluate", "train"), ("card", "evaluate")):
         with pytest.raises(UserError, match=f"run the stage {missing} first"):
             train(tmp_path, f"stages=[{stage}]")
@@ -234,25 +262,30 @@ def test_each_stage_runs_alone(tmp_path: Path) -> None:
         train(tmp_path, f"stages=[{stage}]")
     run = tmp_path / "run"
     assert (run / "head" / "README.md").exists() and (run / "report.html").exists()
-    kept = read_json(run / "eval.json")
+    suite = read_json(run / "eval.json")["suite"]
     train(tmp_path, "stages=[evaluate]", "resume=false")
-    assert read_json(run / "eval.json")["suite"] == kept["suite"] and (run / "checkpoints").exists()
-    with pytest.raises(UserError, match=r"stages must be a list of corpora, train, .*, got \['trein'\]"):
-        train(tmp_path, "stages=[trein]")
-    with pytest.raises(UserError, match=r"push must be true for stages=\[push\], got False"):
-        train(tmp_path, "stages=[push]")
+    assert read_json(run / "eval.json")["suite"] == suite and (run / "checkpoints").exists()
 
 
-def test_a_run_says_first_what_it_will_do(tmp_path: Path, tiny_base: TinyBase) -> None:
-    """Every stage that takes time, with its size; more work takes longer."""
+@pytest.mark.parametrize(("overrides", "key"), [("stages=[trein]", "stages"), ("stages=[push]", "push")])
+def test_bad_stages(tmp_path: Path, overrides: str, key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        train(tmp_path, overrides)
 
-    def rows(*overrides: str) -> dict[str, tuple[str, float]]:
+
+def test_a_run_first_prints_its_stages_and_their_durations(tmp_path: Path, tiny_base: TinyBase) -> None:
+    """Every long stage has a row with its size. More work takes longer. A step's rows depend on the processes."""
+
+    def rows(*overrides: str, devices: int = 1) -> dict[str, tuple[str, float]]:
         run, _ = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *overrides)
-        return {stage: (what, seconds) for stage, what, seconds in Outlook(run, tiny_base(), 1).rows()}
+        stages = StageDurations(run, tiny_base(), devices).rows()
+        return {stage: (work, seconds) for stage, work, seconds in stages}
 
-    found = rows()
-    assert list(found) == ["corpora", "phase pretrain", "phase distill", "tree", "evaluate"]
-    assert "24 prompts" in found["corpora"][0] and "10 steps on text" in found["phase pretrain"][0]
-    assert "3 answers of 24 tokens (builtin), each by 6 methods" in found["evaluate"][0]
-    assert rows("phases.distill.steps=1000")["phase distill"][1] > 10 * found["phase distill"][1]
+    by_stage = rows()
+    assert list(by_stage) == ["corpora", "phase pretrain", "phase distill", "tree", "evaluate"]
+    assert "24 prompts" in by_stage["corpora"][0] and "10 steps on text" in by_stage["phase pretrain"][0]
+    assert "3 answers of 24 tokens (builtin), each by 6 methods" in by_stage["evaluate"][0]
+    assert rows("phases.distill.steps=1000")["phase distill"][1] > 10 * by_stage["phase distill"][1]
     assert list(rows("stages=[tree]")) == ["tree"]
+    work = rows("phases.distill.grad_accum_steps=3", devices=8)["phase distill"][0]
+    assert "48 rows per step (2 x 8 x 3" in work

@@ -1,4 +1,4 @@
-"""Signals and faults of the machine: what a run leaves behind, what it says, and that the same command goes on."""
+"""Runs that a signal or a fault of the machine ends: files left behind, messages, and exact continuation."""
 
 import os
 import signal
@@ -22,12 +22,12 @@ def steps_saved(folder: Path) -> list[int]:
     return sorted(int(p.name.removeprefix("step-")) for p in (folder / "run" / "checkpoints").glob("step-*"))
 
 
-def test_a_preempted_job_goes_on_bit_for_bit(runs: Any, whole: Path, tmp_path: Path) -> None:
+def test_a_preempted_job_resumes_bit_for_bit(runs: Any, whole: Path, tmp_path: Path) -> None:
     """While generating, in the first phase, and by Ctrl-C in the second."""
     assert runs.one(tmp_path, at=("answer", 6), do="SIGTERM") == TERMINATED
-    assert "stopped by SIGTERM; what is done is kept, the same command resumes" in runs.said(tmp_path)
+    assert "stopped by SIGTERM; finished work is kept" in runs.output(tmp_path)
     assert runs.one(tmp_path, at=("step", 7), do="SIGTERM") == TERMINATED
-    assert "stopped by SIGTERM after step 7 (over all phases), which is saved" in runs.said(tmp_path)
+    assert "stopped by SIGTERM after step 7 (over all phases), which is saved" in runs.output(tmp_path)
     assert steps_saved(tmp_path)[-1] == 7
     assert runs.one(tmp_path, at=("step", 8), do="SIGINT") == INTERRUPTED
     assert steps_saved(tmp_path)[-1] == 15
@@ -35,6 +35,7 @@ def test_a_preempted_job_goes_on_bit_for_bit(runs: Any, whole: Path, tmp_path: P
     runs.assert_equal(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_signal_while_saving_or_measuring_waits_for_its_end(runs: Any, whole: Path, tmp_path: Path) -> None:
     for call, reached in ((("save tensors", 1), 3), (("validate", 1), 5), (("prune", 1), 7)):
         assert runs.one(tmp_path, at=call, do="SIGTERM") == TERMINATED
@@ -51,7 +52,7 @@ PROGRAM = """
         with signals.install_handlers(lambda line: print(line, flush=True)):
             with signals.defer_signals():
                 print("ready", flush=True)
-                for _ in range(600):
+                for _ in range(150):
                     time.sleep(0.01)
                     if signals.stop_signal() and "patient" not in sys.argv:
                         break
@@ -63,7 +64,7 @@ PROGRAM = """
 
 
 def play(*acts: tuple[float, signal.Signals], patient: bool = False) -> tuple[int, str]:
-    """Exit code and output of a program that holds signals back, after signals at (seconds after the one before)."""
+    """Return exit code and output of a program that defers signals; each act is a pause in seconds and a signal."""
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *(["patient"] if patient else [])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -74,18 +75,18 @@ def play(*acts: tuple[float, signal.Signals], patient: bool = False) -> tuple[in
     return process.returncode, output + errors
 
 
-def test_a_second_ctrl_c_leaves_at_once_and_an_echo_does_not() -> None:
+def test_a_second_ctrl_c_ends_the_run_at_once_and_an_echo_does_not() -> None:
     code, said = play((0.0, signal.SIGINT), patient=True)
     assert code == INTERRUPTED and "stopped by SIGINT" in said and "never" not in said
     code, said = play((0.0, signal.SIGINT), (0.5, signal.SIGINT), patient=True)
-    assert code == -signal.SIGINT and "SIGINT: saving and leaving after this step" in said and "stopped" not in said
+    assert code == -signal.SIGINT and "SIGINT: saving and exiting after this step" in said and "stopped" not in said
     # A launcher and a scheduler may both pass a signal on; SIGTERM never stops a save, however often it comes.
     code, said = play((0.0, signal.SIGTERM), (0.0, signal.SIGINT), (0.5, signal.SIGTERM))
     assert code == TERMINATED and said.count("stopped by SIGTERM") == 1
 
 
 def signalled_run(folder: Path, signum: signal.Signals, *launcher: str) -> tuple[int, str]:
-    """Exit code and output of a run that is signalled in its first phase."""
+    """Return exit code and output of a run that receives ``signum`` in its first phase."""
     command = [sys.executable, *launcher, str(ROOT / "train" / "run.py"), "recipe=medusa_smollm2", "debug=tiny"]
     command += [f"out={folder}/run", f"data.folder={folder}/corpora", "phases.pretrain.steps=100000", "log_every=1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -100,7 +101,7 @@ def signalled_run(folder: Path, signum: signal.Signals, *launcher: str) -> tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGTERM, TERMINATED), (signal.SIGINT, INTERRUPTED)])
-def test_the_command_leaves_with_the_documented_code(tmp_path: Path, signum: signal.Signals, expected: int) -> None:
+def test_the_command_exits_with_the_documented_code(tmp_path: Path, signum: signal.Signals, expected: int) -> None:
     code, said = signalled_run(tmp_path, signum)
     assert code == expected and f"stopped by {signum.name} after step" in said and "Traceback" not in said
     assert steps_saved(tmp_path)
@@ -108,8 +109,8 @@ def test_the_command_leaves_with_the_documented_code(tmp_path: Path, signum: sig
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_launcher_passes_the_signal_on_and_fails_itself(tmp_path: Path, signum: signal.Signals) -> None:
-    """Two processes save and leave; the launcher's exit code is its own, and the same command resumes."""
+def test_a_launcher_forwards_the_signal_and_fails_itself(tmp_path: Path, signum: signal.Signals) -> None:
+    """Two processes save and exit. The launcher has its own exit code, and the same command resumes."""
     reached = 0
     for start in range(2):
         launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2")
@@ -123,7 +124,7 @@ def test_a_launcher_passes_the_signal_on_and_fails_itself(tmp_path: Path, signum
 # Faults -------------------------------------------------------------------------------------------------------
 
 FULL = {
-    "while features of answers are written": (("save features", 2), "the next shard of answers"),
+    "while hidden states of answers are written": (("save features", 2), "the next shard of answers"),
     "while answers are written": (("rename shard", 3), "the next shard of answers"),
     "in the first phase's checkpoints": (("save tensors", 3), "a checkpoint"),
     "in the state of a checkpoint": (("write state", 2), "a checkpoint"),
@@ -131,17 +132,17 @@ FULL = {
 
 
 @pytest.mark.parametrize("how", ["full", pytest.param("small files", marks=pytest.mark.slow)])
-def test_a_full_disk_costs_nothing_that_was_done(runs: Any, whole: Path, tmp_path: Path, how: str) -> None:
+def test_a_full_disk_costs_no_finished_work(runs: Any, whole: Path, tmp_path: Path, how: str) -> None:
     """``full``: the call fails. ``small files``: the system refuses to write more than 3 kB into one file."""
-    for when, (call, what) in FULL.items():
+    for moment, (call, written) in FULL.items():
         if how == "small files" and call[0] in ("rename shard", "write state"):
             continue  # these files are smaller
         before = {p for p in tmp_path.rglob("*") if p.name.startswith(("shard", "step"))}
-        assert runs.one(tmp_path, at=call, do=how) == 1, when
-        last = runs.said(tmp_path).strip().splitlines()[-1]
-        assert last.startswith(f"error: {what} could not be written to {tmp_path}"), last
-        assert "the same command resumes there" in last
-        assert before <= set(tmp_path.rglob("*")), "something that was whole is gone"
+        assert runs.one(tmp_path, at=call, do=how) == 1, moment
+        last = runs.last_line(tmp_path)
+        assert last.startswith(f"error: {written} could not be written to {tmp_path}"), last
+        assert "the same command resumes" in last
+        assert before <= set(tmp_path.rglob("*")), "a finished file is gone"
         assert not [p for p in tmp_path.rglob(".*") if p.name.startswith((".writing", ".shard"))], "the disk stays full"
     assert runs.one(tmp_path) == 0
     runs.assert_equal(tmp_path, whole)
@@ -151,28 +152,28 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def test_damaged_corpora_are_named_and_made_again(runs: Any, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_damaged_corpora_are_named_and_rebuilt(runs: Any, whole: Path, tmp_path: Path) -> None:
     assert runs.one(tmp_path, at=("step", 3)) == -signal.SIGKILL
-    flip(next(tmp_path.glob("corpora/text/*/rows.arrow")))
+    text = next(tmp_path.glob("corpora/text/*/rows.arrow"))
+    flip(text)
     assert runs.one(tmp_path, at=("step", 12)) == 1
-    last = runs.said(tmp_path).strip().splitlines()[-1]
-    assert "rows.arrow is damaged" in last and "packed again" in last, last
-    folder = next(tmp_path.glob("corpora/text/*/rows.arrow")).parent
-    for path in folder.iterdir():
+    assert "rows.arrow is damaged" in runs.last_line(tmp_path)
+    for path in text.parent.iterdir():
         path.unlink()
     answers = tmp_path / "corpora" / "answers"
     for name, damage in (("shard-00001.parquet", cut), ("shard-00002.safetensors", flip)):
         damage(answers / name)
         assert runs.one(tmp_path) == 1  # hidden states are first read in the second phase
-        last = runs.said(tmp_path).strip().splitlines()[-1]
-        assert f"{answers / name} cannot be read" in last and "are answered again" in last, last
+        assert f"{answers / name} cannot be read" in runs.last_line(tmp_path)
         for path in answers.glob(f"{Path(name).stem}.*"):
             path.unlink()
     assert runs.one(tmp_path) == 0
     runs.assert_equal(tmp_path, whole)
 
 
-def test_a_tracker_that_fails_costs_no_step(runs: Any, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_failing_tracker_costs_no_step(runs: Any, whole: Path, tmp_path: Path) -> None:
     assert runs.one(tmp_path, "tracker.kind=wandb", "tracker.mode=offline", at=("track", 5), do="raise") == 0
-    assert "warning: wandb failed (this process has a fault); training continues" in runs.said(tmp_path)
+    assert "warning: wandb failed (this process has a fault)" in runs.output(tmp_path)
     runs.assert_equal(tmp_path, whole)

@@ -1,13 +1,14 @@
-"""How a program starts on all processes of a launch, and which settings of ``accelerate launch`` it follows.
+"""Start of a program on all processes of a launch, and its use of the settings of ``accelerate launch``.
 
-Training shards by itself (``sharding.py``), so accelerate's FSDP plugin is never made; its settings reach this program
-as environment variables and are read here. What cannot be followed is refused by name.
+Training shards by itself (``sharding.py``) and never creates accelerate's FSDP plugin. The plugin's settings arrive as
+environment variables and are read here. A setting that cannot be followed is rejected by name.
 """
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -20,41 +21,42 @@ from drafthead.train.config import RunConfig, ShardConfig
 from drafthead.train.distributed.processes import COLLECTIVE_TIMEOUT, Processes
 from drafthead.train.distributed.sharding import Sharding
 
-REFUSED = {
+REJECTED = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "use shard=full"),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "use shard=full"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism_config", "use shard=full, and shard.hybrid=true over nodes"),
 }
-"""Switches of other ways to shard a model: their name, and what to do instead."""
+"""Switches of other ways to shard a model: name, and advice."""
 STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 FSDP = {
     "VERSION": ("2", "1"),
-    # A frozen base is sharded only if its layers are freed after use.
+    # Sharding a frozen base saves memory only if its layers are freed after use.
     "SHARDING_STRATEGY": ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
     "RESHARD_AFTER_FORWARD": ("TRUE",),
     "OFFLOAD_PARAMS": ("TRUE", "FALSE"),
     "ACTIVATION_CHECKPOINTING": ("TRUE", "FALSE"),
     "ACTIVATION_CHECKPOINTING_OFFLOAD": ("FALSE",),
-    # Every decoder layer of the base is wrapped, whatever its class.
+    # Every decoder layer of the base is wrapped, of any class.
     "AUTO_WRAP_POLICY": ("TRANSFORMER_BASED_WRAP",),
     "TRANSFORMER_CLS_TO_WRAP": ("",),
     "BACKWARD_PREFETCH": ("BACKWARD_PRE", "1"),
     # Checkpoints hold full tensors, so that any number of processes can resume.
     "STATE_DICT_TYPE": ("FULL_STATE_DICT", "1"),
 }
-"""Settings of accelerate's FSDP plugin, and their values that are followed."""
+"""Settings of accelerate's FSDP plugin, and the values that this program follows."""
 NO_EFFECT = (
-    "MIN_NUM_PARAMS",  # of a wrap policy that is refused
+    "MIN_NUM_PARAMS",  # of a wrap policy that is rejected
     "FORWARD_PREFETCH",  # always done
     "USE_ORIG_PARAMS",  # always true in FSDP2
     "SYNC_MODULE_STATES",  # every process reads the same weights
-    "CPU_RAM_EFFICIENT_LOADING",  # likewise
+    "CPU_RAM_EFFICIENT_LOADING",  # every process reads the same weights
 )
+"""Settings of the plugin that change nothing here."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes that a launcher started together, seen from one of them."""
+    """The processes that one launcher started, seen from one of them."""
 
     accelerator: Accelerator
     processes: Processes
@@ -63,19 +65,18 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes."""
+        """True on the process that prints and writes."""
         return bool(self.accelerator.is_main_process)
 
     def main_process_first(self, per_node_data: bool) -> AbstractContextManager[None]:
-        """The block runs first on the process that writes corpora and caches; the others then find them on disk."""
+        """Run the block first on the process that writes corpora and caches; the others then find them on disk."""
         first = self.accelerator.local_main_process_first if per_node_data else self.accelerator.main_process_first
-        found: AbstractContextManager[None] = first()
-        return found
+        return cast(AbstractContextManager[None], first())
 
 
 @contextmanager
 def launched(run: RunConfig) -> Iterator[Launch]:
-    """Join the other processes; inside, each ends when another one dies. Made once a program."""
+    """Join the other processes. Inside the block each one ends when another dies. Call it once per program."""
     shard = follow_launcher(run.shard)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -89,7 +90,7 @@ def launched(run: RunConfig) -> Iterator[Launch]:
 
 
 def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
-    """The processes that share a corpus: all that the launcher started, or with ``per_node_data`` those of a node."""
+    """Return the processes that share a corpus: all of the launch, or with ``per_node_data`` those of a node."""
     if not per_node_data:
         return ProcessGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
@@ -97,21 +98,21 @@ def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
 
 
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
-    """``shard`` with accelerate's settings, which are then taken out of the environment.
+    """Return ``shard`` with accelerate's settings applied, and remove those from the environment.
 
-    transformers reads them there, too, and treats processes other than the first as not having read the weights.
+    transformers reads the variables too: it would load weights on the first process only.
     """
-    found = with_launcher_settings(os.environ, shard)
+    followed = with_launcher_settings(os.environ, shard)
     os.environ["ACCELERATE_USE_FSDP"] = "false"
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    return found
+    return followed
 
 
 def with_launcher_settings(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfig:
-    """``shard`` with what accelerate's settings in ``environment`` ask for."""
-    for switch, (name, advice) in REFUSED.items():
+    """Return ``shard`` with the changes that accelerate's settings in ``environment`` ask for."""
+    for switch, (name, advice) in REJECTED.items():
         if _is_on(environment, switch):
-            raise UserError(f"accelerate is set to {name}, which training does not follow; turn it off and {advice}")
+            raise UserError(f"accelerate is set to {name}, which training cannot follow; turn it off and {advice}")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", "bf16"):
         raise UserError(
@@ -125,7 +126,7 @@ def with_launcher_settings(environment: Mapping[str, str], shard: ShardConfig) -
 
 def _with_fsdp(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfig:
     settings = {k.removeprefix("FSDP_"): v.upper() for k, v in environment.items() if k.startswith("FSDP_")}
-    # accelerate's launcher sets both; a version reads one of them.
+    # accelerate's launcher sets both; each FSDP version reads one of them.
     settings.pop("RESHARD_AFTER_FORWARD" if settings.get("VERSION", "1") == "1" else "SHARDING_STRATEGY", None)
     strategy = settings.get("SHARDING_STRATEGY", "FULL_SHARD")
     settings["SHARDING_STRATEGY"] = strategy = STRATEGIES.get(strategy, strategy)
@@ -134,13 +135,13 @@ def _with_fsdp(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfi
         if value not in values and key not in NO_EFFECT:
             name = key.lower().replace("_cls_", "_layer_cls_")  # as in accelerate's configuration file
             advice = f"set it to {' or '.join(values)}, or leave it out" if any(values) else "leave it out"
-            raise UserError(f"accelerate's fsdp_{name}={value} is not followed: {advice}")
+            raise UserError(f"accelerate's fsdp_{name}={value} cannot be followed; {advice}")
     if strategy == "NO_SHARD":
         return shard
     if shard.mode == "head":
         raise UserError(
-            "accelerate's FSDP shards base and head, the recipe only the head (shard.mode=head); launch without "
-            "--use_fsdp, or set shard=full"
+            "accelerate's FSDP shards base and head, but the recipe shards only the head (shard.mode=head); launch "
+            "without --use_fsdp, or set shard=full"
         )
     return replace(
         shard,

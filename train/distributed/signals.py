@@ -1,7 +1,7 @@
-"""Graceful shutdown: on SIGTERM or SIGINT finish the step, save a checkpoint, exit with 128 plus the signal's number.
+"""Graceful shutdown: after SIGTERM or SIGINT, finish the step, save a checkpoint and exit with 128 + signal number.
 
-Where everything is on disk already the program ends at once; inside ``defer_signals`` at the end of the block, or
-before where ``stop_signal`` is read. A second Ctrl-C ends it without waiting.
+Outside ``defer_signals`` everything is on disk already, so the program ends at once. Inside, it ends where the program
+reads ``stop_signal``, or at the end of the block. A second Ctrl-C ends it without waiting.
 """
 
 import os
@@ -13,39 +13,43 @@ from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEAT_S = 1.0
-"""Repeats within this time are one signal: terminals, launchers and schedulers each send their own."""
+"""Repeats within this time count as one signal: terminals, launchers and schedulers each send their own."""
 
 
 class Stopped(SystemExit):
-    """The program received a signal and has saved what it did."""
+    """Raised to end the program after a signal, once its work is saved."""
 
     def __init__(self, signum: int, done: str = "") -> None:
-        """``done`` says how far it came, a clause."""
+        """``done`` describes the progress, such as ``after step 7``."""
         super().__init__(128 + signum)
         self.line = (
-            f"stopped by {signal.Signals(signum).name}{f' {done}' if done else ''}; what is done is kept, the same "
-            "command resumes from there"
+            f"stopped by {signal.Signals(signum).name}{f' {done}' if done else ''}; finished work is kept, and the "
+            "same command resumes from there"
         )
 
 
 class _State:
     received = 0
-    """The signal that was received and not obeyed yet; 0 for none."""
+    """The first signal that was received and has not ended the program yet; 0 for none."""
     since = 0.0
     deferring = 0
+    """Nested ``defer_signals`` blocks that are open."""
 
 
 _state = _State()
 
 
 def stop_signal() -> int:
-    """Number of the signal that this process has received inside ``defer_signals``; 0 for none."""
+    """Return the number of the signal that arrived inside ``defer_signals``; 0 for none."""
     return _state.received
 
 
 @contextmanager
 def install_handlers(log: Callable[[str], None]) -> Iterator[None]:
-    """Obey signals inside; on the main thread only, around a whole program. ``log`` receives the user's line."""
+    """Handle signals inside the block, which spans the whole program. Call it on the main thread.
+
+    ``log`` receives one line for the user.
+    """
     previous = {signum: signal.signal(signum, _receive) for signum in SIGNALS}
     _state.received, _state.deferring = 0, 0
     try:
@@ -60,7 +64,7 @@ def install_handlers(log: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """A signal that comes inside is obeyed at the end of the block."""
+    """Delay signals that arrive inside the block until its end."""
     _state.deferring += 1
     try:
         yield
@@ -71,15 +75,15 @@ def defer_signals() -> Iterator[None]:
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
-    now, first = time.monotonic(), not _state.received
-    if not first and now - _state.since <= REPEAT_S:
+    now, is_first = time.monotonic(), not _state.received
+    if not is_first and now - _state.since <= REPEAT_S:
         return
     _state.received, _state.since = _state.received or signum, now
     if not _state.deferring:
         raise Stopped(signum)
-    if first:
-        line = f"{signal.Signals(signum).name}: saving and leaving after this step; Ctrl-C again leaves at once\n"
-        os.write(2, line.encode())  # not through a buffer, which may be half written where the signal came
+    if is_first:
+        line = f"{signal.Signals(signum).name}: saving and exiting after this step; press Ctrl-C again to exit now\n"
+        os.write(2, line.encode())  # not through a Python buffer: the signal may have interrupted a write
     elif signum == signal.SIGINT:
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)

@@ -1,4 +1,4 @@
-"""The model card of a head, filled from its run, and what else goes to the Hub beside the weights."""
+"""The model card of a head, filled from its run, and the other files that go to the Hub with the weights."""
 
 import shutil
 from pathlib import Path
@@ -37,9 +37,9 @@ def write_card(
     folder: Path,
     processes: int,
 ) -> None:
-    """Write ``README.md``, ``eval.json`` and the curve of the losses into ``folder/head``.
+    """Write ``README.md``, ``eval.json`` and the loss curve into ``folder/head``.
 
-    ``quality`` is that of a base that was trained too; ``processes`` are those that the run began with.
+    ``quality`` compares a trained base with the original one. ``processes`` is the number that the run started with.
     """
     target, evaluation = folder / "head", published_evaluation(evaluation)
     write_json(target / "eval.json", evaluation)
@@ -73,7 +73,7 @@ def write_card(
 
 
 def minimal_card(folder: Path) -> None:
-    """Write a short ``README.md`` into the folder of a head whose run is not known, such as an imported one."""
+    """Write a short ``README.md`` into the folder of a head without a known run, such as an imported one."""
     config = read_head_config(folder)
     name = str(config["base"].get("name"))
     on_hub = _is_hub_name(name)
@@ -96,14 +96,14 @@ def minimal_card(folder: Path) -> None:
 
 
 def published_evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation with files of prompts and trees by their names alone, without this machine's folders."""
-    found = {key: value for key, value in evaluation.items() if key != "resumed"}
+    """Return an evaluation that names prompt and tree files without this machine's folders."""
+    published = {key: value for key, value in evaluation.items() if key != "resumed"}
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
-    return {**found, "suite": suite_label(evaluation["suite"]), "tree": tree}
+    return {**published, "suite": suite_label(evaluation["suite"]), "tree": tree}
 
 
 def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licences: dict[str, Any]) -> ModelCardData:
-    """The card's front matter, what the Hub searches and shows: also the results per task and overall."""
+    """Return the card's front matter, which the Hub searches and shows, with results per task and overall."""
     sources = [*run.data.text.sources, *run.data.answers.sources]
     datasets = [s.name for s in sources if s.kind == "hf" and not Path(s.name).exists()]
     machine, warning, suite = machine_line(evaluation["overall"]), lossy(evaluation), evaluation["suite"]
@@ -140,22 +140,22 @@ def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licenc
 
 
 def base_licences(base: BaseConfig) -> dict[str, Any]:
-    """``license`` (and its name and link) of the base's own card; "unknown" where there is none to be read."""
+    """Return ``license`` (and its name and link) from the base's own card; "unknown" if it cannot be read."""
     if base.name == EMBEDDED:
         return {"license": "apache-2.0"}
     card = Path(base.name) / "README.md"
     if base.random or (Path(base.name).is_dir() and not card.exists()):
         return {"license": UNKNOWN}
     try:
-        found = ModelCard.load(card if card.exists() else base.name, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # no network, no such file, not a card: nothing that a finished run should fail for
+        data = ModelCard.load(card if card.exists() else base.name, ignore_metadata_errors=True).data.to_dict()
+    except Exception:  # no network, no such file, not a card: none of them should fail a finished run
         return {"license": UNKNOWN}
     keys = ("license", "license_name", "license_link")
-    return {"license": UNKNOWN, **{key: str(found[key]) for key in keys if found.get(key)}}
+    return {"license": UNKNOWN, **{key: str(data[key]) for key in keys if data.get(key)}}
 
 
 def base_link(head: DraftHead) -> str:
-    """The base by name, with a link where the Hub has it; of a local one the folder's name alone."""
+    """Return the base's name, as a link if it is on the Hub. A local base is named by its last folder."""
     name = published_name(head.base)
     if _is_on_hub(head):
         return f"[{name}](https://huggingface.co/{name})"
@@ -163,32 +163,39 @@ def base_link(head: DraftHead) -> str:
 
 
 def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
-    """The formats for heads of this kind: (format, engines whose current release loads it, what of this head it cannot
-    say), and whether any current engine loads this head in any of them.
+    """Return the formats for heads of this kind, and True if a current engine release loads this head in one of them.
+
+    A row holds the format, the engines whose current release loads it, and ``yes`` or the reasons why it cannot hold
+    this head.
     """
     rows, is_loaded = [], False
-    for found in FORMATS.values():
-        if isinstance(head.config, found.head_config):
-            current = [f"{engine.name} ({engine.support})" for engine in found.engines_for(head) if engine.current]
-            reasons = "; ".join(what for what, _ in [*found.unsupported(head), *unsupported_adapter(head)])
-            engines = "; ".join(current).replace("|", "\\|") or "none"
-            rows.append((f"`{found.name}`", engines, f"no: {reasons}" if reasons else "yes"))
-            is_loaded = is_loaded or (bool(current) and not reasons)
+    for head_format in FORMATS.values():
+        if isinstance(head.config, head_format.head_config):
+            engines = [
+                f"{engine.name} ({engine.support})" for engine in head_format.engines_for(head) if engine.current
+            ]
+            reasons = "; ".join(reason for reason, _ in [*head_format.unsupported(head), *unsupported_adapter(head)])
+            cell = "; ".join(engines).replace("|", "\\|") or "none"
+            rows.append((f"`{head_format.name}`", cell, f"no: {reasons}" if reasons else "yes"))
+            is_loaded = is_loaded or (bool(engines) and not reasons)
     return rows, is_loaded
 
 
 def obstacles(rows: list[tuple[str, str, str]]) -> str:
-    """Why the engines that load heads of this kind do not load this one: a sentence, or nothing."""
-    found = [f"to={name.strip('`')}: {fits.removeprefix('no: ')}" for name, engines, fits in rows if engines != "none"]
-    return f"What stands in the way of {'. '.join(found)}. " if found else ""
+    """Return a sentence on why engines do not load this head although they load its kind; empty without such engines.
+
+    ``rows`` come from ``formats``.
+    """
+    reasons = [f"to={name.strip('`')}: {fit.removeprefix('no: ')}" for name, engines, fit in rows if engines != "none"]
+    return f"Reasons, by export format: {'. '.join(reasons)}. " if reasons else ""
 
 
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats) -> list[tuple[str, str]]:
-    """Base, data and seed of the training: name and text of each."""
+    """Return name and description of the training's base, data and seed."""
     sampler, data = run.data.answers.sampler, run.data
-    drawn = "greedy" if sampler.temperature == 0 else f"temperature {sampler.temperature:g}"
-    drawn += f", top-k {sampler.top_k}" if sampler.top_k else ""
-    drawn += f", top-p {sampler.top_p:g}" if sampler.top_p < 1 else ""
+    sampling = "greedy" if sampler.temperature == 0 else f"temperature {sampler.temperature:g}"
+    sampling += f", top-k {sampler.top_k}" if sampler.top_k else ""
+    sampling += f", top-p {sampler.top_p:g}" if sampler.top_p < 1 else ""
     revision = run.base.revision or getattr(head.base.model.config, "_commit_hash", None) or "not fixed"
     adapter = " and the adapter in `adapter/`" if head.base.config.adapter is not None else ""
     is_full = len(head.d2t) == head.vocab_size
@@ -207,7 +214,7 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats) -> list[tuple[s
     return [
         *rows,
         ("prompts", "; ".join(prompts)),
-        ("answers", f"{size}: {drawn}, at most {sampler.max_new_tokens} each"),
+        ("answers", f"{size}: {sampling}, at most {sampler.max_new_tokens} each"),
         ("seed", str(run.seed)),
     ]
 
@@ -217,7 +224,7 @@ def _sources(sources: list[SourceConfig]) -> str:
 
 
 def _source(source: SourceConfig) -> str:
-    """A data set's name for readers elsewhere: of local files no more than that, their names."""
+    """Return a data set's name for readers elsewhere; a local file is named without its folder."""
     if source.kind != "hf":
         return f"{source.kind} `{Path(source.name).name}`"
     if Path(source.name).exists():
@@ -227,9 +234,9 @@ def _source(source: SourceConfig) -> str:
 
 
 def phase_row(name: str, phase: PhaseConfig, processes: int) -> tuple[str, ...]:
-    """A phase: its name, data, steps, tokens a step, learning rate and loss.
+    """Return a phase's name, data, steps, tokens per step, learning rate and loss.
 
-    ``processes`` are those that the run began with, which set the rows of a step; others may have finished it.
+    ``processes`` is the number that the run started with, which sets the rows of a step.
     """
     optim, loss = phase.optim, phase.loss
     tokens = phase.seq_len * phase.micro_batch_size * phase.grad_accum_steps * processes

@@ -1,4 +1,4 @@
-"""What a run logs by itself: ``metrics.jsonl``, and one console line for each log step."""
+"""The run's own log: ``metrics.jsonl``, and one console line per log step."""
 
 import json
 import resource
@@ -17,41 +17,41 @@ Row = Mapping[str, Any]
 
 
 class MetricsLog:
-    """``metrics.jsonl``: one JSON object a line, appended. Numbers that are not finite become null.
+    """``metrics.jsonl``: one JSON object per line, appended. Numbers that are not finite become null.
 
-    A row holds ``total_step``, the optimiser steps finished over all phases; resuming drops later rows.
+    A row holds ``total_step``, the finished optimiser steps over all phases. Resuming drops later rows.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, row: Row) -> None:
-        """Append a row; it survives a kill of this process from here on."""
+        """Append a row. It is safe from a later kill of this process."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(finite(row), allow_nan=False) + "\n")
 
     def truncate(self, total_step: int) -> None:
-        """Keep rows up to ``total_step``, so that a resumed run logs no step twice; a torn last line goes too."""
+        """Drop rows after ``total_step`` and a half-written last line, so that a resumed run logs no step twice."""
         if self.path.exists():
-            kept = [row for row in self.rows() if row.get("total_step", 0) <= total_step]
-            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+            rows = [row for row in self.rows() if row.get("total_step", 0) <= total_step]
+            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def rows(self) -> list[dict[str, Any]]:
-        """All whole rows; empty when nothing was logged."""
+        """Return all complete rows; empty if nothing was logged."""
         return read_json_lines(self.path)
 
 
 def console_line(row: Row, steps: int) -> str:
-    """A row as one line in a fixed order; ``steps`` is the length of its phase, which the eta counts to.
+    """Return a row as one line of fixed order. ``steps`` is the length of the row's phase, for the eta.
 
-    ``NAME_loss`` keys are parts of the loss, shown after it.
+    ``NAME_loss`` keys are terms of the loss, shown after it.
     """
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
-    loss_parts = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
-    parts = (
+    terms = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
+    columns = (
         f"{row['phase']} {row['step']:>{len(str(steps))}}/{steps}",
-        f"loss {row['loss']:.4f}" + (f" ({loss_parts})" if loss_parts else ""),
+        f"loss {row['loss']:.4f}" + (f" ({terms})" if terms else ""),
         "accept " + " ".join(f"{row[f'accept_{depth}']:.3f}" for depth in depths),
         f"lr {row['lr']:.2e}",
         f"grad {row['grad_norm']:.3f}",
@@ -60,11 +60,11 @@ def console_line(row: Row, steps: int) -> str:
         f"{peak_memory() / 2**30:.2f} GiB",
         f"eta {duration((steps - row['step']) * row['step_ms'] / 1e3)}",
     )
-    return "   " + "  ".join(parts)
+    return "   " + "  ".join(columns)
 
 
 def peak_memory() -> int:
-    """Bytes at the peak so far: allocated on the GPU when torch uses one, else resident in this process."""
+    """Return the peak of memory in bytes: allocated on the GPU if torch uses one, else resident in this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

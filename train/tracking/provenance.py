@@ -1,4 +1,4 @@
-"""What made a run: its resolved recipe, the command, the code's git state, versions and hardware."""
+"""The origin of a run: its resolved recipe, the command, the code's git state, versions and hardware."""
 
 import os
 import subprocess
@@ -15,19 +15,21 @@ from drafthead.data.utils.machine import hardware
 
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "safetensors", "numpy", "hydra-core", "wandb")
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
-"""Environment variables that change what a run computes. Only these are kept: others may hold secrets."""
+"""Environment variables that change what a run computes. Only these are recorded: others may hold secrets."""
 MAX_DIFF_BYTES = 2_000_000
-"""A longer diff is cut: somebody changed a data file, not code."""
+"""Longest diff. A longer one is cut: a data file changed, not code."""
 
 
 def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
-    """Write ``recipe.yaml``, ``provenance.json`` and, when the checkout has changes, ``git.diff`` into ``folder``.
+    """Write ``recipe.yaml``, ``provenance.json`` and, if the checkout has changes, ``git.diff`` into ``folder``.
 
-    It never fails a run: what cannot be found out is ``{"error": ...}`` in the JSON, and each file that cannot be
-    written is returned as one warning line.
+    It never fails a run. A value that cannot be determined becomes ``{"error": ...}``.
+
+    Returns:
+        One warning line per file that could not be written.
     """
     root = Path(drafthead.__file__).resolve().parent.parent
-    # A copy of the code inside another repository has no .git of its own, and is not that repository's commit.
+    # A copy of the code inside another repository is not that repository's commit.
     checkout = root if (root / ".git").exists() else None
     record = {
         "command": [sys.executable, *sys.argv],
@@ -52,10 +54,10 @@ def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
     return warnings
 
 
-def _or_error(find: Callable[[], Any]) -> Any:
+def _or_error(get_value: Callable[[], Any]) -> Any:
     try:
-        return find()
-    except Exception as error:  # a record of a run must not be what stops it
+        return get_value()
+    except Exception as error:  # recording a run must not stop it
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -83,6 +85,6 @@ def _write_diff(path: Path, checkout: Path | None) -> None:
 
 
 def _versions() -> dict[str, str | None]:
-    installed = {found.name: found.version for found in distributions()}
+    installed = {package.name: package.version for package in distributions()}
     ours = {"drafthead": drafthead.__version__, "python": sys.version.split()[0]}
     return ours | {name: installed.get(name) for name in PACKAGES}

@@ -1,4 +1,4 @@
-"""The experiment tracker of a run: wandb, TensorBoard or any other that accelerate knows."""
+"""The experiment tracker of a run: wandb or TensorBoard, through accelerate."""
 
 import math
 import netrc
@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
@@ -21,16 +20,16 @@ from drafthead.train.config import TrackerConfig
 
 Row = Mapping[str, Any]
 RESULT_FILES = ("eval.json", "report.html", "recipe.yaml", "provenance.json", "metrics.jsonl", "plots/*.png")
-"""Files of a finished run that wandb keeps as an artifact."""
+"""Files of a finished run that wandb stores as an artifact."""
 WANDB_TIMEOUTS: dict[str, Any] = {"init_timeout": 60, "finish_timeout": 600, "finish_timeout_raises": True}
-"""Seconds that a run waits for wandb's server at its start, and for the uploads at its end."""
+"""Seconds that a run waits for wandb's server when it starts, and for uploads when it ends."""
 
 
 class Tracker:
-    """Sends rows to the tracker of a recipe. It never fails a run: the first error is one warning line, then silence.
+    """The recipe's tracker. It never fails a run: after its first error it prints one warning and stays silent.
 
-    Make it on the main process only, before the first row of ``metrics.jsonl``: a folder that has rows resumes its
-    wandb run, another starts a new one.
+    Create it on the main process only, before the first row of ``metrics.jsonl``: a folder with rows resumes its wandb
+    run, a folder without rows starts a new one.
     """
 
     def __init__(
@@ -42,26 +41,26 @@ class Tracker:
         settings: Row,
         log: Callable[[str], None],
     ) -> None:
-        """``accelerator`` is made with ``log_with=config.kind`` and the run folder as ``project_dir``."""
+        """``accelerator`` was created with ``log_with=config.kind`` and the run folder as ``project_dir``."""
         self.accelerator, self.config, self.folder, self._log = accelerator, config, folder, log
         self._step = 0
         self._wandb_run: Any = None
         self._active = config.kind != "none"
-        with self._failing_costs_a_line():
+        with self._warning_on_error():
             if self._active:
                 self._open(config.run_name or name, settings)
 
     def log(self, row: Row, step: int) -> None:
-        """Send a row's finite numbers as ``PHASE/KEY`` under ``step``, the optimiser steps over all phases."""
+        """Send a row's finite numbers as ``PHASE/KEY`` at ``step``, counted over all phases."""
         self._step = step
-        with self._failing_costs_a_line():
+        with self._warning_on_error():
             if self._active:
                 self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step)
 
     def replay(self, rows: Iterable[Row]) -> None:
-        """Send the rows that a resumed wandb run lacks; a killed process may not have sent its last ones.
+        """Send the rows that a resumed wandb run lacks, because a killed process may not have sent its last ones.
 
-        Offline these are all rows, so that the newest folder holds the whole run. Other trackers keep what they have.
+        Offline these are all rows, so that the newest folder holds the whole run. TensorBoard keeps its rows.
         """
         if self._wandb_run is not None:
             for row in rows:
@@ -69,48 +68,46 @@ class Tracker:
                     self.log(row, row["total_step"])
 
     def finish(self, evaluation: Row | None = None) -> None:
-        """Send the evaluation's numbers, to wandb its tables, page and files too, and close. Later calls do nothing."""
-        with self._failing_costs_a_line():
+        """Send the evaluation's numbers, for wandb also tables, report and files, and close. Later calls do nothing."""
+        with self._warning_on_error():
             if self._active:
                 if evaluation is not None:
                     self.accelerator.log(_numbers(evaluation, "evaluation/"), step=self._step)
                     self._send_results(evaluation)
-                # Not end_training(): it also destroys the process group, which the launch still watches.
+                # Not end_training(): it also destroys the process group, which heartbeats still use.
                 for tracker in self.accelerator.trackers:
                     tracker.finish()
         self._active = False
 
     @contextmanager
-    def _failing_costs_a_line(self) -> Iterator[None]:
+    def _warning_on_error(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a service that is down, full or changed must not cost a training run
+        except Exception as error:  # a service that is down, full or changed must not end a training run
             self._active = False
-            failed = f"{self.config.kind} failed ({one_line(error)})"
-            self._log(f"warning: {failed}; training continues, metrics.jsonl has every row")
+            failure = f"{self.config.kind} failed ({one_line(error)})"
+            self._log(f"warning: {failure}; training continues, metrics.jsonl has every row")
 
     def _open(self, name: str, settings: Row) -> None:
         kind = self.config.kind
-        if not self.accelerator.log_with:  # accelerate leaves out what is not installed
+        if not self.accelerator.log_with:  # accelerate drops trackers that are not installed
             raise UserError(f"the {kind} package is missing: pip install {kind}")
         if kind == "wandb":
             self._open_wandb(name, settings)
             return
-        in_folder = LOGGER_TYPE_TO_CLASS[kind].requires_logging_directory  # then the name is a folder's
-        # Plain values are all that most trackers take.
+        # TensorBoard takes plain values only.
         flat = {key: value for key, value in flatten(settings).items() if value not in (None, {})}
         plain = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in flat.items()}
-        self.accelerator.init_trackers(kind if in_folder else self.config.project, {"name": name, **plain})
-        if kind == "tensorboard":
-            self._log(f"tensorboard: tensorboard --logdir {self.folder / kind}")
+        self.accelerator.init_trackers(kind, {"name": name, **plain})  # the tracker's name becomes its folder
+        self._log(f"tensorboard: tensorboard --logdir {self.folder / kind}")
 
     def _open_wandb(self, name: str, settings: Row) -> None:
         import wandb  # takes seconds to import
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Artifacts wait here for their upload: in the home folder, the default, a copy of the run would lack them.
+        # Artifacts wait here for their upload. By default they wait in the home folder, and a copied run lacks them.
         os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.resolve() / "wandb"))
-        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else it advertises Weave where openai is imported
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else wandb advertises Weave if openai is imported
         mode = wandb_mode(self.config.mode, os.environ)
         reason = " (no login found)" if self.config.mode == "auto" and "WANDB_MODE" not in os.environ else ""
         options = {
@@ -130,7 +127,7 @@ class Tracker:
         except Exception as error:  # no network, a wrong key, a server that is down
             if mode != "online":
                 raise
-            wandb.teardown()  # it still holds the run's id
+            wandb.teardown()  # otherwise wandb keeps the run's id in use
             self.accelerator.trackers.clear()
             mode, reason = "offline", f" ({one_line(error)})"
             start(mode)
@@ -161,7 +158,7 @@ class Tracker:
 
 
 def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
-    """What ``TrackerConfig.mode`` means here: never online without a login, because wandb would ask for one.
+    """Return wandb's mode for ``TrackerConfig.mode``. ``auto`` without a login is offline, else wandb would prompt.
 
     A login is WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
     """
@@ -180,7 +177,7 @@ def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
 
 
 def wandb_run_id(folder: Path) -> str:
-    """The id of the folder's wandb run: kept while ``metrics.jsonl`` has rows to resume, else a new one."""
+    """Return the id of the folder's wandb run: the saved id if ``metrics.jsonl`` has rows to resume, else a new one."""
     file = folder / "wandb-run-id"
     if not ((folder / "metrics.jsonl").exists() and file.exists()):
         write_checksummed_json(file, uuid.uuid4().hex[:12])

@@ -1,4 +1,4 @@
-"""Batches of one phase: which rows a step trains on, and their hidden states."""
+"""Batches of one phase: the rows of each step, and their hidden states."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,11 +20,11 @@ from drafthead.train.corpora.corpora import Corpora
 
 Batch = tuple[TrainBatch, HiddenStates]
 MAX_UNSEEN_ROWS = 64
-"""Rows of text that a trained base is measured on, at most."""
+"""Most rows of text that a trained base is measured on."""
 
 
 class PhaseData:
-    """Rows with hidden states. A step's rows depend on the seed and the step alone, so resuming needs no position."""
+    """Rows with hidden states. The seed and the step alone decide a step's rows, so resuming needs no position."""
 
     def __init__(
         self,
@@ -32,36 +32,36 @@ class PhaseData:
         base: BaseModel,
         spec: HiddenStatesSpec,
         cache: StoredHiddenStates | None,
-        part: np.ndarray | None = None,
+        subset: np.ndarray | None = None,
     ) -> None:
-        """``part`` are the rows that steps take; by default all."""
+        """``subset`` holds the numbers of the rows that steps take; by default all rows."""
         self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
         self.waited_s = 0.0
-        """Seconds that ``stream`` has waited for the thread that reads."""
-        self._order = RowOrder(0 if isinstance(rows, StreamedRows) else len(rows) if part is None else part)
+        """Seconds that ``stream`` has waited for the reading thread."""
+        self._order = RowOrder(0 if isinstance(rows, StreamedRows) else len(rows) if subset is None else subset)
 
     def __len__(self) -> int:
         return len(self.rows)  # type: ignore[arg-type]  # a stream has no end
 
     def load(self, numbers: list[int]) -> Batch:
-        """The rows ``numbers`` and their hidden states, on the base's device."""
+        """Return the rows ``numbers`` and their hidden states, on the base's device."""
         return self.with_hidden_states(*self.read(numbers))
 
-    def stream(self, wanted: Iterable[list[int]]) -> Iterator[Batch]:
-        """``load`` of one list after the other; the next one is read from disk meanwhile."""
+    def stream(self, batches: Iterable[list[int]]) -> Iterator[Batch]:
+        """Yield ``load`` of each list of row numbers, while a thread reads the next list from disk."""
         with ThreadPoolExecutor(1, thread_name_prefix="rows") as reader:
             upcoming: Future[tuple[TrainBatch, Tensor | None]] | None = None
-            for numbers in chain(wanted, [None]):
+            for numbers in chain(batches, [None]):
                 current = upcoming
                 upcoming = None if numbers is None else reader.submit(self.read, numbers)
                 if current is not None:
                     started = perf_counter()
-                    found = current.result()
+                    batch, cached = current.result()
                     self.waited_s += perf_counter() - started
-                    yield self.with_hidden_states(*found)
+                    yield self.with_hidden_states(batch, cached)
 
     def read(self, numbers: list[int]) -> tuple[TrainBatch, Tensor | None]:
-        """The rows ``numbers`` and, where there is a cache, their hidden states; in host memory."""
+        """Return the rows ``numbers`` and their cached hidden states, if any, in host memory."""
         if isinstance(self.rows, StreamedRows):
             return self.rows.batch(numbers), None
         batch = collate(self.rows, numbers)
@@ -72,70 +72,72 @@ class PhaseData:
         return batch, values.pin_memory() if self.base.device.type == "cuda" else values
 
     def with_hidden_states(self, batch: TrainBatch, cached: Tensor | None) -> Batch:
-        """What ``read`` returned, on the base's device; the base computes what was not cached."""
+        """Move a result of ``read`` to the base's device; the base computes hidden states that were not cached."""
         batch = batch.to(self.base.device)
         if cached is None:
             return batch, self.base.hidden_states(batch, self.spec)
         return batch, HiddenStates.split(cached.to(self.base.device, non_blocking=True), self.base.hidden_size)
 
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
-        """Row numbers ``first`` to ``first + count`` of the endless stream of reshuffled epochs."""
-        if isinstance(self.rows, StreamedRows):  # shuffled by itself
+        """Return row numbers ``first`` to ``first + count`` of the endless stream of reshuffled epochs."""
+        if isinstance(self.rows, StreamedRows):  # it shuffles its rows itself
             return list(range(first, first + count))
         return self._order.numbers(seed, first, count)
 
 
 class RowOrder:
-    """The endless stream of reshuffled epochs over ``rows``, numbers or how many: any part of it, by the seed alone."""
+    """An endless stream of reshuffled epochs. Any range of it follows from the seed alone."""
 
     def __init__(self, rows: int | np.ndarray) -> None:
+        """``rows`` is the number of rows, or their numbers."""
         self._rows = np.arange(rows) if isinstance(rows, int) else rows
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
-        """Row numbers ``first`` to ``first + count`` of the stream."""
-        found = []
+        """Return row numbers ``first`` to ``first + count`` of the stream."""
+        numbers = []
         for index in range(first, first + count):
-            epoch, place = divmod(index, len(self._rows))
+            epoch, position = divmod(index, len(self._rows))
             if (seed, epoch) not in self._orders:
                 self._orders = {(seed, epoch): np.random.default_rng([seed, epoch]).permutation(self._rows)}
-            found.append(int(self._orders[(seed, epoch)][place]))
-        return found
+            numbers.append(int(self._orders[(seed, epoch)][position]))
+        return numbers
 
 
-def random_part(rows: datasets.Dataset, tokens: int) -> np.ndarray:
-    """Numbers of random rows with about ``tokens`` trained tokens; those of a smaller part are among a larger one's."""
+def random_subset(rows: datasets.Dataset, tokens: int) -> np.ndarray:
+    """Return numbers of random rows with about ``tokens`` trained tokens; larger subsets contain smaller ones."""
     trained = np.array([int(collate(rows, [row]).loss_mask.sum()) for row in range(len(rows))])
     order = np.random.default_rng(0).permutation(len(rows))
     return order[: 1 + np.searchsorted(np.cumsum(trained[order]), tokens)]
 
 
 def num_micro_batches(rows: int, micro_batch_size: int, processes: int) -> int:
-    """Micro-batches of every process in a step of so many rows."""
+    """Return the number of micro-batches of each process in a step of ``rows`` rows."""
     return -(-rows // (micro_batch_size * processes))
 
 
 def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: int) -> list[list[int]]:
-    """One process's micro-batches of a step that trains on the rows ``numbers``.
+    """Return the micro-batches of process ``rank`` in a step that trains on the rows ``numbers``.
 
-    Every process gets equally many, each of at most ``micro_batch_size`` rows and none empty, so the rows of a step do
-    not depend on the number of processes.
+    Every process gets equally many micro-batches, none of them empty, each with at most ``micro_batch_size`` rows. The
+    rows of a step therefore do not depend on the number of processes. Example: 8 rows in micro-batches of 2 on 2
+    processes are [0 1] [4 5] on rank 0 and [2 3] [6 7] on rank 1.
     """
-    parts = num_micro_batches(len(numbers), micro_batch_size, processes) * processes
-    if parts > len(numbers):
+    count = num_micro_batches(len(numbers), micro_batch_size, processes) * processes
+    if count > len(numbers):
         raise UserError(
             f"a step of this run has {len(numbers)} rows, which {processes} processes cannot share; resume with at "
-            f"most {len(numbers)}, or start over with resume=false"
+            f"most {len(numbers)} processes, or start over with resume=false"
         )
-    return [part.tolist() for part in np.array_split(np.asarray(numbers), parts)[rank::processes]]
+    return [rows.tolist() for rows in np.array_split(np.asarray(numbers), count)[rank::processes]]
 
 
 def open_phase(
-    corpora: Corpora, name: str, phase: PhaseConfig, spec: HiddenStatesSpec, seed: int = 0, wanted: int | None = None
+    corpora: Corpora, name: str, phase: PhaseConfig, spec: HiddenStatesSpec, seed: int = 0, num_rows: int | None = None
 ) -> PhaseData:
-    """Rows of a phase's corpus, with cached hidden states where the phase asks for them.
+    """Open the rows of a phase's corpus, with cached hidden states if the phase asks for them.
 
-    Only the first ``wanted`` rows of the stream of ``seed`` are read by the base; by default all.
+    The base reads the first ``num_rows`` rows of the stream of ``seed`` into the cache; by default all.
     """
     if phase.corpus == "text" and corpora.config.text.stream:
         return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec, None)
@@ -145,20 +147,19 @@ def open_phase(
             rows = rows.select(range(len(rows) - _rows_left_out(rows)))
     else:
         rows, prompts = corpora.answer_rows(phase.seq_len, held_out=False)
-    part = np.arange(len(rows)) if phase.max_tokens is None else random_part(rows, phase.max_tokens)
-    order = RowOrder(part)
-    only = set(order.numbers(seed, 0, len(part) if wanted is None else min(wanted, len(part))))
-    stored = phase.store_hidden_states
-    cache = corpora.stored_hidden_states(rows, name, spec, prompts, only) if stored else None
-    return PhaseData(rows, corpora.base, spec, cache, part)
+    subset = np.arange(len(rows)) if phase.max_tokens is None else random_subset(rows, phase.max_tokens)
+    needed = len(subset) if num_rows is None else min(num_rows, len(subset))
+    only = set(RowOrder(subset).numbers(seed, 0, needed))
+    cache = corpora.stored_hidden_states(rows, name, spec, prompts, only) if phase.store_hidden_states else None
+    return PhaseData(rows, corpora.base, spec, cache, subset)
 
 
 def open_held_out(
     corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, cached: bool, base: BaseModel | None = None
 ) -> PhaseData:
-    """The held-out answers, with hidden states of the corpora's base, on disk if ``cached``.
+    """Open the held-out answers with hidden states of the corpora's base, on disk if ``cached``.
 
-    Those of another ``base``, such as a trained one, are always computed.
+    Hidden states of another ``base``, such as a trained one, are always computed.
     """
     rows, prompts = corpora.answer_rows(seq_len, held_out=True)
     if base is not None and base is not corpora.base:
@@ -168,19 +169,19 @@ def open_held_out(
 
 
 def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets.Dataset | None:
-    """Rows of the text corpus that no phase has trained the base on; None for a run without text.
+    """Return rows of the text corpus that no phase has trained the base on; None for a run without text.
 
-    Phases that train the heads alone may have read them.
+    Phases that train only the heads may have read them.
     """
-    reading = [p for p in phases.values() if p.corpus == "text"]
-    tuning = [p for p in reading if p.train_base]
-    if not reading:
+    text_phases = [p for p in phases.values() if p.corpus == "text"]
+    base_phases = [p for p in text_phases if p.train_base]
+    if not text_phases:
         return None
-    rows = corpora.text_rows((tuning or reading)[0].seq_len)
-    count = _rows_left_out(rows) if tuning else min(len(rows), MAX_UNSEEN_ROWS)
+    rows = corpora.text_rows((base_phases or text_phases)[0].seq_len)
+    count = _rows_left_out(rows) if base_phases else min(len(rows), MAX_UNSEEN_ROWS)
     return rows.select(range(len(rows) - count, len(rows)))
 
 
 def _rows_left_out(rows: datasets.Dataset) -> int:
-    """How many of the last text rows phases with ``train_base`` leave out: a tenth."""
+    """Return the number of last text rows that phases with ``train_base`` leave out: a tenth."""
     return min(MAX_UNSEEN_ROWS, max(1, len(rows) // 10))

@@ -1,8 +1,8 @@
 """Boosting of drafters (SpecInfer, 2305.09781): a second head learns what the first one misses.
 
-SpecInfer trains its second draft model on the samples that the first gets wrong. Here every prediction has a weight of
-its own: 1 where the first head's tree would not hold the right token, ``floor`` where it does. Both heads are then
-combined in one tree, whose node at a depth is right if either is.
+SpecInfer trains its second draft model on the samples that the first one gets wrong. Here every target token has its
+own weight: ``floor`` if the first head's tree holds it, else 1. Both heads are then combined in one tree, whose node
+at a depth is right if either head is right.
 
 Shape legend: B rows, T tokens, K draft positions.
 """
@@ -21,30 +21,31 @@ from drafthead.train.trainer.batches import Batch
 
 
 def load_first(name: str, head: DraftHead) -> DraftHead:
-    """The first head, attached to the base of ``head``; it must read what the corpora of ``head`` hold."""
+    """Load the first head onto the base of ``head``. It must read hidden states that ``head`` reads too."""
     first = DraftHead.from_pretrained(name, head.base)
     if first.config.lora() is not None:
-        raise UserError(f"boost.head={name} trained its base along; boost a head of the frozen base")
+        raise UserError(f"boost.head={name} was trained together with its base; boost a head of the frozen base")
     if first.spec.layers not in ((), head.spec.layers):
         raise UserError(
-            f"boost.head={name} reads the base's layers {first.spec.layers}, but the head that is trained reads "
-            f"{head.spec.layers}; boost a head that reads the same"
+            f"boost.head={name} reads the base's layers {first.spec.layers}, but the trained head reads "
+            f"{head.spec.layers}; boost a head that reads the same layers"
         )
     return first.eval()
 
 
 def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float) -> Iterator[Batch]:
-    """``batches`` with the weights that ``first`` leaves to a head of ``depth`` positions."""
+    """Yield ``batches`` with target weights for training a head of ``depth`` positions beside ``first``."""
     tree = first.tree or TokenTree.chain(first.depth)
     for batch, hidden in batches:
         ranks = first.candidate_ranks(batch, hidden, top=WIDTH)
-        yield replace(batch, weights=missed(ranks, tree, depth, floor)), hidden
+        yield replace(batch, weights=target_weights(ranks, tree, depth, floor)), hidden
 
 
-def missed(ranks: Tensor, tree: TokenTree, depth: int, floor: float) -> Tensor:
-    """[B, T, depth] weight of every token as a target: ``floor`` where ``tree`` has a candidate of its rank.
+def target_weights(ranks: Tensor, tree: TokenTree, depth: int, floor: float) -> Tensor:
+    """Return [B, T, depth] weights of every token as a target: ``floor`` if ``tree`` has a candidate of its rank.
 
-    ``ranks`` [B, T, K] are those of ``candidate_ranks``, at the place that is drafted from: -1 where there is none.
+    ``ranks`` [B, T, K] come from ``candidate_ranks``, indexed by anchor: -1 means no rank. The token k + 1 after the
+    anchor t is draft position k, so the rank at (t, k - 1) weighs token t + 1 + k.
     """
     widths = [1 + max((path[-1] for path in tree.paths if len(path) == k), default=-1) for k in range(1, depth + 1)]
     weights = torch.ones(*ranks.shape[:2], depth, device=ranks.device)

@@ -1,12 +1,12 @@
-"""Checkpoints: complete or absent, checked before use, all that is needed to resume bit for bit.
+"""Checkpoints: complete or absent, checked before use, sufficient to resume bit for bit.
 
 A checkpoint is the folder ``step-0000123``::
 
     head.safetensors        the head's tensors
     optimizer.safetensors   the tensors of the optimiser's state_dict
-    rng.safetensors         those of the random generators' states, of every rank
-    state.json              everything else (``TrainState``, manifests of the corpora, the plain parts of the two
-                            states), and the sha256 of every other file and of itself
+    rng.safetensors         the tensors of the random generators' states, of every rank
+    state.json              everything else: ``TrainState``, manifests of the corpora, the plain values of both states,
+                            and the sha256 of every other file and of itself
 
 ``best`` is a link to the checkpoint with the largest held-out mean accepted length. Nothing is ever unpickled.
 """
@@ -51,7 +51,11 @@ from drafthead.train.trainer.step import LossSpikeFilter
 
 
 def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Nested dictionaries, lists and tuples as JSON with each tensor replaced by its name; and the tensors by name."""
+    """Return ``value`` as JSON with each tensor replaced by its name, and the tensors by name.
+
+    ``value`` nests dictionaries, lists and tuples. Example: ``{"a": (1, t)}`` becomes
+    ``{"map": [["a", {"tuple": [1, {"tensor": "a.1"}]}]]}`` and ``{"a.1": t}``.
+    """
     tensors: dict[str, Tensor] = {}
 
     def walk(item: Any, path: str) -> Any:
@@ -67,16 +71,16 @@ def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
             return {"map": pairs}
         if isinstance(item, list | tuple):
             kind = "list" if isinstance(item, list) else "tuple"
-            return {kind: [walk(inner, f"{path}.{place}") for place, inner in enumerate(item)]}
+            return {kind: [walk(inner, f"{path}.{index}") for index, inner in enumerate(item)]}
         if item is None or isinstance(item, bool | int | float | str):
             return item
-        raise TypeError(f"the state has a {type(item).__name__} at {path!r}, which JSON cannot say")
+        raise TypeError(f"the state has a {type(item).__name__} at {path!r}, which JSON cannot represent")
 
     return walk(value, name), tensors
 
 
 def join_tensors(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of ``split_tensors``."""
+    """Invert ``split_tensors``."""
     if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()
@@ -85,13 +89,13 @@ def join_tensors(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "map":
         return {key: join_tensors(inner, tensors) for key, inner in content}
     if kind not in ("list", "tuple"):
-        raise ValueError(f"{kind!r} is no kind of value")
+        raise ValueError(f"{kind!r} is not a kind of value")
     items = [join_tensors(inner, tensors) for inner in content]
     return items if kind == "list" else tuple(items)
 
 
 def capture_rng() -> dict[str, Any]:
-    """The states of this process's generators: tensors, and plain values."""
+    """Return the states of this process's random generators, as tensors and plain values."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -103,7 +107,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set what ``capture_rng`` returned. CUDA states are set only when this process sees as many devices."""
+    """Restore a state of ``capture_rng``. CUDA states are restored only if the number of devices is the same."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -115,12 +119,12 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def undisturbed_rng() -> Iterator[None]:
-    """Leaves the random generators as they were: for work that a resumed run does again, or not at all."""
-    kept = capture_rng()
+    """Restore the random generators after the block, for work that a resumed run repeats or skips."""
+    state = capture_rng()
     try:
         yield
     finally:
-        restore_rng(kept)
+        restore_rng(state)
 
 
 NAME = re.compile(r"step-(\d{7,18})")
@@ -131,7 +135,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Where a run stands. Counters say what is finished, so they are also the index of what comes next."""
+    """The progress of a run. Counters say what is finished, so they are also the index of the next phase or step."""
 
     phase: int
     """Index in the recipe's list of phases."""
@@ -140,11 +144,11 @@ class TrainState:
     global_step: int
     """Optimiser steps finished over all phases; names the checkpoint."""
     processes: int = 1
-    """Processes that the run started with, which set the rows of a step; other numbers may resume it."""
+    """Processes that the run started with, which set the rows of a step. Other numbers may resume the run."""
     score: float | None = None
-    """Held-out mean accepted length, where it was measured at this very step."""
+    """Held-out mean accepted length, if it was measured at this step."""
     losses: list[float | None] = field(default_factory=list)
-    """Losses of the phase's latest steps, None for one whose update was skipped."""
+    """Losses of the phase's latest steps, None for a skipped update."""
 
     def __post_init__(self) -> None:
         for name, least in (("phase", 0), ("step", 0), ("global_step", 0), ("processes", 1)):
@@ -165,11 +169,11 @@ class Checkpoint:
     head: dict[str, Tensor]
     optimizer: dict[str, Any]
     rng: list[dict[str, Any]]
-    """One per rank of the run that saved it; see ``restore_rng``."""
+    """One state per rank of the run that saved the checkpoint, for ``restore_rng``."""
     manifests: dict[str, Any]
-    """What made the corpora that it was trained on, by their name."""
+    """Manifests of the corpora that the head was trained on, by their name."""
     warnings: tuple[str, ...] = ()
-    """One line for every newer checkpoint that was damaged and skipped; print them."""
+    """One line for every newer checkpoint that was damaged and skipped."""
 
 
 def save_checkpoint(
@@ -184,9 +188,9 @@ def save_checkpoint(
 ) -> Path:
     """Write ``folder/step-<global_step>``, then remove all but the newest ``keep`` checkpoints and the best one.
 
-    Call it on one process only. Checkpoints of later steps are removed as well: a run that reaches this step
-    again did not resume from them (they were damaged, or belong to a run that was started anew). ``head`` and
-    ``optimizer`` are full tensors; the other arguments are those of ``Checkpoint``.
+    Call it on one process only. Checkpoints of later steps are removed too: a run that reaches this step again did not
+    resume from them, because they were damaged or belong to an earlier run. ``head`` and ``optimizer`` hold full
+    tensors; ``Checkpoint`` describes the other arguments.
     """
     plain_optimizer, optimizer_tensors = split_tensors(optimizer)
     plain_rng, rng_tensors = split_tensors(list(rng), "rank")
@@ -208,10 +212,10 @@ def save_checkpoint(
         try:
             _write(tmp_path, record, contents)
         except (OSError, SafetensorError):
-            shutil.rmtree(tmp_path, ignore_errors=True)  # it would keep the disk full
+            shutil.rmtree(tmp_path, ignore_errors=True)  # the unfinished files would keep the disk full
             raise
         path = folder / f"step-{state.global_step:07d}"
-        if path.exists():  # a folder cannot be renamed onto another; leftovers go with the next save
+        if path.exists():  # a folder cannot be renamed onto another one
             path.rename(folder / f".replaced.{os.getpid()}")
         tmp_path.rename(path)
         fsync(folder)
@@ -231,18 +235,21 @@ def _write(tmp_path: Path, record: dict[str, Any], contents: Mapping[str, dict[s
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """The newest intact checkpoint of ``folder``; None when there is none at all.
+    """Return the newest intact checkpoint of ``folder``; None if the folder has no checkpoint.
 
-    A damaged one (a missing file, another checksum) is skipped and named in ``Checkpoint.warnings``.
+    A damaged checkpoint (a missing file, a wrong checksum) is skipped and named in ``Checkpoint.warnings``.
+
+    Raises:
+        UserError: All checkpoints are damaged.
     """
-    found = checkpoints(folder)
+    paths = checkpoints(folder)
     warnings: list[str] = []
-    for path in reversed(found):
+    for path in reversed(paths):
         try:
             return _load(path, tuple(warnings))
         except UserError as damage:
             warnings.append(f"checkpoint {path} is damaged ({damage}); falling back to the one before")
-    if found:
+    if paths:
         raise UserError(
             f"every checkpoint in {folder} is damaged: {'; '.join(w.rpartition(';')[0] for w in warnings)}. "
             "Restore one from a backup, or remove the folder to train from the start"
@@ -251,13 +258,13 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load_best(folder: Path) -> Checkpoint | None:
-    """The checkpoint with the largest held-out mean accepted length (the latest of equals); None without any."""
+    """Return the checkpoint with the largest held-out mean accepted length (the latest of equals), or None."""
     best = best_of(checkpoints(folder))
     return None if best is None else _load(best, ())
 
 
 def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
-    """Raises UserError: what is wrong with it."""
+    """Load the checkpoint ``path``; raise a UserError that describes any damage."""
     try:
         record = read_checksummed_json(safe_join(path, STATE))
         if record["format"] != FORMAT:
@@ -266,7 +273,7 @@ def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
             raise UserError(f"{STATE} lists the files {sorted(record['files'])}")
         for name, expected in record["files"].items():
             if file_digest(safe_join(path, name)) != expected:
-                raise UserError(f"{name} does not have the checksum that {STATE} states")
+                raise UserError(f"{name} does not have the checksum that {STATE} records")
         tensors = {name: load_file(path / name) for name in record["files"]}
         return Checkpoint(
             path=path,
@@ -282,47 +289,47 @@ def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
     except UserError:
         raise
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{STATE} is not a checkpoint's: {error!r}") from None
+        raise UserError(f"{STATE} does not describe a checkpoint: {error!r}") from None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    found = {p: NAME.fullmatch(p.name) for p in folder.glob("step-*")}
-    return [p for _, p in sorted((int(match[1]), path) for path, match in found.items() if match)]
+    """Return the finished checkpoints of ``folder``, oldest first."""
+    names = {path: NAME.fullmatch(path.name) for path in folder.glob("step-*")}
+    return [path for _, path in sorted((int(match[1]), path) for path, match in names.items() if match)]
 
 
-def best_of(found: list[Path]) -> Path | None:
-    """The best of some checkpoints, oldest first; None when none was measured."""
-    scores = {path: saved_state(path).get("score") for path in found}
-    measured = [path for path in reversed(found) if isinstance(scores[path], int | float)]
+def best_of(paths: list[Path]) -> Path | None:
+    """Return the best of the checkpoints ``paths`` (oldest first); None if none was measured."""
+    scores = {path: saved_state(path).get("score") for path in paths}
+    measured = [path for path in reversed(paths) if isinstance(scores[path], int | float)]
     return max(measured, key=lambda path: float(scores[path] or 0), default=None)
 
 
 def saved_state(path: Path) -> dict[str, Any]:
-    """The counters and the score of the checkpoint ``path``, unchecked; empty where it is damaged."""
+    """Return the counters and the score of the checkpoint ``path``, unchecked; empty if it is damaged."""
     try:
-        found = json.loads((path / STATE).read_bytes())["content"]["state"]
+        state = json.loads((path / STATE).read_bytes())["content"]["state"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return state if isinstance(state, dict) else {}
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    found = checkpoints(folder)
-    index = found.index(newest)
-    best = best_of(found[: index + 1])
-    for path in found[: max(0, index + 1 - keep)] + found[index + 1 :]:
+    paths = checkpoints(folder)
+    index = paths.index(newest)
+    best = best_of(paths[: index + 1])
+    for path in paths[: max(0, index + 1 - keep)] + paths[index + 1 :]:
         if path != best:
-            # Renamed first: a kill in the middle of rmtree must not leave something that looks like a checkpoint.
+            # Rename first: a kill in the middle of rmtree must not leave a folder that looks like a checkpoint.
             path.rename(folder / f".replaced.{path.name}")
     _link_best(folder, best)
     _remove_leftovers(folder)
 
 
 def _link_best(folder: Path, best: Path | None) -> None:
-    """Point the link ``best`` at ``best``, in one step."""
+    """Point the link ``best`` at the folder ``best``, atomically."""
     link = folder / BEST
-    if link.is_dir() and not link.is_symlink():  # a copy of the run, made by what follows links
+    if link.is_dir() and not link.is_symlink():  # the run was copied by a program that follows links
         link.rename(folder / f".replaced.{BEST}.copy")
     if best is None:
         link.unlink(missing_ok=True)
@@ -334,7 +341,7 @@ def _link_best(folder: Path, best: Path | None) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a killed save left behind; nothing of it was ever a checkpoint, or is one any more."""
+    """Remove files of interrupted saves and replaced checkpoints."""
     for path in (*folder.glob(".writing.*"), *folder.glob(".replaced.*")):
         if path.is_symlink():
             path.unlink()
@@ -344,16 +351,16 @@ def _remove_leftovers(folder: Path) -> None:
 
 @dataclass
 class TrainProgress:
-    """Where training is: the next step to do."""
+    """The next step of training, and the number of finished steps."""
 
     phase: int = 0
     step: int = 0
     total_steps: int = 0
-    """Optimiser steps done over all phases."""
+    """Finished optimiser steps over all phases."""
 
 
 class CheckpointManager:
-    """Saves and restores one run. Made on every process at once."""
+    """Saves and restores one run. Create it on every process at once."""
 
     def __init__(
         self, run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path, processes: Processes, display: Display
@@ -363,25 +370,25 @@ class CheckpointManager:
         self.checkpoints = folder / "checkpoints"
         self.progress = TrainProgress()
         self.loss_spikes = LossSpikeFilter(run.loss_spikes)
-        """Of the phase that is trained."""
+        """Filter of the current phase."""
         self.initial_world_size = processes.count
         """Processes that the run started with, which set the rows of a step."""
         self.score: float | None = None
-        """Held-out mean accepted length, where it was measured after the latest step."""
+        """Held-out mean accepted length, if it was measured after the latest step."""
         best = best_of(checkpoints(self.checkpoints))
         self.best_score: float | None = processes.gather(saved_state(best)["score"] if best else None)[0]
         self._trained_on: dict[str, Any] = {}
-        """Manifests of the corpora in the checkpoint that the run resumed from."""
+        """Manifests of the corpora, from the checkpoint that the run resumed from."""
 
     def record_score(self, score: float) -> bool:
-        """Remember a measurement after the latest step; returns whether it was never better."""
-        self.score = self.processes.gather(score)[0]  # all processes must save, or none
-        better = self.best_score is None or self.score > self.best_score
-        self.best_score = self.score if better else self.best_score
-        return better
+        """Record a measurement after the latest step and return True if it is the best so far."""
+        self.score = self.processes.gather(score)[0]  # either all processes save or none
+        is_best = self.best_score is None or self.score > self.best_score
+        self.best_score = self.score if is_best else self.best_score
+        return is_best
 
     def save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
-        """Save all that is needed to resume from here. Every process takes part, the main one writes."""
+        """Save everything needed to resume from here. Every process takes part, and the main process writes."""
         weights, optimizer_state = full_state_dict(self.head, optimizer)
         rng = self.processes.gather(capture_rng())
         if self.processes.rank:
@@ -409,62 +416,62 @@ class CheckpointManager:
         )
 
     def restore(self) -> Checkpoint | None:
-        """Put head, progress and random generators back to the newest intact checkpoint, the same on every process."""
-        found, processes = load_latest(self.checkpoints), self.processes
-        seen = processes.gather(None if found is None else found.path.name)
-        odd = next((rank for rank, name in enumerate(seen) if name != seen[0]), None)
+        """Restore head, progress and random generators from the newest intact checkpoint, on every process."""
+        checkpoint, processes = load_latest(self.checkpoints), self.processes
+        names = processes.gather(None if checkpoint is None else checkpoint.path.name)
+        odd = next((rank for rank, name in enumerate(names) if name != names[0]), None)
         if odd is not None:
             raise UserError(
-                f"process 0 resumes from {seen[0]}, but process {odd} from {seen[odd]}: {self.checkpoints} must be one "
-                "folder that all of them see; put out=... on a shared file system"
+                f"process 0 resumes from {names[0]}, but process {odd} from {names[odd]}: {self.checkpoints} must be "
+                "one folder that all processes see; put out=... on a shared file system"
             )
-        if found is None:
+        if checkpoint is None:
             return None
-        for warning in found.warnings:
+        for warning in checkpoint.warnings:
             self.display.line(f"warning: {warning}")
-        state = found.state
+        state, saved_count = checkpoint.state, len(checkpoint.rng)
         if state.phase > len(self.run.phases):
-            raise UserError(f"{found.path} is in phase {state.phase + 1} of another run; use resume=false")
+            raise UserError(f"{checkpoint.path} is in phase {state.phase + 1} of another run; use resume=false")
         self.progress = TrainProgress(state.phase, state.step, state.global_step)
-        self.initial_world_size, self._trained_on = state.processes, found.manifests
-        load_weights(self.head, found)
-        if processes.rank < len(found.rng):
-            restore_rng(found.rng[processes.rank])
+        self.initial_world_size, self._trained_on = state.processes, checkpoint.manifests
+        load_weights(self.head, checkpoint)
+        if processes.rank < saved_count:
+            restore_rng(checkpoint.rng[processes.rank])
         else:
             set_seed(self.run.seed + state.global_step * processes.count + processes.rank)
         self.display.line(f"   resuming after step {state.global_step} (over all phases) of {self.folder}")
-        if len(found.rng) != processes.count:
+        if saved_count != processes.count:
             self.display.line(
-                f"   on {processes.count} processes instead of {len(found.rng)}: the same rows a step, split anew; "
-                "sums round differently, and dropout draws other numbers"
+                f"   on {processes.count} processes instead of {saved_count}: each step keeps its rows, split among "
+                "the new number; sums round differently, and dropout draws other random numbers"
             )
-        return found
+        return checkpoint
 
     def check_corpora(self) -> None:
-        """Refuse to resume with other data than the checkpoint was trained on."""
+        """Reject corpora that differ from those the checkpoint was trained on."""
         for name, manifest in self.corpora.manifests.items():
-            different = difference(update_names(self._trained_on[name]), manifest) if name in self._trained_on else None
-            if different is not None:
-                key, was, found = different
+            changed = difference(update_names(self._trained_on[name]), manifest) if name in self._trained_on else None
+            if changed is not None:
+                key, saved_value, value = changed
                 raise UserError(
-                    f"the run in {self.folder} was trained on {name} with {key} = {was}, which now has {found}; "
-                    "restore that corpus, or start over with resume=false"
+                    f"the run in {self.folder} was trained on {name} with {key} = {saved_value}, but the corpus now "
+                    f"has {value}; restore that corpus, or start over with resume=false"
                 )
 
-    def diverged(self, found: str) -> UserError:
-        """The error that ends a run which does not learn any more."""
+    def diverged(self, reason: str) -> UserError:
+        """Return the error that ends a diverged run."""
         name = list(self.run.phases)[self.progress.phase]
         return UserError(
-            f"phase {name}, step {self.progress.step}: {found}; stopped, and the last good weights are kept in "
-            f"{self.checkpoints}. Lower phases.{name}.optim.lr (now {self.run.phases[name].optim.lr}) and start over "
-            "with resume=false, or move the limits in loss_spikes"
+            f"phase {name}, step {self.progress.step}: {reason}; training stopped, and {self.checkpoints} has the last "
+            f"good weights. Lower phases.{name}.optim.lr (now {self.run.phases[name].optim.lr}) and start over with "
+            "resume=false, or change the limits in loss_spikes"
         )
 
 
 def load_weights(head: DraftHead, checkpoint: Checkpoint) -> None:
-    """Load the head's weights; one line says so when it is another head."""
+    """Load the checkpoint's weights into ``head``; raise a UserError if they belong to another head."""
     try:
         head.load_state_dict(checkpoint.head)
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"{checkpoint.path} holds another head ({first}); start over with resume=false") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{checkpoint.path} holds another head ({reason}); start over with resume=false") from None

@@ -1,4 +1,4 @@
-"""AdamW and Muon, and the learning rate of every step and parameter as a pure function."""
+"""AdamW and Muon, and the learning rate of every step as a pure function."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
@@ -15,11 +15,11 @@ from drafthead.train.config import SCHEDULES, WARMUPS, OptimConfig
 
 
 def lr_at(config: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of optimiser step ``step`` (0-based) of a phase of ``steps`` steps.
+    """Return the learning rate of optimiser step ``step`` (0-based) in a phase of ``steps`` steps.
 
-    Step i has done i + 1 of its schedule, so that no step is spent at a learning rate of 0: the end of the warm-up is
-    reached at step ``warmup_steps - 1`` and ``lr * final_lr_ratio`` at the last one. IBM's training script is one step
-    later: its first step has a learning rate of 0, and its last is the one before ours.
+    Step i stands at i + 1 of its schedule, so that no step has a learning rate of 0. The warm-up ends at step
+    ``warmup_steps - 1``, and the last step has ``lr * final_lr_ratio``. IBM's training script is one step later: its
+    first step has a learning rate of 0.
     """
     done = step + 1
     rise = WARMUPS[config.warmup](done / config.warmup_steps) if done < config.warmup_steps else 1.0
@@ -36,66 +36,65 @@ def build_optimizer(
     lr_mult: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
     matrices: Collection[Tensor] = (),
 ) -> Optimizer:
-    """AdamW over the trainable ``parameters``, and Muon over ``matrices``; matrices decay, vectors do not.
+    """Return AdamW over the trainable ``parameters``, with Muon over ``matrices``. Only matrices decay.
 
-    Before every step the loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``. Groups come in the
-    order of their factors, matrices first, and parameters in the order given, so that a resumed run finds its state
-    where it left it.
+    Before every step the loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``. Groups are sorted
+    by multiplier, matrices first, with parameters in the given order: a resumed run finds its state by that order.
     """
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    orthogonal: dict[float, list[nn.Parameter]] = {}
-    chosen = {id(matrix) for matrix in matrices}
+    adamw_groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    muon_groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    muon_ids = {id(matrix) for matrix in matrices}
     for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        factor = lr_mult(parameter)
-        if id(parameter) in chosen:
-            orthogonal.setdefault(factor, []).append(parameter)
-        else:
-            groups.setdefault((factor, parameter.ndim < 2), []).append(parameter)
-    if not groups and not orthogonal:
+        if parameter.requires_grad:
+            groups = muon_groups if id(parameter) in muon_ids else adamw_groups
+            groups.setdefault((lr_mult(parameter), parameter.ndim < 2), []).append(parameter)
+    if not adamw_groups and not muon_groups:
         raise UserError("the head has no trainable parameter; unfreeze a part of it in the recipe's head group")
-    settings = [
-        {"params": group, "weight_decay": 0.0 if vectors else config.weight_decay, "lr_mult": factor}
-        for (factor, vectors), group in sorted(groups.items(), key=lambda item: item[0])
-    ]
-    # No operation on lists takes sharded and whole parameters in one.
-    mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in groups.values())
-    betas = (config.betas[0], config.betas[1])
-    parts: list[Optimizer] = []
-    if orthogonal:
-        muon = [
-            {"params": group, "weight_decay": config.weight_decay, "lr_mult": factor}
-            for factor, group in sorted(orthogonal.items())
+
+    def settings(groups: dict[tuple[float, bool], list[nn.Parameter]]) -> list[dict[str, Any]]:
+        return [
+            {"params": group, "weight_decay": 0.0 if is_vector else config.weight_decay, "lr_mult": mult}
+            for (mult, is_vector), group in sorted(groups.items(), key=lambda item: item[0])
         ]
+
+    optimizers: list[Optimizer] = []
+    if muon_groups:
         # Scaled to the size of AdamW's updates (2502.16982).
-        parts.append(torch.optim.Muon(muon, lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
-    if settings:
-        parts.append(AdamW(settings, lr=config.lr, betas=betas, foreach=False if mixed else None))
-    return parts[0] if len(parts) == 1 else JoinedOptimizer(parts)
+        optimizers.append(
+            torch.optim.Muon(
+                settings(muon_groups), lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    if adamw_groups:
+        # torch's multi-tensor operations cannot mix sharded and whole parameters.
+        mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in adamw_groups.values())
+        betas = (config.betas[0], config.betas[1])
+        optimizers.append(AdamW(settings(adamw_groups), lr=config.lr, betas=betas, foreach=False if mixed else None))
+    return optimizers[0] if len(optimizers) == 1 else JoinedOptimizer(optimizers)
 
 
 class JoinedOptimizer(Optimizer):
-    """Several optimisers as one: groups and state in one list and one dictionary, saved and loaded together."""
+    """Several optimisers as one. Their groups and states are saved and loaded together."""
 
-    def __init__(self, parts: Sequence[Optimizer]) -> None:
-        self._parts = list(parts)
-        super().__init__([group for part in parts for group in part.param_groups], {})
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of each; ``closure`` must be None."""
+        """Run one step of each optimiser; ``closure`` must be None."""
         assert closure is None
         groups = iter(self.param_groups)
-        for part in self._parts:  # loading a state has put other objects in the place of these
-            part.state, part.param_groups = self.state, list(islice(groups, len(part.param_groups)))
-            part.step()
+        for optimizer in self._optimizers:
+            # ``load_state_dict`` replaces our state and groups by new objects, so hand them on before every step.
+            optimizer.state, optimizer.param_groups = self.state, list(islice(groups, len(optimizer.param_groups)))
+            optimizer.step()
 
 
 def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
-    """The optimiser of a head, and of its base's adapters while they are trained.
+    """Return the optimiser of a head, and of its base's adapters while they are trained.
 
-    Muon's matrices are the weights of the head's linear layers, without projections to the vocabulary.
+    Muon takes the weights of the head's linear layers, except projections to the vocabulary.
     """
     projections = {id(head.output_head(k).trained) for k in range(head.depth)}
     linears = (module for module in head.modules() if isinstance(module, nn.Linear) and config.name == "muon")

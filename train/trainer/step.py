@@ -1,6 +1,6 @@
 """One optimiser step: gradients of summed losses, divided once by the global count of trained tokens.
 
-An update whose loss is not finite or far above the latest ones is skipped (``LossSpikeFilter``).
+An update is skipped if its loss is not finite or far above recent losses (``LossSpikeFilter``).
 """
 
 import math
@@ -21,29 +21,30 @@ from drafthead.train.config import HISTORY, LossSpikeConfig
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did; on the device until it is logged."""
+    """The result of one or more steps. Tensors stay on the device until they are logged."""
 
     total: LossOutput
-    """Over micro-batches and processes."""
+    """Sums over micro-batches and processes."""
     grad_norm: Tensor
+    """Gradient norm of the latest step, before clipping."""
     skip_reason: str | None = None
-    """Why the update was skipped; None when it was done."""
+    """Reason for skipping the update; None if it was applied."""
 
     def __add__(self, other: "StepResult") -> "StepResult":
         return StepResult(_added([self.total, other.total]), other.grad_norm)
 
     def metrics(self) -> dict[str, float]:
-        """Host values: ``loss`` a trained token, ``grad_norm`` of the latest step, and every named ratio."""
+        """Return host values: mean ``loss`` per trained token, ``grad_norm``, and every named ratio."""
         ratios = {name: ratio.value for name, ratio in self.total.ratios().items()}
         return {"loss": float(self.total.loss_sum / self.total.tokens), "grad_norm": float(self.grad_norm), **ratios}
 
 
-def _added(parts: Sequence[LossOutput]) -> LossOutput:
+def _added(outputs: Sequence[LossOutput]) -> LossOutput:
     return LossOutput(
-        loss_sum=torch.stack([p.loss_sum.detach() for p in parts]).sum(),
-        tokens=torch.stack([p.tokens for p in parts]).sum(),
-        sums=torch.stack([p.sums for p in parts]).sum(0),
-        names=parts[0].names,
+        loss_sum=torch.stack([out.loss_sum.detach() for out in outputs]).sum(),
+        tokens=torch.stack([out.tokens for out in outputs]).sum(),
+        sums=torch.stack([out.sums for out in outputs]).sum(0),
+        names=outputs[0].names,
     )
 
 
@@ -59,22 +60,28 @@ def train_step(
     should_skip: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     profile_hook: Callable[[str], None] = lambda part: None,
 ) -> StepResult:
-    """Accumulate, reduce, divide, clip, update. It waits for the device once, for the numbers ``should_skip`` reads.
+    """Accumulate gradients over the micro-batches, reduce, divide, clip, and update the head.
 
-    ``reduce`` sums over processes; sharded gradients are summed by their backward pass. ``clip_norm`` is the largest
-    norm of the mean loss's gradient, 0 is off. ``should_skip`` gets mean loss and gradient norm and gives the reason to
-    skip the update, or None; it is not called for a step without trained tokens. ``profile_hook`` is called when a part
-    of the step is done: with ``head`` after a backward pass, ``optimiser`` after the update.
+    The step waits for the device once, for the numbers that ``should_skip`` reads.
+
+    Args:
+        micro_batches: Batches and their hidden states [B, T, D], at least one.
+        lr: Learning rate of this step; a parameter group multiplies it by its ``lr_mult``.
+        clip_norm: Largest norm of the mean loss's gradient; 0 turns clipping off.
+        reduce: Sums a tensor over processes. Sharded gradients are already summed by their backward pass.
+        should_skip: Returns the reason to skip the update for (mean loss, gradient norm), or None to apply it. It is
+            not called if no token is trained.
+        profile_hook: Called with ``head`` after each backward pass, and with ``optimiser`` after the update.
     """
     optimizer.zero_grad(set_to_none=True)
-    parts = []
+    outputs = []
     for batch, base_hidden in micro_batches:
         out = head.loss(batch, base_hidden, loss)
         if out.loss_sum.requires_grad:
             torch.autograd.backward(out.loss_sum)
-        parts.append(out)
+        outputs.append(out)
         profile_hook("head")
-    total = _added(parts)
+    total = _added(outputs)
     tokens = reduce(total.tokens)
     parameters = [p for p in head.parameters() if p.requires_grad]
     for parameter in parameters:
@@ -94,18 +101,19 @@ def train_step(
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients to a norm of at most ``max_norm``; returns the norm they had, over all of them.
+    """Scale the gradients to a total norm of at most ``max_norm`` and return the norm before scaling.
 
     ``inf`` only measures. Sharded and replicated parameters may be mixed.
     """
-    kinds = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
+    # torch's functions take either sharded or replicated tensors, so each group has its own call.
+    groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
     norms = []
-    for kind in filter(None, kinds):
-        norm = nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
+    for group in filter(None, groups):
+        norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    for kind in filter(None, kinds):
-        nn.utils.clip_grads_with_norm_(kind, max_norm, total)
+    for group in filter(None, groups):
+        nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
 
@@ -113,7 +121,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
 def evaluate_loss(
     head: DraftHead, batches: Iterable[tuple[TrainBatch, HiddenStates]], loss: LossConfig
 ) -> dict[str, float]:
-    """The training metrics on held-out batches, without an update."""
+    """Return the training metrics on held-out batches, without an update."""
     total = _added([head.loss(batch, base_hidden, loss) for batch, base_hidden in batches])
     metrics = StepResult(total, torch.zeros(())).metrics()
     del metrics["grad_norm"]
@@ -121,19 +129,19 @@ def evaluate_loss(
 
 
 class LossSpikeFilter:
-    """Decides for each step of a phase whether its update is skipped.
+    """A filter that decides, at each step of a phase, whether to skip the update.
 
-    Every process sees the same reduced numbers, so all of them agree.
+    Every process sees the same reduced numbers, so all processes agree.
     """
 
     def __init__(self, config: LossSpikeConfig, losses: Iterable[float | None] = ()) -> None:
-        """``losses`` are those that a checkpoint in the phase has."""
+        """``losses`` restores the filter from a checkpoint of the phase."""
         self.config = config
         self._losses: deque[float | None] = deque(losses, maxlen=config.window)
 
     @property
     def losses(self) -> list[float | None]:
-        """Losses of the latest steps, None for a skipped one: all that a resumed run needs."""
+        """Losses of the latest steps, None for a skipped one: the filter's whole state."""
         return list(self._losses)
 
     @property
@@ -142,12 +150,16 @@ class LossSpikeFilter:
         return sum(loss is None for loss in self._losses)
 
     def skip_reason(self, loss: float, grad_norm: float) -> str | None:
-        """The reason to skip the step's update; None to do it. Call it once a step. ``loss`` is a trained token's."""
-        found = None
-        usual = [kept for kept in self._losses if kept is not None]
+        """Return the reason to skip the update, or None to apply it. Call it once per step.
+
+        ``loss`` is the mean per trained token.
+        """
+        reason = None
+        recent = [previous for previous in self._losses if previous is not None]
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            found = f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}"
-        elif self.config.spike and len(usual) >= HISTORY and loss > self.config.spike * median(usual) > 0:
-            found = f"the loss is {loss:.4g}, over {self.config.spike:g} times the median of {median(usual):.4g}"
-        self._losses.append(loss if found is None else None)
-        return found
+            reason = f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}"
+        elif self.config.spike and len(recent) >= HISTORY and loss > self.config.spike * median(recent) > 0:
+            reason = f"the loss is {loss:.4g}, over {self.config.spike:g} times the median of {median(recent):.4g}"
+        # A skipped loss must not raise the median, or a diverging run would be accepted step by step.
+        self._losses.append(loss if reason is None else None)
+        return reason

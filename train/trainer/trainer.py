@@ -1,4 +1,4 @@
-"""The training loop: phases in order, one console line a log step, checkpoints that resume exactly."""
+"""The training loop: phases in order, one console line per log step, checkpoints that resume exactly."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -38,7 +38,7 @@ from drafthead.train.trainer.step import LossSpikeFilter, StepResult, evaluate_l
 
 
 class Trainer:
-    """Trains one head through the phases of a run."""
+    """The training of one head through the phases of a run."""
 
     def __init__(
         self, run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path, launch: Launch, tracker: Tracker | None
@@ -49,10 +49,10 @@ class Trainer:
         self.checkpoints = CheckpointManager(run, head, corpora, folder, launch.processes, launch.display)
 
     def train(self) -> None:
-        """Run every phase that is not done, from the newest checkpoint on."""
+        """Run every unfinished phase, starting at the newest checkpoint."""
         self.head.train()
         if self.processes.rank:
-            set_seed(self.run.seed + self.processes.rank)  # equal heads by now, but dropout must differ
+            set_seed(self.run.seed + self.processes.rank)  # heads are equal by now, but dropout must differ
         checkpoint = self.checkpoints.restore()
         progress = self.checkpoints.progress
         if self.launch.is_main:
@@ -78,7 +78,7 @@ class Trainer:
             progress.phase, progress.step = progress.phase + 1, 0
 
     def _shard(self, names: list[str]) -> None:
-        """Shard the weights; caches of the phases ``names`` are filled before, while one process can run the base."""
+        """Shard the weights. Before that, fill the caches of the phases ``names``, while a process can run the base."""
         if self.sharding.shards_base:
             with self.launch.main_process_first(self.run.per_node_data):
                 for name in names:
@@ -91,19 +91,19 @@ class Trainer:
             data = self._open(name)
             cached = phase.store_hidden_states or self.sharding.shards_base
             held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached)
-        if self.run.per_node_data and not isinstance(data.rows, StreamedRows):  # streams of all nodes have one source
+        if self.run.per_node_data and not isinstance(data.rows, StreamedRows):  # all nodes stream the same sources
             self._check_common(name, digest_rows(data.rows))
         self.checkpoints.check_corpora()
         with signals.defer_signals():
             self._train_steps(name, phase, optimizer, data, held_out)
 
     def _check_common(self, name: str, digest: str) -> None:
-        """Refuse rows that differ between processes: a row's number would mean another row on another node."""
-        found = self.processes.gather(digest)
-        if len(set(found)) > 1:
+        """Reject rows that differ between nodes, because steps choose rows by number."""
+        digests = self.processes.gather(digest)
+        if len(set(digests)) > 1:
             raise UserError(
-                f"the rows of phase {name} differ between processes ({', '.join(found)}): per_node_data=true made "
-                "other corpora on another node; copy data.folder from one node to the others, or use a common one "
+                f"the rows of phase {name} differ between processes ({', '.join(digests)}): with per_node_data=true "
+                "the nodes made different corpora; copy data.folder from one node to the others, or share one folder "
                 "with per_node_data=false"
             )
 
@@ -112,32 +112,32 @@ class Trainer:
     ) -> None:
         progress, batches = self.checkpoints.progress, data.stream(self._rows(data, phase))
         if phase.boost.head:
-            other = load_first(phase.boost.head, self.head)
-            batches = boosted(batches, other, self.head.depth, phase.boost.floor)
-        pending: StepResult | None = None
+            first_head = load_first(phase.boost.head, self.head)
+            batches = boosted(batches, first_head, self.head.depth, phase.boost.floor)
+        unlogged: StepResult | None = None
         started, first = perf_counter(), progress.step
         while progress.step < phase.steps:
             lr = lr_at(phase.optim, progress.step, phase.steps)
             result = self._step(phase, batches, optimizer, lr)
             if result.skip_reason is None:
-                pending = result if pending is None else pending + result
+                unlogged = result if unlogged is None else unlogged + result
             else:
                 self._report_skipped(name, result.skip_reason)
             stop = self.processes.all_reduce_max(signals.stop_signal())
-            last = progress.step == phase.steps
-            if pending is not None and (last or stop or progress.step % self.run.log_every == 0):
+            is_last = progress.step == phase.steps
+            if unlogged is not None and (is_last or stop or progress.step % self.run.log_every == 0):
                 waited, data.waited_s = data.waited_s, 0.0
-                self._record(name, pending, lr, started, waited, progress.step - first)
-                pending, started, first = None, perf_counter(), progress.step
+                self._record(name, unlogged, lr, started, waited, progress.step - first)
+                unlogged, started, first = None, perf_counter(), progress.step
             paused = perf_counter()
-            better = False
-            if last or (not stop and progress.step % self.run.validate_every == 0):
-                better = self._validate(name, phase, held_out)
-            if last or stop or better or progress.step % self.run.checkpoint.every_steps == 0:
-                self.checkpoints.save(optimizer, end_of_phase=last)
+            is_best = False
+            if is_last or (not stop and progress.step % self.run.validate_every == 0):
+                is_best = self._validate(name, phase, held_out)
+            if is_last or stop or is_best or progress.step % self.run.checkpoint.every_steps == 0:
+                self.checkpoints.save(optimizer, end_of_phase=is_last)
             if stop:
                 raise signals.Stopped(stop, f"after step {progress.total_steps} (over all phases), which is saved")
-            started += perf_counter() - paused  # the speed that is logged is that of training alone
+            started += perf_counter() - paused  # logged speed leaves out validation and saving
 
     def _step(
         self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
@@ -161,11 +161,11 @@ class Trainer:
         return result
 
     def _open(self, name: str) -> PhaseData:
-        """A phase's rows; the base reads those that its steps will take."""
+        """Open a phase's rows; a cache is filled only for rows that the phase's steps take."""
         phase = self.run.phases[name]
-        wanted = phase.steps * self._rows_per_step(phase)
         seed = self._row_seed(list(self.run.phases).index(name))
-        return open_phase(self.corpora, name, phase, self.head.spec, seed, wanted)
+        num_rows = phase.steps * self._rows_per_step(phase)
+        return open_phase(self.corpora, name, phase, self.head.spec, seed, num_rows)
 
     def _row_seed(self, phase: int) -> int:
         return self.run.seed * 1000 + phase
@@ -174,7 +174,7 @@ class Trainer:
         return self.checkpoints.initial_world_size * phase.grad_accum_steps * phase.micro_batch_size
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
-        """This process's rows of every micro-batch that is left of the phase."""
+        """Yield this process's row numbers for each remaining micro-batch of the phase."""
         progress = self.checkpoints.progress
         rows, seed = self._rows_per_step(phase), self._row_seed(progress.phase)
         for step in range(progress.step, phase.steps):
@@ -197,13 +197,13 @@ class Trainer:
         return reduced
 
     def _record(self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int) -> None:
-        metrics = result.metrics()  # waits for the device, so the time is that of finished steps
+        metrics = result.metrics()  # waits for the device, so the time below covers finished steps
         seconds, progress = perf_counter() - started, self.checkpoints.progress
         if not int(result.total.tokens):
             raise UserError(
-                f"phase {name}, step {progress.step}: the last {steps} steps had no token to train on, because none of "
-                "their documents has two more tokens after one that was read; use longer texts or answers, or raise "
-                f"phases.{name}.micro_batch_size"
+                f"phase {name}, step {progress.step}: the last {steps} steps had no token to train on. A target is at "
+                "least two tokens after its anchor, and no document is long enough; use longer texts or answers, or "
+                f"raise phases.{name}.micro_batch_size"
             )
         row: dict[str, Any] = {
             "phase": name,
@@ -220,33 +220,33 @@ class Trainer:
         self.display.line(console_line(row, self.run.phases[name].steps))
 
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
-        """Measure acceptance on the held-out answers; returns whether it was never better."""
+        """Measure acceptance on the held-out answers and return True if it is the best so far."""
         self.head.eval()
         answers: list[Ranks] = []
 
         def batches() -> Iterator[Batch]:
-            what = f"held-out answers after {self.checkpoints.progress.step} steps"
+            label = f"held-out answers after {self.checkpoints.progress.step} steps"
             for number in range(len(held_out)):
-                self.display.progress(what, number, len(held_out), after=10.0)
+                self.display.progress(label, number, len(held_out), after=10.0)
                 batch, base_hidden = held_out.load([number])
                 answers.extend(answer_ranks(self.head, batch, base_hidden))
                 yield batch, base_hidden
 
-        found = evaluate_loss(self.head, batches(), phase.loss)
+        metrics = evaluate_loss(self.head, batches(), phase.loss)
         self.head.train()
-        # Of greedy decoding with a chain over all positions.
+        # The score is the mean accepted length of greedy decoding with a chain over all draft positions.
         probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
         length = simulate_acceptance(probs, TokenTree.chain(self.head.depth)).mean_accepted_length
         progress = self.checkpoints.progress
         row: dict[str, Any] = {"phase": name, "step": progress.step, "total_step": progress.total_steps}
-        row |= {f"held_out_{key}": value for key, value in found.items()}
+        row |= {f"held_out_{key}": value for key, value in metrics.items()}
         self._publish(row | {"held_out_mean_accepted_length": length})
         self.sharding.reshard(self.head)
-        different = 1 if self.head.config.trained_positions == 1 else self.head.depth
-        shown = " ".join(f"{found[f'accept_{k}']:.3f}" for k in range(1, different + 1))
+        depth = 1 if self.head.config.trained_positions == 1 else self.head.depth
+        acceptance = " ".join(f"{metrics[f'accept_{k}']:.3f}" for k in range(1, depth + 1))
         self.display.line(
-            f"   held out after {progress.step} steps: top-1 acceptance by depth {shown}; mean accepted length "
-            f"{length:.2f} with a chain of all"
+            f"   held out after {progress.step} steps: top-1 acceptance by depth {acceptance}; mean accepted length "
+            f"{length:.2f} with a chain of {self.head.depth}"
         )
         return self.checkpoints.record_score(length)
 

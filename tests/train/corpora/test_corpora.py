@@ -145,12 +145,12 @@ def test_corpora_of_version_0_2_0_are_found(tiny_base: TinyBase, tmp_path: Path)
 def test_a_short_phase_has_the_base_read_its_own_rows_only(tiny_base: TinyBase, tmp_path: Path) -> None:
     made, _ = make(tiny_base(), tmp_path)
     phase = PhaseConfig(corpus="text", seq_len=64, store_hidden_states=True)
-    data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, wanted=4)
+    data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, num_rows=4)
     assert data.cache is not None
     numbers = data.numbers(5, 0, 4)
     assert sorted(set(range(len(data))) - set(data.cache.missing_rows())) == sorted(numbers)
     data.load(numbers)
-    longer = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, wanted=10**6)
+    longer = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, num_rows=10**6)
     assert longer.cache is not None and not longer.cache.missing_rows()
 
 
@@ -159,7 +159,7 @@ def test_a_phase_may_train_on_a_random_part_and_a_larger_part_holds_it(tiny_base
 
     def taken(max_tokens: int | None) -> set[int]:
         phase = PhaseConfig(corpus="text", seq_len=64, store_hidden_states=True, max_tokens=max_tokens)
-        data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, wanted=10**6)
+        data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, num_rows=10**6)
         numbers = data.numbers(5, 0, 3 * len(data))
         assert max_tokens is None or data.cache is not None
         assert max_tokens is None or not set(numbers) & set(data.cache.missing_rows())  # type: ignore[union-attr]

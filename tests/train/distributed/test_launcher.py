@@ -1,4 +1,4 @@
-"""accelerate's settings: what each becomes here, and that those which would be ignored are refused by their name."""
+"""accelerate's settings: each is followed, has no effect, or is rejected by name."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ NONE, FULL = ShardConfig(), ShardConfig(mode="full")
 
 
 def launched(*flags: str) -> dict[str, str]:
-    """The environment that ``accelerate launch`` would start processes with."""
+    """Return the environment in which ``accelerate launch`` would start processes."""
     given = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0", *flags, "x.py"]
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
     environment: dict[str, str] = prepare_multi_gpu_env(arguments)
@@ -29,15 +29,15 @@ def launched(*flags: str) -> dict[str, str]:
 
 
 def test_every_setting_of_the_plugin_has_a_rule() -> None:
-    """One that is missing would be refused as unknown."""
+    """A setting without a rule would be rejected as unknown."""
     keys = {key for key in launched("--use_fsdp", "--fsdp_version", "2") if key.startswith("FSDP_")}
     assert keys and {key.removeprefix("FSDP_") for key in keys} <= {*FSDP, *NO_EFFECT}
 
 
 @pytest.mark.parametrize(
-    ("flags", "shard", "wanted"),
+    ("flags", "shard", "expected"),
     [
-        ("", NONE, NONE),  # its launcher writes a default for every setting
+        ("", NONE, NONE),  # accelerate writes a default for every setting
         ("--use_fsdp", NONE, FULL),
         ("--use_fsdp --fsdp_version 2", NONE, FULL),
         ("--mixed_precision bf16", NONE, replace(NONE, precision="bfloat16")),
@@ -52,44 +52,44 @@ def test_every_setting_of_the_plugin_has_a_rule() -> None:
         ("--use_fsdp --fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", NONE, FULL),  # v1's alone
     ],
 )
-def test_what_is_followed(flags: str, shard: ShardConfig, wanted: ShardConfig) -> None:
-    assert with_launcher_settings(launched(*flags.split()), shard) == wanted
+def test_followed_settings(flags: str, shard: ShardConfig, expected: ShardConfig) -> None:
+    assert with_launcher_settings(launched(*flags.split()), shard) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
-        ("--mixed_precision fp16", "mixed_precision=fp16, but a head computes in float32 or bfloat16"),
-        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", "fsdp_sharding_strategy=SHARD_GRAD_OP is not"),
+        ("--mixed_precision fp16", "mixed_precision=fp16"),
+        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", "fsdp_sharding_strategy=SHARD_GRAD_OP"),
         (
             "--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false",
-            "fsdp_reshard_after_forward=FALSE is not followed: set it to TRUE, or leave it out",
+            "fsdp_reshard_after_forward=FALSE .* set it to TRUE",
         ),
-        ("--use_fsdp --fsdp_auto_wrap_policy SIZE_BASED_WRAP", "fsdp_auto_wrap_policy=SIZE_BASED_WRAP is not"),
+        ("--use_fsdp --fsdp_auto_wrap_policy SIZE_BASED_WRAP", "fsdp_auto_wrap_policy=SIZE_BASED_WRAP"),
         (
             "--use_fsdp --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer",
-            "fsdp_transformer_layer_cls_to_wrap=LLAMADECODERLAYER is not followed: leave it out",
+            "fsdp_transformer_layer_cls_to_wrap=LLAMADECODERLAYER .* leave it out",
         ),
         ("--use_fsdp --fsdp_state_dict_type SHARDED_STATE_DICT", "fsdp_state_dict_type=SHARDED_STATE_DICT .*"),
-        ("--use_fsdp --fsdp_backward_prefetch BACKWARD_POST", "fsdp_backward_prefetch=BACKWARD_POST is not"),
+        ("--use_fsdp --fsdp_backward_prefetch BACKWARD_POST", "fsdp_backward_prefetch=BACKWARD_POST"),
         (
             "--use_fsdp --fsdp_activation_checkpointing true --fsdp_activation_checkpointing_offload true",
-            "fsdp_activation_checkpointing_offload=TRUE is not",
+            "fsdp_activation_checkpointing_offload=TRUE",
         ),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SORCERY": "7"}, "fsdp_sorcery=7 is not"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "accelerate is set to DeepSpeed, .* use shard=full"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "accelerate is set to Megatron-LM"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "a parallelism_config, .* shard.hybrid=true over nodes"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SORCERY": "7"}, "fsdp_sorcery=7"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed.* shard=full"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config.* shard.hybrid=true"),
     ],
 )
-def test_what_is_refused_by_name(given: str | dict[str, str], says: str) -> None:
+def test_rejected_settings(given: str | dict[str, str], message: str) -> None:
     """Flags of ``accelerate launch``, and variables that it or another launcher may set."""
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         with_launcher_settings(launched(*given.split()) if isinstance(given, str) else given, NONE)
 
 
 def test_a_recipe_that_says_otherwise() -> None:
-    with pytest.raises(UserError, match="the recipe only the head .shard.mode=head.; launch without --use_fsdp"):
+    with pytest.raises(UserError, match="shard.mode=head.*without --use_fsdp"):
         with_launcher_settings(launched("--use_fsdp"), ShardConfig(mode="head"))
 
 
@@ -108,7 +108,7 @@ def test_transformers_does_not_see_the_plugin(monkeypatch: pytest.MonkeyPatch) -
 def test_corpora_that_differ_between_nodes_are_refused() -> None:
     two: Any = SimpleNamespace(processes=SimpleNamespace(gather=lambda digest: [digest, "abc"]))
     Trainer._check_common(two, "distill", "abc")
-    with pytest.raises(UserError, match="the rows of phase distill differ between processes .def, abc.: per_node_data"):
+    with pytest.raises(UserError, match="rows of phase distill.*per_node_data"):
         Trainer._check_common(two, "distill", "def")
 
 

@@ -61,8 +61,8 @@ def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
     monkeypatch.setattr(card, "base_licences", lambda base: {"license": "other", "license_name": "acme"})
     found = written_card(tmp_path, tiny_base(), {"name": "exact", "lossless": True})
     assert "/home/me" not in str(found) + (tmp_path / "head" / "eval.json").read_text()
-    assert "the text stays the base's own" in found.content
-    assert "`acme`, as the base's card has it" in found.content
+    assert "exactly what the base would generate" in found.content
+    assert "`acme`, from the base's card" in found.content
     assert "mine, at most 24 new tokens, batch size 1. Some <CPU>; CPU cores: 2" in found.content
     assert "drafthead 0.2.0, torch 2.13.0." in found.content
     assert {(r.metric_type, r.dataset_name, r.metric_value) for r in found.data.eval_results} == {
@@ -74,9 +74,9 @@ def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
 
 def test_a_lossy_rule_does_not_promise_the_bases_text(tiny_base: TinyBase, tmp_path: Path) -> None:
     found = written_card(tmp_path, tiny_base(), {"name": "typical", "lossless": False, "total_variation": 0.3})
-    assert "stays the base's own" not in found.content and "lossy rule, typical" in found.content
+    assert "exactly what the base" not in found.content and "lossy rule, typical" in found.content
     assert found.data.eval_results[0].metric_name == "speedup over the fastest autoregressive decoding (lossy, TV 0.3)"
-    assert "Unknown: the base's could not be read" in found.content
+    assert "the base's licence could not be read" in found.content
 
 
 def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_base: TinyBase) -> None:

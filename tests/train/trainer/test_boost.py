@@ -10,7 +10,7 @@ from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.trainer.boost import boosted, load_first, missed
+from drafthead.train.trainer.boost import boosted, load_first, target_weights
 from support import TinyBase, fitted, random_ids, rows_of
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
@@ -18,14 +18,14 @@ TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
 
 def test_weights_by_hand() -> None:
     ranks = torch.tensor([[[0, 0], [2, 5], [1, 0], [-1, -1], [-1, -1]]])  # from place t, of t + 1 + k
-    weights = missed(ranks, TREE, 3, 0.25)
+    weights = target_weights(ranks, TREE, 3, 0.25)
     assert weights[0, :, 0].tolist() == [1, 1, 0.25, 1, 0.25], "ranks 0 and 1 are in the tree at depth 1"
     assert weights[0, :, 1].tolist() == [1, 1, 1, 0.25, 1]
     assert weights[0, :, 2].tolist() == [1] * 5, "the first head does not draft so deep"
 
 
 def test_only_what_is_missed_has_a_gradient(tiny_base: TinyBase) -> None:
-    """With floor 0 the loss is that of the missed targets alone; a first head that knows all leaves nothing."""
+    """With floor 0 the loss is that of the target_weights targets alone; a first head that knows all leaves nothing."""
     base, batch = tiny_base(), rows_of([random_ids(16, seed=1), random_ids(16, seed=2)])
     known = rows_of([random_ids(16, seed=1)])
     first = fitted(HydraConfig(num_draft_tokens=2).build(base), known, 60, 0.01)  # the first row alone

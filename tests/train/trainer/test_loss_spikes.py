@@ -1,4 +1,4 @@
-"""Updates that would do harm: which are skipped, that nothing of them stays, and when the run ends."""
+"""Harmful updates: which are skipped, and when the run ends."""
 
 import math
 from collections.abc import Callable
@@ -28,11 +28,11 @@ def test_spikes_are_told_from_noise_once_the_median_is_known() -> None:
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
-def test_what_is_not_finite_is_skipped_from_the_first_step(loss: float, norm: float) -> None:
+def test_a_loss_that_is_not_finite_is_skipped_from_the_first_step(loss: float, norm: float) -> None:
     assert "gradient norm" in (LossSpikeFilter(LossSpikeConfig(spike=0)).skip_reason(loss, norm) or "")
 
 
-def test_no_spikes_when_turned_off_or_where_the_loss_is_nothing() -> None:
+def test_no_spikes_when_turned_off_or_at_a_loss_of_zero() -> None:
     off, zero = LossSpikeFilter(LossSpikeConfig(spike=0)), LossSpikeFilter(LossSpikeConfig())
     for _ in range(2 * HISTORY):
         assert off.skip_reason(1.0, 1.0) is None and zero.skip_reason(0.0, 1.0) is None
@@ -46,7 +46,7 @@ def test_the_count_is_of_the_latest_steps() -> None:
     assert spikes.skipped == 3, "of the latest 20"
 
 
-def test_memory_survives_a_resume() -> None:
+def test_the_filter_survives_a_resume() -> None:
     spikes = LossSpikeFilter(LossSpikeConfig())
     for loss in [2.0] * HISTORY + [math.nan]:
         spikes.skip_reason(loss, 1.0)
@@ -65,7 +65,7 @@ def test_bad_settings(key: str, value: float) -> None:
 
 
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch, factor: Callable[[int], float], *overrides: str) -> Path:
-    """Train with the loss of call ``n`` (from 1) multiplied by ``factor(n)``, up to the end of the phases."""
+    """Train with the loss of call ``n`` (from 1) multiplied by ``factor(n)``."""
     original, calls = MedusaHead.loss, [0]
 
     def scaled(self, *args):  # type: ignore[no-untyped-def]
@@ -94,12 +94,9 @@ def test_a_bad_batch_is_skipped_and_leaves_nothing_behind(
     bad = {4: math.nan, 18: 100.0}
     options = ("phases.pretrain.steps=20", "loss_spikes.limit=3")
     run = train(tmp_path, monkeypatch, lambda n: bad.get(n, 1.0), *options)
-    said = capsys.readouterr().out
-    assert (
-        "phase pretrain, step 4: the loss is nan and the gradient norm nan; the update is skipped, 1 of at most 3"
-        in said
-    )
-    assert "phase pretrain, step 18: the loss is" in said and "over 5 times the median of" in said
+    output = capsys.readouterr().out
+    assert "phase pretrain, step 4: the loss is nan and the gradient norm nan" in output and "1 of at most 3" in output
+    assert "phase pretrain, step 18: the loss is" in output and "over 5 times the median of" in output
     steps = logged(run)
     assert [step for step, _ in steps] == [n for n in range(1, 31) if n not in bad]
     assert all(math.isfinite(loss) and loss < 10 for _, loss in steps)
@@ -113,9 +110,7 @@ def test_many_bad_batches_end_the_run_with_the_last_good_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("phases.pretrain.steps=30", "loss_spikes.limit=3", "checkpoint.keep=9")
-    with pytest.raises(
-        UserError, match=r"phase pretrain, step 18: the loss is nan.*4 updates were skipped.*are kept in .*optim.lr"
-    ):
+    with pytest.raises(UserError, match="phase pretrain, step 18: .*4 updates were skipped.*optim.lr"):
         train(tmp_path, monkeypatch, lambda n: math.nan if n > 14 else 1.0, *options)
     checkpoint = load_latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None and checkpoint.state.global_step == 15

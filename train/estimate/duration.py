@@ -1,0 +1,145 @@
+"""Expected duration of every stage on this machine, printed before the first long stage.
+
+A few short passes of the base measure the machine. Training times follow from the base's time per token and parameter.
+"""
+
+from statistics import mean
+from time import perf_counter
+
+import torch
+from rich.table import Table
+
+from drafthead.data.utils.display import duration
+from drafthead.eval.prompts.prompt import conversation_ids
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.trees.cost_model import SIZES
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.layers import reading_copy
+from drafthead.train.config import PhaseConfig, RunConfig
+from drafthead.train.estimate.memory import Estimate
+
+LONG_PASS = 256
+"""Tokens of the pass that represents reading text and training."""
+PROMPT_TOKENS = 100
+"""Tokens of a typical prompt with its chat template, used before the real prompts are known."""
+MAX_TURNS = 2
+"""Most turns of a conversation in a suite."""
+TREE_REPEATS = 11
+"""Passes per tree size when the costs of a step are measured."""
+TRAINING_PASSES = 3
+"""Cost of training in forward passes: one forward, and a backward pass of twice its cost."""
+TRAINING_OVERHEAD = 1.5
+"""Time of a training step over the time of its matrix products, on a CPU."""
+
+
+class StageDurations:
+    """Seconds that each stage of a run will take on this machine."""
+
+    def __init__(self, run: RunConfig, base: BaseModel, devices: int) -> None:
+        self.run, self.base, self.devices = run, base, devices
+        self.read_s = _pass_seconds(base, LONG_PASS) / LONG_PASS
+        """Seconds per token of a long pass."""
+        self.cache_s = _pass_seconds(reading_copy(base), LONG_PASS) / LONG_PASS
+        """Seconds per token of a long pass that computes hidden states for training."""
+        self.step_s = _pass_seconds(base, 1)
+        """Seconds of one autoregressive step."""
+        self.costs = Estimate(run, devices, device=base.device.type)
+
+    def rows(self) -> list[tuple[str, str, float]]:
+        """Return stage, description and seconds of every stage that will run."""
+        known = {"corpora": self._corpora, "tree": self._tree, "evaluate": self._evaluate}
+        rows = []
+        for stage in self.run.stages:
+            if stage == "train":
+                rows += [(f"phase {name}", *self._phase(name, phase)) for name, phase in self.run.phases.items()]
+            elif stage in known:
+                rows.append((stage, *known[stage]()))
+        return rows
+
+    def table(self) -> Table:
+        """Return the rows and their sum as a table for the console."""
+        table = Table(title=f"{self.run.name}: stages of this run", box=None, pad_edge=False, title_justify="left")
+        table.add_column("stage", min_width=16)
+        table.add_column("work", overflow="fold")
+        table.add_column("about", justify="right", no_wrap=True)
+        rows = self.rows()
+        for stage, work, seconds in rows:
+            table.add_row(stage, work, duration(seconds))
+        table.add_section()
+        table.add_row("all stages", "", duration(sum(seconds for *_, seconds in rows)))
+        return table
+
+    def _corpora(self) -> tuple[str, float]:
+        config = self.run.data.answers
+        if config.copied:
+            return f"precomputed answers ({config.precomputed}), compared with the base", 5.0
+        answers = config.prompts + config.self_prompted
+        if config.server.url is not None:
+            return f"{answers:,} answers by {config.server.url}", float("nan")
+        steps = answers * config.sampler.max_new_tokens / min(config.batch_size, answers) / self.devices
+        return f"the base's answers to {answers:,} prompts", steps * _pass_seconds(self.base, config.batch_size)
+
+    def _phase(self, name: str, phase: PhaseConfig) -> tuple[str, float]:
+        tokens = self.costs.tokens(name) / self.devices
+        head = self.costs.head
+        trained = head.trainable + head.positions * head.draft_vocab_size * self.base.hidden_size
+        seconds_per_parameter = self.read_s / self.costs.shape.base_parameters
+        seconds = self.costs.trained_tokens(name) / self.devices * trained * seconds_per_parameter
+        seconds *= TRAINING_PASSES * TRAINING_OVERHEAD
+        config = self.run.data.answers
+        if phase.corpus == "text":
+            corpus = min(self.run.data.text.max_tokens, phase.max_tokens or tokens)
+        else:
+            prompt = min(PROMPT_TOKENS, config.max_prompt_tokens)
+            answers = (config.prompts + config.self_prompted) * config.sampler.max_new_tokens
+            answers = min(answers, phase.max_tokens or answers)
+            corpus = answers + answers * prompt // config.sampler.max_new_tokens
+        read = tokens
+        if phase.store_hidden_states:
+            read = 0 if phase.corpus == "answers" and self.run.stores_answer_states else min(corpus, tokens)
+        # Recipes are written for a number of GPUs. On fewer processes a step has fewer rows, which this line shows.
+        factors = f"{phase.micro_batch_size} x {self.devices} x {phase.grad_accum_steps}"
+        work = (
+            f"{phase.steps:,} steps on {phase.corpus}, {self.costs.rows_per_step(name):,} rows per step ({factors}: "
+            f"rows per process x processes x accumulation), {int(tokens):,} tokens per process"
+        )
+        return work, seconds + read * self.cache_s
+
+    def _tree(self) -> tuple[str, float]:
+        run = self.run
+        seconds = TREE_REPEATS * sum(max(self.step_s, n * self.read_s) for n in SIZES)
+        prompts = run.tree_prompts if run.eval.split == "test" else 0
+        if prompts:
+            seconds += MAX_TURNS * run.eval.max_new_tokens * _pass_seconds(self.base, prompts)
+            seconds += MAX_TURNS * sum(self._prompt_tokens("dev", prompts)) * self.read_s
+        return f"answers to {prompts} prompts, and the costs of a step", seconds
+
+    def _evaluate(self) -> tuple[str, float]:
+        config = self.run.eval
+        suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
+        turns = sum(prompt.turns for prompt in suite)
+        methods = 3 + config.stock_baseline + len(config.baselines)
+        read = mean(self._prompt_tokens(config.split, config.limit)) * self.read_s
+        answer = config.max_new_tokens * self.step_s + read
+        work = f"{turns} answers of {config.max_new_tokens} tokens ({config.suite}), each by {methods} methods in turn"
+        return work, (turns + 1) * methods * answer
+
+    def _prompt_tokens(self, split: str, limit: int | None) -> list[int]:
+        """Return the lengths of the suite's first turns, in tokens."""
+        config, base = self.run.eval, self.base
+        suite = load_suite(config.suite, limit, config.seed, config.tasks, split)
+        kwargs = base.config.chat_template_kwargs
+        return [len(conversation_ids(base.tokenizer, prompt, template_kwargs=kwargs)) for prompt in suite]
+
+
+def _pass_seconds(base: BaseModel, tokens: int) -> float:
+    """Return the seconds of one pass of the base over ``tokens`` tokens, with logits: the fastest of three."""
+    tokens = min(tokens, base.max_context)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=base.device)
+    seconds = []
+    for _ in range(3):
+        started = perf_counter()
+        base.logits(base.forward(ids, base.new_cache(tokens)).final[:, -1])
+        base.synchronise()
+        seconds.append(perf_counter() - started)
+    return min(seconds)

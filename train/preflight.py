@@ -1,0 +1,61 @@
+"""Checks of a run's inputs before its model is loaded."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, shares
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.hub import require_login
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.timing.methods import check_methods
+from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
+from drafthead.train.config import COMPLETE, RunConfig
+
+WHOLLY_READ = ("jsonl", "text")
+"""Kinds of sources that are read to their end before a run starts, to find broken lines. Streamed sources are not,
+because they may be large."""
+
+
+def preflight(run: RunConfig) -> None:
+    """Check the inputs of a run: login, suite, baselines, other heads, answer server, and sources."""
+    if run.push:
+        require_login("push=true")
+    load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
+    check_methods(run.eval.baselines)
+    for phase in run.phases.values():
+        if phase.boost.head:
+            read_head_config(resolve_folder(phase.boost.head))
+    _check_continued(run)
+    answers, text = run.data.answers, run.data.text
+    if answers.server.url is not None and not (Path(run.data.folder) / "answers" / COMPLETE).exists():
+        from drafthead.data.answers.server import check_server
+
+        check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
+    for sources in (text.sources, answers.sources):
+        shares(sources)
+    for source in text.sources:
+        wholly = source.kind in WHOLLY_READ and not text.stream
+        _require_entries(iter_documents(source, max_characters=None if wholly else 1), wholly, "text", source)
+    for source in answers.sources:
+        _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, "answers", source)
+
+
+def _check_continued(run: RunConfig) -> None:
+    """Check the head and the data of a run that continues training (``init_from``)."""
+    if run.init_from is not None:
+        head_type = read_head_config(resolve_folder(run.init_from))["head_type"]
+        if head_type != run.head_config().head_type:
+            raise UserError(
+                f"init_from={run.init_from} holds a head of type {head_type}, and this run trains a "
+                f"{run.head_config().head_type}; choose a recipe or head={head_type}"
+            )
+    if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
+        raise UserError(f"init_data={run.init_data} has no folder answers; name the data.folder of an earlier run")
+
+
+def _require_entries(entries: Iterable[object], wholly: bool, corpus: str, source: SourceConfig) -> None:
+    """Reject an empty source. With ``wholly``, read all of it, which finds every broken entry."""
+    count = sum(1 for _ in entries) if wholly else next((1 for _ in entries), 0)
+    if not count:
+        kind = "prompt" if corpus == "answers" else "text"
+        raise UserError(f"{kind} source {source} is empty; name another one in data.{corpus}.sources")

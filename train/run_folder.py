@@ -1,0 +1,118 @@
+"""The run folder: the settings that a run started with, and the results of its stages.
+
+``training-settings.json`` holds the settings that decide what is trained, by dotted key. Resuming with other values is
+an error. A setting that is absent on one side takes its default, so settings added later do not stop a run.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, write_json
+from drafthead.data.utils.renamed import update_names
+from drafthead.data.utils.settings import flatten
+from drafthead.train.config import RunConfig
+
+SETTINGS = "training-settings.json"
+QUALITY = "quality.json"
+CONTINUED = "init_from.json"
+CALIBRATION = "calibration.json"
+RESULTS = {
+    "train": ("checkpoints", "head", "metrics.jsonl", CONTINUED),
+    "quality": (QUALITY,),
+    "tree": (CALIBRATION,),
+    "evaluate": ("eval.json", "eval-log-*.jsonl"),
+}
+"""Results that a stage leaves in the run folder, and that ``resume=false`` removes."""
+_ABSENT = object()
+
+
+def open_folder(run: RunConfig) -> None:
+    """Record the run's training settings in its folder; reject a folder that was trained with other settings."""
+    path = Path(run.out) / SETTINGS
+    if not run.resume:
+        _clear(run)
+    if path.exists():
+        check_settings(path, run)
+    write_json(path, training_settings(run))
+
+
+def training_settings(run: RunConfig) -> dict[str, Any]:
+    """Return the settings that may not change between a run's start and its continuation, by dotted key."""
+    settings = asdict(run)
+    settings["data"].pop("folder")
+    for setting in ("batch_size", "server"):
+        settings["data"]["answers"].pop(setting)
+    settings["base"].pop("kernels")
+    settings["head"].pop("draft_dtype", None)
+    return _plain({key: settings[key] for key in ("seed", "base", "head", "init_from", "data", "phases")})
+
+
+def check_settings(path: Path, run: RunConfig) -> None:
+    """Reject a continuation whose settings differ from those saved in ``path``."""
+    saved, folder = read_json(path), path.parent
+    if not isinstance(saved, dict):
+        raise UserError(f"{path} holds a {type(saved).__name__}, expected an object; restore it, or use resume=false")
+    saved, current = _plain(update_names(saved)), training_settings(run)
+    defaults = _plain(_defaults(run) | {"head": _defaults(run.head_config())})
+    is_trained = any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
+    for key in sorted({*saved, *current}):
+        old, new = (settings.get(key, defaults.get(key, _ABSENT)) for settings in (saved, current))
+        # Python's 0 equals False, but as settings they differ.
+        if is_trained and (old != new or isinstance(old, bool) != isinstance(new, bool)):
+            old_value, new_value = ("no value" if value is _ABSENT else repr(value) for value in (old, new))
+            raise UserError(
+                f"{folder} was trained with {' '.join(key.split())}={old_value}, this recipe has {new_value}; give the "
+                "run another name (name=...), or start over with resume=false"
+            )
+
+
+def _defaults(settings: Any) -> dict[str, Any]:
+    """Return the default of every field of a settings object, nested as its fields are."""
+    defaults: dict[str, Any] = {}
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        items = dict(enumerate(value)) if isinstance(value, list) else value
+        if is_dataclass(value):
+            defaults[field.name] = _defaults(value)
+        elif isinstance(items, Mapping) and items and all(map(is_dataclass, items.values())):  # phases and sources
+            defaults[field.name] = {key: _defaults(item) for key, item in items.items()}
+        elif field.default is not MISSING:
+            defaults[field.name] = field.default
+        elif field.default_factory is not MISSING:
+            defaults[field.name] = field.default_factory()
+    return defaults
+
+
+def _plain(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``nested`` as JSON values by dotted key; items of a list of mappings have their index as key."""
+
+    def indexed(value: Any) -> Any:
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            value = dict(enumerate(value))
+        return {str(key): indexed(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+    return flatten(indexed(json.loads(json.dumps(nested, default=str))))
+
+
+def _clear(run: RunConfig) -> None:
+    """Remove the results of the run's stages from its folder. The settings, which mark it as a run's, go last."""
+    folder = Path(run.out)
+    settings = folder / SETTINGS
+    results = [path for stage in run.stages for name in RESULTS.get(stage, ()) for path in folder.glob(name)]
+    if results and not settings.exists():
+        raise UserError(
+            f"resume=false would remove {results[0]}, but {folder} has no {SETTINGS}, so no run of this program wrote "
+            "it; choose another folder (out=...), or remove it yourself"
+        )
+    for path in results:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    if "train" in run.stages:
+        settings.unlink(missing_ok=True)
