@@ -307,9 +307,7 @@ def _tree_answers(context: RunContext, head: DraftHead) -> list[Ranks]:
     run = context.run
     if context.development_answers is not None:
         return text_ranks(head, context.development_answers)
-    is_cached = any(
-        phase.store_hidden_states for phase in run.phases.values()
-    )  # training has then cached the held-out answers
+    is_cached = any(phase.store_hidden_states for phase in run.phases.values())  # then also the held-out answers
     held_out = open_held_out(context.corpora, run.answer_row_length, head.spec, is_cached, head.base)
     return [ranks for row in range(len(held_out)) for ranks in answer_ranks(head, *held_out.load([row]))]
 

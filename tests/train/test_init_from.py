@@ -17,9 +17,7 @@ def train(folder: Path, *overrides: str) -> Path:
     return folder / "run"
 
 
-def test_training_continues_and_old_and_new_data_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_continues_and_both_corpora_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = train(tmp_path / "first")
     init = (f"init_from={first / 'head'}", f"init_data={tmp_path / 'first' / 'corpora'}")
     other = "data.answers.prompts=20"
