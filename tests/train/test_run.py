@@ -54,11 +54,11 @@ def test_a_folder_of_other_settings_is_rejected(finished: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "saved", "is_accepted"),
     [
-        ("head.num_layers", 0, True),
-        ("head.num_layers", False, False),  # Python's 0 == False
-        ("head.num_layers", "", False),
-        ("head.num_layers", None, False),
-        ("head.num_layers", ..., False),  # absent: its default is 1
+        ("phases.distill.boost.floor", 0, True),
+        ("phases.distill.boost.floor", False, False),  # Python's 0 == False
+        ("phases.distill.boost.floor", "", False),
+        ("phases.distill.boost.floor", None, False),
+        ("phases.distill.boost.floor", ..., False),  # absent: its default is 0.1
         ("init_from", ..., True),  # absent: its default is None
         ("init_from", "", False),
         ("phases.distill.optim.name", ..., True),
@@ -69,7 +69,7 @@ def test_a_folder_of_other_settings_is_rejected(finished: Path) -> None:
 def test_resuming_tells_values_apart_and_fills_in_defaults(
     tmp_path: Path, key: str, saved: Any, is_accepted: bool
 ) -> None:
-    run, path = recipe(tmp_path, "head.num_layers=0"), tmp_path / "run" / "training-settings.json"
+    run, path = recipe(tmp_path, "phases.distill.boost.floor=0"), tmp_path / "run" / "training-settings.json"
     settings = training_settings(run)
     settings = {k: v for k, v in settings.items() if k != key and not k.startswith(f"{key}.")}
     write_json(path, settings if saved is ... else settings | {key: saved})

@@ -47,7 +47,7 @@ from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.distributed.processes import Processes
 from drafthead.train.distributed.sharding import full_state_dict
-from drafthead.train.trainer.step import LossSpikeFilter
+from drafthead.train.trainer.loss_spikes import LossSpikeFilter
 
 
 def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:

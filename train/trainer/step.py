@@ -1,13 +1,10 @@
 """One optimiser step: gradients of summed losses, divided once by the global count of trained tokens.
 
-An update is skipped if its loss is not finite or far above recent losses (``LossSpikeFilter``).
+The caller may skip an update, for example with ``loss_spikes.LossSpikeFilter``.
 """
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.config import HISTORY, LossSpikeConfig
 
 
 @dataclass(frozen=True)
@@ -126,40 +122,3 @@ def evaluate_loss(
     metrics = StepResult(total, torch.zeros(())).metrics()
     del metrics["grad_norm"]
     return metrics
-
-
-class LossSpikeFilter:
-    """A filter that decides, at each step of a phase, whether to skip the update.
-
-    Every process sees the same reduced numbers, so all processes agree.
-    """
-
-    def __init__(self, config: LossSpikeConfig, losses: Iterable[float | None] = ()) -> None:
-        """``losses`` restores the filter from a checkpoint of the phase."""
-        self.config = config
-        self._losses: deque[float | None] = deque(losses, maxlen=config.window)
-
-    @property
-    def losses(self) -> list[float | None]:
-        """Losses of the latest steps, None for a skipped one: the filter's whole state."""
-        return list(self._losses)
-
-    @property
-    def skipped(self) -> int:
-        """Skipped updates among the latest steps."""
-        return sum(loss is None for loss in self._losses)
-
-    def skip_reason(self, loss: float, grad_norm: float) -> str | None:
-        """Return the reason to skip the update, or None to apply it. Call it once per step.
-
-        ``loss`` is the mean per trained token.
-        """
-        reason = None
-        recent = [previous for previous in self._losses if previous is not None]
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            reason = f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}"
-        elif self.config.spike and len(recent) >= HISTORY and loss > self.config.spike * median(recent) > 0:
-            reason = f"the loss is {loss:.4g}, over {self.config.spike:g} times the median of {median(recent):.4g}"
-        # A skipped loss must not raise the median, or a diverging run would be accepted step by step.
-        self._losses.append(loss if reason is None else None)
-        return reason

@@ -33,8 +33,9 @@ from drafthead.train.trainer.batches import (
 )
 from drafthead.train.trainer.boost import boosted, load_first
 from drafthead.train.trainer.checkpoint import CheckpointManager, undisturbed_rng
+from drafthead.train.trainer.loss_spikes import LossSpikeFilter
 from drafthead.train.trainer.optim import head_optimizer, lr_at
-from drafthead.train.trainer.step import LossSpikeFilter, StepResult, evaluate_loss, train_step
+from drafthead.train.trainer.step import StepResult, evaluate_loss, train_step
 
 
 class Trainer:

@@ -13,7 +13,7 @@ from drafthead.models.heads.medusa import MedusaHead
 from drafthead.train.config import HISTORY, LossSpikeConfig
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.trainer.checkpoint import load_latest
-from drafthead.train.trainer.step import LossSpikeFilter
+from drafthead.train.trainer.loss_spikes import LossSpikeFilter
 from support import composed
 
 

@@ -1,0 +1,45 @@
+"""A filter for harmful updates: losses that are not finite, or far above recent losses."""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+from drafthead.train.config import HISTORY, LossSpikeConfig
+
+
+class LossSpikeFilter:
+    """A filter that decides, at each step of a phase, whether to skip the update.
+
+    Every process sees the same reduced numbers, so all processes agree.
+    """
+
+    def __init__(self, config: LossSpikeConfig, losses: Iterable[float | None] = ()) -> None:
+        """``losses`` restores the filter from a checkpoint of the phase."""
+        self.config = config
+        self._losses: deque[float | None] = deque(losses, maxlen=config.window)
+
+    @property
+    def losses(self) -> list[float | None]:
+        """Losses of the latest steps, None for a skipped one: the filter's whole state."""
+        return list(self._losses)
+
+    @property
+    def skipped(self) -> int:
+        """Skipped updates among the latest steps."""
+        return sum(loss is None for loss in self._losses)
+
+    def skip_reason(self, loss: float, grad_norm: float) -> str | None:
+        """Return the reason to skip the update, or None to apply it. Call it once per step.
+
+        ``loss`` is the mean per trained token.
+        """
+        reason = None
+        recent = [previous for previous in self._losses if previous is not None]
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            reason = f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}"
+        elif self.config.spike and len(recent) >= HISTORY and loss > self.config.spike * median(recent) > 0:
+            reason = f"the loss is {loss:.4g}, over {self.config.spike:g} times the median of {median(recent):.4g}"
+        # A skipped loss must not raise the median, or a diverging run would be accepted step by step.
+        self._losses.append(loss if reason is None else None)
+        return reason
