@@ -44,7 +44,7 @@ class TokenTree:
     @staticmethod
     @lru_cache(maxsize=256)
     def chain(depth: int) -> "TokenTree":
-        """``depth`` drafts, one after the other."""
+        """Return a chain of ``depth`` drafts."""
         return TokenTree(parents=tuple(range(-1, depth)), ranks=(0,) * (depth + 1))
 
     @classmethod
@@ -64,7 +64,7 @@ class TokenTree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Per node, its ranks from the root; the root's is ()."""
+        """The ranks on the path from the root to each node; () for the root."""
         paths: list[tuple[int, ...]] = [()]
         for parent, rank in zip(self.parents[1:], self.ranks[1:], strict=True):
             paths.append((*paths[parent], rank))
@@ -88,11 +88,11 @@ class TokenTree:
         return cls.from_paths(paths)
 
     def truncate(self, depth: int) -> "TokenTree":
-        """The nodes at most ``depth`` deep; they keep their order, so that a cut tree is a prefix where levels are."""
+        """Return the nodes up to ``depth``, in their order."""
         return self if depth >= self.depth else _cut(self, max(0, depth))
 
     def first(self, nodes: int) -> "TokenTree":
-        """Its ``nodes`` likeliest nodes, root included: a guess from ranks alone, shallow ones before deep ones."""
+        """Return the ``nodes`` likeliest nodes, root included, estimated from ranks: shallow nodes come first."""
         return self if nodes >= len(self) else _first(self, max(1, nodes))
 
     @cached_property
@@ -101,7 +101,7 @@ class TokenTree:
         return TreeShape.from_parents(torch.tensor([self.parents]), tree=self)
 
     def shape_on(self, device: torch.device) -> "TreeShape":
-        """The same on ``device``, where it stays."""
+        """Return the shape on ``device``; it is cached there."""
         return _shape_on(self, device)
 
 
@@ -123,9 +123,9 @@ def _first(tree: TokenTree, nodes: int) -> TokenTree:
 
 
 def causal_mask(count: int, device: torch.device) -> Tensor:
-    """[count, count] bool: a position of a chain sees itself and what is before it.
+    """Return the mask [count, count] bool in which a position sees itself and earlier positions.
 
-    On a CPU torch's ``tril`` starts all threads even for one value; a comparison of few does not.
+    On a CPU, torch's ``tril`` starts all threads even for one value, and a comparison of few values does not.
     """
     places = torch.arange(count, device=device)
     return places[:, None] >= places
@@ -189,7 +189,7 @@ class TreeShape:
         return self.parents.shape[1]
 
     def to(self, device: torch.device) -> "TreeShape":
-        """The same shape on ``device``."""
+        """Return this shape on ``device``."""
         if self.parents.device == device:
             return self
         moved = {name: getattr(self, name).to(device) for name in ("parents", "depths", "ancestors", "children")}

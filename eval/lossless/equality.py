@@ -80,7 +80,7 @@ def recompute_tokens(
     if step is None or step.position < 1:
         return fresh, None
     before = ids + result.tokens[: step.position - 1]
-    state = DecodeState(base, drafter, config, 1, len(before) + config.draft_config.nodes + 1)
+    state = DecodeState.empty(base, drafter, config, 1, len(before) + config.draft_config.nodes + 1)
     state.read_prompts([before], PerRowRng([0], [0], VERIFY, base.device))
     state.last_token = torch.tensor([result.tokens[step.position - 1]], device=base.device)
     output = state.step([0], [step.position])

@@ -136,7 +136,7 @@ def measure_costs(
     tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
     whole = DraftConfig(tree=tree or TokenTree.chain(drafter.depth))
     decode_config = DecodeConfig(draft_config=whole, sampler=GREEDY, rule=EXACT)
-    decoding = DecodeState(base, drafter, decode_config, rows, context + max(sizes) + 1, max(sizes))
+    decoding = DecodeState.empty(base, drafter, decode_config, rows, context + max(sizes) + 1, max(sizes))
     decoding.read_prompts([ids[0].tolist()] * rows, first=ids[0, -1:].expand(rows))
     drafted = partial(drafter.draft, decoding.state, decoding.last_token)
     parts: dict[tuple[str, int], Callable[[], object]] = {

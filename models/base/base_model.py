@@ -226,7 +226,7 @@ class BaseModel:
         positions, because a graph reads and writes fixed addresses.
         """
         if not self.uses_graphs:
-            return KVCache(self._trimmed(capacity, nodes), capacity)
+            return KVCache.empty(self._trimmed(capacity, nodes), capacity)
         if self._static is None:
             # Neither closure references self, so the model can be freed.
             head, product = self.lm_head, self._lm_head

@@ -186,12 +186,12 @@ def _readings(base: Base, expected: Expected) -> Iterator[tuple[str, Tensor, Ten
     def verify(nodes: Tensor, cache: KVCache | RaggedCache) -> Tensor:
         return base.verify_logits(nodes, shape, cache)[1]
 
-    yield "whole", read(tokens[:1], KVCache(base.cache_shape, capacity)), stock[:1]
+    yield "whole", read(tokens[:1], KVCache.empty(base.cache_shape, capacity)), stock[:1]
     trimmed = base.cache_shape
     if base.windows is not None:
         # No surplus: the cache drops positions as early as possible, so that the check covers it.
         trimmed = trimmed.trimmed(base.windows.by_layer, capacity, room=len(TREE), surplus=0)
-    cache, edges = KVCache(trimmed, capacity), (0, 5, PREFIX - 1, PREFIX)
+    cache, edges = KVCache.empty(trimmed, capacity), (0, 5, PREFIX - 1, PREFIX)
     chunks = [read(tokens[:1, a:b], cache) for a, b in zip(edges, edges[1:], strict=False)]
     yield "in parts", torch.cat(chunks, 1), stock[:1, :PREFIX]
     # The tree's two paths are the continuations of the first two sequences after their common prefix, so a node's

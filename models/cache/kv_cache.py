@@ -1,10 +1,13 @@
-"""Preallocated key/value caches under stock transformers modules: no reallocation per token.
+"""Preallocated key/value caches for stock transformers modules, without reallocation per token.
 
-transformers' attention modules call ``update(key, value, layer_idx)`` and nothing else of a cache, so these
-classes offer that and what tree verification needs besides: several passes over one growing tree, keeping an accepted
-path, rolling back. ``KVCache`` is one row, written and read as slices; ``RaggedCache`` is rows of lengths of their own.
-A cache made for trees of a known size can be ``trimmed``: layers with a window then drop, between steps, what no later
-query sees.
+transformers' attention modules only call ``update(key, value, layer_idx)``. These classes also serve tree verification:
+several passes over one growing tree, committing the accepted path, rolling back. ``KVCache`` holds one row and uses
+slices. ``RaggedCache`` holds rows of different lengths. A cache for trees of a known size can be ``trimmed``: between
+steps, its sliding-window layers drop the positions that no later query sees.
+
+A commit in numbers: 10 committed positions and a pending tree of 4 nodes occupy positions 0 to 13. If nodes 0, 1 and 3
+are accepted, ``commit_path`` copies positions 10, 11, 13 to 10, 11, 12 and the length becomes 13. Position 13 still
+holds a rejected node, is never read, and is overwritten by the next pass.
 
 Shape legend: B rows, R rows or 1, H key/value heads, C capacity, T new tokens, P pending and new nodes of a tree,
 E head width, L layers.
@@ -30,23 +33,23 @@ Place = tuple[int, int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Trim:
-    """Layers that hold the latest positions only."""
+    """The sliding-window layers of a cache, which hold only the latest positions."""
 
     layers: tuple[bool, ...]
-    """Which these are."""
+    """True for each layer that is trimmed."""
     window: int
-    """Positions that they see; chunks begin within as many."""
+    """Positions that their queries see. Chunks start within this distance."""
     room: int
-    """Positions that may be pending at once."""
+    """Most pending positions."""
     held: int
-    """Positions that they hold. Dropping copies those of the window: the more fit besides, the rarer."""
+    """Positions that they hold. Dropping copies one window, and happens less often the larger this is."""
     capacity: int
-    """Positions of a whole text."""
+    """Positions of the whole context."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """What a cache of one base must hold."""
+    """The layers that a cache of one base must hold."""
 
     layers: int
     heads: int
@@ -54,14 +57,15 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
     by_layer: tuple[LayerSizes | None, ...] | None = None
-    """Where layers differ, or keys from values: the sizes of each. None for a layer that keeps nothing of its own."""
+    """Sizes of each layer if layers or keys and values differ. None for a layer without keys and values."""
     trim: Trim | None = None
-    """None: all layers hold the whole text."""
+    """None: all layers hold the whole context."""
 
     def trimmed(self, windows: Sequence[int], capacity: int, room: int, surplus: int | None = None) -> "CacheShape":
-        """The same where layers with a window drop what it has passed; itself where that would save nothing.
+        """Return this shape with sliding-window layers trimmed, or self if nothing is saved.
 
-        ``windows``: positions that every layer sees, 0: all; ``surplus``: those that gather before they are dropped.
+        ``windows`` has the positions that each layer sees (0: all). ``surplus`` positions accumulate before any are
+        dropped (None: one window).
         """
         window = max(windows)
         held = window + room + (window if surplus is None else surplus)
@@ -76,9 +80,9 @@ class CacheShape:
 
     @cached_property
     def _layout(self) -> tuple[tuple[Place | None, ...], tuple[tuple[int, int, int, bool], ...]]:
-        """Places, and of every stack its number of layers, heads, width and whether it is trimmed.
+        """Return the places, and each stack's number of layers, heads, width and True if it is trimmed.
 
-        Layers of one size share two stacks.
+        Layers of equal size share two stacks, one of keys and one of values.
         """
         stacks: dict[tuple[LayerSizes, bool, int], int] = {}
         counts: list[int] = []
@@ -99,7 +103,7 @@ class CacheShape:
         return tuple(places), tuple((n, *width) for n, width in zip(counts, widths, strict=True))
 
     def zeros(self, rows: int, capacity: int) -> tuple[Tensor, ...]:
-        """Empty stacks [L, B, H, C, E]: keys and values, where all layers are alike."""
+        """Return empty stacks [L, B, H, C, E]: one of keys and one of values if all layers are equal."""
         return tuple(
             torch.zeros(
                 (layers, rows, heads, self.trim.held if trimmed and self.trim else capacity, width),
@@ -110,19 +114,19 @@ class CacheShape:
         )
 
     def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
-        """The shape of a model made of these layers."""
+        """Return the shape of a model made of these layers."""
         by_layer = None if self.by_layer is None else tuple(self.by_layer[n] for n in layers)
         return replace(self, layers=len(layers), dtype=dtype, by_layer=by_layer)
 
 
 def layer_views(stacks: tuple[Tensor, ...], places: tuple[Place | None, ...]) -> list[tuple[Tensor, ...]]:
-    """Keys and values [B, H, C, E] of every layer; nothing for a layer that keeps none."""
+    """Return keys and values [B, H, C, E] of every layer; () for a layer without any."""
     parts = [stack.unbind(0) for stack in stacks]
     return [() if at is None else (parts[at[0]][at[1]], parts[at[2]][at[3]]) for at in places]
 
 
 class _Stacks:
-    """Memory of a cache, by stacks of layers of one size."""
+    """The memory of a cache: stacks of equal layers."""
 
     stacks: tuple[Tensor, ...]
     """[L, B, H, C, E] each."""
@@ -135,7 +139,7 @@ class _Stacks:
 
     @property
     def keys(self) -> Tensor:
-        """[L, B, H, C, E] of all layers, where they are alike; the other stack is then the values."""
+        """The keys [L, B, H, C, E] of all layers, if layers are equal."""
         return self.stacks[0]
 
     @property
@@ -144,7 +148,7 @@ class _Stacks:
         return self.stacks[0].shape[3] if self.trim is None else self.trim.capacity
 
     def _trimmed_stacks(self) -> list[bool]:
-        """Whether the layers of a stack hold the latest positions only."""
+        """Return True for each stack of trimmed layers."""
         found = [False] * len(self.stacks)
         if self.trim is not None:
             for place, trimmed in zip(self.places, self.trim.layers, strict=False):
@@ -153,15 +157,15 @@ class _Stacks:
         return found
 
     def resize(self, capacity: int) -> Self:
-        """A copy of another, larger capacity."""
-        assert self.trim is None, "only caches of drafters grow, and those are whole"
+        """Return a copy with a larger ``capacity``."""
+        assert self.trim is None, "only caches of drafters grow, and they are not trimmed"
         larger = copy(self)
         more = (0, 0, 0, capacity - self.capacity)
         larger._over_memory(tuple(torch.nn.functional.pad(stack, more) for stack in self.stacks), self.places)
         return larger
 
     def _first_layers(self, count: int) -> tuple[tuple[Tensor, ...], tuple[Place | None, ...]]:
-        """Views of the stacks as far as these layers use them, and the layers' places."""
+        """Return views of the stacks for the first ``count`` layers, and the places of these layers."""
         places = self.places[:count]
         used = [0] * len(self.stacks)
         for place in places:
@@ -171,40 +175,36 @@ class _Stacks:
 
 
 class KVCache(_Stacks):
-    """One row.
+    """The keys and values of one row.
 
-    The last ``pending`` positions are a tree that is read but not committed: ``commit_path`` commits a path of it,
-    ``crop`` drops all of it, and both only move the accepted entries.
+    The last ``pending`` positions are a tree that was read but not committed. ``commit_path`` commits one path of it
+    and moves only the accepted entries. ``crop`` drops the tree.
     """
 
-    dropped = 0
-    """Positions that trimmed layers hold no more."""
+    dropped: int
+    """Leading positions that trimmed layers no longer hold."""
 
-    def __init__(self, shape: CacheShape, capacity: int) -> None:
-        self._over_memory(shape.zeros(1, capacity), shape.places)
-        self.trim = shape.trim
-        self.length = 0
-        self.pending = 0
-        self._start = self._end = 0
-
-    @classmethod
-    def view(
-        cls,
+    def __init__(
+        self,
         stacks: tuple[Tensor, ...],
         places: tuple[Place | None, ...],
-        length: int,
+        *,
+        length: int = 0,
         trim: Trim | None = None,
         dropped: int = 0,
-    ) -> "KVCache":
-        """A cache over existing memory with ``length`` committed positions."""
-        cache = KVCache.__new__(KVCache)
-        cache._over_memory(stacks, places)
-        cache.length, cache.trim, cache.dropped = length, trim, dropped
-        cache.pending = cache._start = cache._end = 0
-        return cache
+    ) -> None:
+        """Use existing memory, whose first ``length`` positions are committed."""
+        self._over_memory(stacks, places)
+        self.length, self.trim, self.dropped = length, trim, dropped
+        self.pending = self._start = self._end = 0
+
+    @classmethod
+    def empty(cls, shape: CacheShape, capacity: int) -> "KVCache":
+        """Return an empty cache for ``capacity`` positions in memory of its own."""
+        return KVCache(shape.zeros(1, capacity), shape.places, trim=shape.trim)
 
     def reserve(self, new: int, committed: bool = False) -> None:
-        """Begin a pass over ``new`` tokens, which follow those pending; ``committed``: all of them will be kept."""
+        """Start a pass over ``new`` tokens after the pending ones; ``committed``: all of them will be committed."""
         self._start = self.length + self.pending
         self._end = self._start + new
         check_capacity(self._end, self.capacity)
@@ -213,7 +213,7 @@ class KVCache(_Stacks):
         self.pending += new
 
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write the states of one layer; returns all states of the layer up to and with them (views)."""
+        """Write the states of one layer and return all its states up to the new ones, as views."""
         keys, values = self._layers[layer_idx]
         start, end = self._start, self._end
         if self.trim is not None and self.trim.layers[layer_idx]:
@@ -225,36 +225,43 @@ class KVCache(_Stacks):
         return keys[:, :, :end], values[:, :, :end]
 
     def positions(self, depths: Tensor) -> Tensor:
-        """[R, T] depths in a tree or chain -> absolute positions [R, T]."""
+        """Return the absolute positions [R, T] of ``depths`` [R, T] in a tree or chain."""
         return depths + self.length
 
     def key_positions(self, depths: Tensor) -> Tensor:
-        """Positions [R, length + P] of all states up to the pending nodes, which have these depths ([R, P])."""
+        """Return the positions [R, length + P] of all states, with ``depths`` [R, P] of the pending nodes."""
         prefix = torch.arange(self.length, device=depths.device).expand(len(depths), -1)
         return torch.cat([prefix, self.positions(depths)], 1)
 
     def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
-        """Additive mask [R, 1, T, length + P]: the committed prefix, and of the pending and new nodes the ancestors."""
+        """Return the additive mask [R, 1, T, length + P]: a node sees the committed prefix and its ancestors.
+
+        For 2 committed positions and a root with two children, with 0 for seen and x for -inf::
+
+            root     0 0 | 0 x x
+            child 1  0 0 | 0 0 x
+            child 2  0 0 | 0 x 0
+        """
         rows, new, nodes = ancestors_RTP.shape
         mask = torch.zeros(rows, 1, new, self.length + nodes, dtype=dtype, device=ancestors_RTP.device)
         mask[:, 0, :, self.length :].masked_fill_(~ancestors_RTP, -torch.inf)
         return mask
 
     def held(self, mask: Tensor | None, keys: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Of a mask [R, 1, T, length + P] and of key positions [R, length + P] those that trimmed layers hold."""
+        """Return the columns of a mask [R, 1, T, length + P] and of key positions that trimmed layers hold."""
         return None if mask is None else mask[..., self.dropped :], keys[:, self.dropped :]
 
     def commit(self, counts: Tensor | None = None) -> None:
-        """Keep the pending chain, or its first ``counts`` ([1]) positions."""
+        """Commit the pending chain, or its first ``counts`` ([1]) positions."""
         self.length += self.pending if counts is None else int(counts)
         self.pending = 0
         if self.trim is not None:
-            self.dropped = max(self.dropped, self._end - self.trim.held)  # what a longer pass has left out
+            self.dropped = max(self.dropped, self._end - self.trim.held)  # a pass longer than `held` kept only its end
             self._check_behind(self.length)
             self._drop(self.trim)
 
     def _drop(self, trim: Trim) -> None:
-        """Let trimmed layers drop what no later query sees, if there is no room for a tree any more."""
+        """Drop the positions that no later query sees from trimmed layers, if a tree no longer fits."""
         first = max(self.dropped, self.length - trim.window + 1)
         if self.length - self.dropped + trim.room <= trim.held or first == self.dropped:
             return
@@ -265,7 +272,7 @@ class KVCache(_Stacks):
         self.dropped = first
 
     def _check_behind(self, length: int) -> None:
-        """Refuse to go back behind what a window of the next position needs."""
+        """Reject a length whose next query would see dropped positions."""
         if self.trim is not None and self.dropped > max(0, length - self.trim.window + 1):
             raise UserError(
                 f"the cache cannot go back to {length} positions: layers with a window of {self.trim.window} have "
@@ -273,7 +280,7 @@ class KVCache(_Stacks):
             )
 
     def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
-        """Commit of the pending nodes the path ``nodes[0, :counts[0]]`` ([1, P] int64, ascending); drop the others."""
+        """Commit the path ``nodes[0, :counts[0]]`` ([1, P] int64, ascending) of the pending nodes; drop the others."""
         kept = int(counts)
         for stack, trimmed in zip(self.stacks, self._trimmed_stacks(), strict=True):
             start = self.length - self.dropped if trimmed else self.length
@@ -285,7 +292,7 @@ class KVCache(_Stacks):
             self._drop(self.trim)
 
     def crop(self, length: int | Tensor | None = None) -> None:
-        """Forget what is pending, and everything from position ``length`` on."""
+        """Drop the pending nodes and all positions from ``length`` on."""
         if length is not None:
             self.dropped = self.dropped if int(length) else 0
             self._check_behind(int(length))
@@ -293,7 +300,7 @@ class KVCache(_Stacks):
         self.pending = 0
 
     def begin_with(self, other: "KVCache") -> None:
-        """Hold what ``other``, a whole cache of the same model, has committed, and nothing else."""
+        """Copy the committed positions of ``other``, an untrimmed cache of the same model, and drop everything else."""
         first = 0 if self.trim is None else max(0, other.length - self.trim.window + 1)
         for layer, (own, others) in enumerate(zip(self._layers, other._layers, strict=True)):
             start = first if self.trim is not None and self.trim.layers[layer] else 0
@@ -302,41 +309,41 @@ class KVCache(_Stacks):
         self.length, self.pending, self.dropped = other.length, 0, first
 
     def select(self, rows: list[int]) -> "KVCache":
-        """Itself: there is one row."""
+        """Return self, which has one row."""
         return self
 
     def first_layers(self, count: int) -> "KVCache":
-        """The first ``count`` layers as a cache of its own after the same committed positions; shares memory."""
-        # Dropping is up to this cache, which holds the other layers too.
+        """Return a cache of the first ``count`` layers that shares this memory and its committed positions."""
+        # Only this cache drops positions, because it also holds the other layers.
         trim = None if self.trim is None else replace(self.trim, room=0)
-        return KVCache.view(*self._first_layers(count), self.length, trim, self.dropped)
+        return KVCache(*self._first_layers(count), length=self.length, trim=trim, dropped=self.dropped)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Committed positions (transformers' name)."""
+        """Return the committed positions (transformers' name)."""
         return self.length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Position of the next query (transformers' name)."""
+        """Return the position of the next query (transformers' name)."""
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Keys that ``query_length`` new queries see, and their offset (transformers' name)."""
+        """Return the number of keys that new queries see, and their offset (transformers' name)."""
         return self.length + query_length, 0
 
 
 class TreeMasks:
-    """``KVCache.mask`` of whole static trees, without writing a mask in every step."""
+    """``KVCache.mask`` for whole static trees, without writing a mask in every step."""
 
     def __init__(self) -> None:
         self._wide: dict[TokenTree, Tensor] = {}
 
     def mask(self, tree: TokenTree, shape: TreeShape, cache: KVCache) -> Tensor:
-        """The mask of ``tree``, whose shape is ``shape``, after what is committed in ``cache``."""
+        """Return the mask of ``tree``, with this ``shape``, after the committed positions of ``cache``."""
         nodes = len(shape)
         wide = self._wide.get(tree)
         if wide is None or wide.shape[1] < cache.capacity + nodes:
-            # One buffer for every prefix length: the tree's block stands at the right end of a row of zeros, and a
-            # view from the right place has exactly `length` zeros before it.
+            # One buffer for every prefix length: zeros, then the tree's block. The view that starts `length` columns
+            # before the block has a committed prefix of exactly that length.
             keys = cache.stacks[0]
             wide = torch.zeros(nodes, cache.capacity + nodes, dtype=keys.dtype, device=keys.device)
             wide[:, -nodes:].masked_fill_(~shape.ancestors[0], -torch.inf)
@@ -345,10 +352,11 @@ class TreeMasks:
 
 
 class RaggedCache(_Stacks):
-    """Rows of lengths of their own: batched generation and batched speculative decoding.
+    """The keys and values of several rows with different lengths.
 
-    Every row's new positions follow that row's own; ``slot`` lends one row as a ``KVCache`` to read a prompt into.
-    What a row holds past its length is never read, so a pass may write padding there.
+    The new positions of each row follow its own length: with lengths 3 and 5, a pass over 2 tokens writes positions
+    3, 4 of the first row and 5, 6 of the second, and attends over 7 positions of both, masked by row. Positions past a
+    row's length are never read, so a pass may write padding there. ``slot`` gives one row as a ``KVCache``.
     """
 
     def __init__(self, shape: CacheShape, rows: int, capacity: int) -> None:
@@ -365,25 +373,26 @@ class RaggedCache(_Stacks):
         return self.stacks[0].shape[1]
 
     def slot(self, row: int, length: int = 0) -> KVCache:
-        """Row ``row`` as a cache of its own with ``length`` positions already read; shares memory with this one."""
+        """Return row ``row`` as a ``KVCache`` in shared memory, with ``length`` committed positions."""
         stacks = tuple(stack[:, row : row + 1] for stack in self.stacks)
-        return KVCache.view(stacks, self.places, length, self.trim, int(self.dropped[row]) if length else 0)
+        dropped = int(self.dropped[row]) if length else 0
+        return KVCache(stacks, self.places, length=length, trim=self.trim, dropped=dropped)
 
     def put_back(self, row: int, slot: KVCache) -> None:
-        """Count what was read into a row that was lent."""
+        """Take over the length of a ``slot`` after a pass."""
         self.lengths[row], self.dropped[row] = slot.length, slot.dropped
 
     def clear(self, rows: list[int]) -> None:
         self.lengths[rows] = self.dropped[rows] = 0
 
     def select(self, rows: list[int]) -> "RaggedCache":
-        """A copy with these rows only, nothing pending."""
+        """Return a copy of these rows, without pending nodes."""
         chosen = self._over(tuple(stack[:, rows] for stack in self.stacks), self.places)
         chosen.lengths, chosen.dropped = self.lengths[rows], self.dropped[rows]
         return chosen
 
     def first_layers(self, count: int) -> "RaggedCache":
-        """As ``KVCache.first_layers``."""
+        """Return ``KVCache.first_layers`` for all rows."""
         view = self._over(*self._first_layers(count))
         view.trim = None if self.trim is None else replace(self.trim, room=0)
         return view
@@ -395,7 +404,7 @@ class RaggedCache(_Stacks):
         return other
 
     def reserve(self, new: int, committed: bool = False) -> None:
-        """Begin a pass over ``new`` tokens a row, which follow those pending."""
+        """Start a pass over ``new`` tokens per row after the pending ones."""
         self._reach = int(self.lengths.max()) + self.pending + new
         check_capacity(self._reach, self.capacity)
         self._written = self.lengths[:, None] + torch.arange(
@@ -407,7 +416,7 @@ class RaggedCache(_Stacks):
             check_room(self._held, self.trim)
 
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write every row's new states; returns the states up to the longest row."""
+        """Write the new states of every row and return the states up to the longest row."""
         rows = torch.arange(self.rows, device=self._written.device)[:, None]
         keys, values = self._layers[layer_idx]
         written, reach = self._written, self._reach
@@ -418,18 +427,18 @@ class RaggedCache(_Stacks):
         return keys[:, :, :reach], values[:, :, :reach]
 
     def positions(self, depths: Tensor) -> Tensor:
-        """[R, T] depths in a tree or chain -> absolute positions [B, T]."""
+        """Return the absolute positions [B, T] of ``depths`` [R, T] in a tree or chain."""
         return depths + self.lengths[:, None]
 
     def key_positions(self, depths: Tensor) -> Tensor:
-        """As ``KVCache.key_positions``: [B, reach]."""
+        """Return ``KVCache.key_positions`` for all rows, [B, reach]."""
         slots = torch.arange(self._reach, device=self.lengths.device).expand(self.rows, -1)
         node = slots - self.lengths[:, None]
         nodes = self.positions(depths).gather(1, node.clamp(0, depths.shape[1] - 1))
         return torch.where(node < 0, slots, nodes)
 
     def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, T, reach]: each row's prefix, and of its pending and new nodes the ancestors."""
+        """Return the additive mask [B, 1, T, reach]: a node sees its row's committed prefix and its ancestors."""
         new, nodes = ancestors_RTP.shape[1:]
         offset = torch.arange(self._reach, device=self.lengths.device) - self.lengths[:, None]  # [B, reach]
         inside = (offset >= 0) & (offset < nodes)
@@ -440,7 +449,7 @@ class RaggedCache(_Stacks):
         return mask.masked_fill_(~seen, -torch.inf)[:, None]
 
     def held(self, mask: Tensor | None, keys: Tensor) -> tuple[Tensor | None, Tensor]:
-        """As ``KVCache.held``."""
+        """Return ``KVCache.held`` for all rows."""
         if self.trim is None:
             return mask, keys
         assert mask is not None
@@ -450,27 +459,27 @@ class RaggedCache(_Stacks):
         return found.masked_fill_((places >= self._reach)[:, None, None], -torch.inf), keys.gather(1, inside)
 
     def commit(self, counts: Tensor | None = None) -> None:
-        """Keep every row's pending chain, or its first ``counts`` ([B]) positions."""
+        """Commit the pending chain of every row, or its first ``counts`` ([B]) positions."""
         self.lengths = self.lengths + (self.pending if counts is None else counts)
         self.pending = 0
         if self.trim is not None and int((self.lengths - self.dropped).max()) + self.trim.room > self.trim.held:
             self._drop(self.trim)
 
     def _drop(self, trim: Trim) -> None:
-        """As ``KVCache._drop``, for every row."""
+        """Run ``KVCache._drop`` for every row."""
         first = torch.maximum(self.dropped, self.lengths - trim.window + 1)
         rows = torch.arange(self.rows, device=first.device)[:, None]
         target = torch.arange(trim.window - 1, device=first.device)
         source = target + (first - self.dropped)[:, None]
         for stack, trimmed in zip(self.stacks, self._trimmed_stacks(), strict=True):
             if trimmed:
-                # What a row has less than a window needs is not read; the right side is a copy.
+                # Indexing copies the right side first. Positions before a row are never read.
                 stack[:, rows, :, target.expand_as(source)] = stack[:, rows, :, source]
         self.dropped = first
 
     def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
-        """Commit of each row's pending nodes the path ``nodes[b, :counts[b]]`` ([B, P] int64, ascending)."""
-        if self.pending == 1:  # a root alone is where it belongs
+        """Commit the path ``nodes[b, :counts[b]]`` ([B, P] int64, ascending) of each row's pending nodes."""
+        if self.pending == 1:  # a root alone is in place already
             return self.commit(counts)
         rows = torch.arange(self.rows, device=nodes.device)[:, None]
         target = torch.arange(nodes.shape[1], device=nodes.device)
@@ -480,18 +489,18 @@ class RaggedCache(_Stacks):
         return self.commit(counts)
 
     def crop(self, lengths: Tensor | None = None) -> None:
-        """Forget what is pending, and all but the first ``lengths`` ([B] int64) positions of each row."""
-        assert lengths is None or self.trim is None, "no row of a trimmed cache goes back"
+        """Drop the pending nodes, and all but the first ``lengths`` ([B] int64) positions of each row."""
+        assert lengths is None or self.trim is None, "rows of a trimmed cache cannot go back"
         self.lengths = self.lengths if lengths is None else lengths
         self.pending = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Committed positions of the longest row (transformers' name)."""
+        """Return the committed positions of the longest row (transformers' name)."""
         return int(self.lengths.max())
 
 
 def check_capacity(needed: int, capacity: int) -> None:
-    """Refuse to write past the end."""
+    """Reject a pass past the end of the memory."""
     if needed > capacity:
         raise UserError(
             f"the cache holds {capacity} positions but {needed} are needed; shorten the prompt or the answer"
@@ -499,7 +508,7 @@ def check_capacity(needed: int, capacity: int) -> None:
 
 
 def check_room(needed: int, trim: Trim) -> None:
-    """Refuse more pending nodes than a cache with trimmed layers was made for."""
+    """Reject more pending nodes than a cache with trimmed layers was made for."""
     if needed > trim.held:
         raise UserError(
             f"layers with a window hold {trim.held} positions but {needed} are needed: the cache was made for trees of "
@@ -508,7 +517,7 @@ def check_room(needed: int, trim: Trim) -> None:
 
 
 def _read_through(states: Tensor, new: Tensor, start: int) -> Tensor:
-    """All of the states up to and with the new ones, more than there is memory for: it keeps the latest."""
+    """Return old and new states, which exceed the memory; ``states`` keeps the latest ones."""
     whole = torch.cat([states[:, :, :start], new], 2)
     states.copy_(whole[:, :, -states.shape[2] :])
     return whole

@@ -22,17 +22,17 @@ from drafthead.models.kernels.cuda_graphs import GraphBackend, Outputs, StaticCa
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 MIN_WINDOW, WINDOW_STEP = 256, 1024
-"""Windows double from the one to the other and grow by the other from there, so that few positions are read in vain."""
+"""Window sizes double from MIN_WINDOW to WINDOW_STEP, then grow by WINDOW_STEP, so few empty positions are read."""
 MAX_STATIC_NODES = 128
-"""Nodes up to which a pass has a fixed shape; above, launches cost little beside the work."""
+"""Most nodes of a pass with fixed shapes. For more nodes, launches are a small part of the time."""
 MAX_CAPTURED_PASSES = 64
-"""Shapes that are kept for one memory."""
+"""Captured shapes per memory."""
 MAX_SPARE_BUFFERS = 2
-"""Memories that are kept for later caches."""
+"""Unused memories kept for later caches."""
 
 
 def window_for(positions: int) -> int:
-    """Size of the smallest window that holds so many positions."""
+    """Return the size of the smallest window that holds ``positions``."""
     size = MIN_WINDOW
     while size < min(positions, WINDOW_STEP):
         size *= 2
@@ -70,7 +70,7 @@ class _Memory:
 
 
 class StaticModel:
-    """A decoder and its output head, run by passes of fixed shapes; lends out the caches to do so."""
+    """A decoder and its LM head, run by passes of fixed shapes over the caches that it makes."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class StaticModel:
         self._spare: list[_Memory] = []
 
     def cache(self, capacity: int) -> "StaticKVCache":
-        """An empty cache for one row; its memory comes back when it is let go."""
+        """Return an empty cache for one row; its memory is reused after the cache is deleted."""
         size = window_for(capacity)
         fitting = [memory for memory in self._spare if memory.size >= size]
         if fitting:
@@ -103,7 +103,7 @@ class StaticModel:
         return cache
 
     def prepare(self, memory: _Memory, size: int, with_logits: bool, inputs: tuple[Tensor, ...]) -> StaticCall:
-        """The pass over the first ``size`` positions of ``memory`` for inputs of these shapes."""
+        """Return the pass over the first ``size`` positions of ``memory`` for inputs of these shapes."""
         window = _Memory(tuple(stack[:, :, :, :size] for stack in memory.stacks), memory.places, memory.length)
         logits = self._logits if with_logits else None
         function = partial(_static_pass, self._decoder, logits, self._windowed, window)
@@ -124,7 +124,7 @@ class _Writer:
         self._layers = layer_views(window.stacks, window.places)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write the states of one layer; returns the layer's whole window."""
+        """Write the states of one layer and return its whole window."""
         keys, values = self._layers[layer_idx]
         keys.index_copy_(2, self._places, key)
         values.index_copy_(2, self._places, value)
@@ -178,13 +178,11 @@ class StaticKVCache(KVCache):
     """
 
     def __init__(self, model: StaticModel, memory: _Memory, capacity: int) -> None:
-        self._over_memory(tuple(stack[:, :, :, :capacity] for stack in memory.stacks), memory.places)
-        self.pending = 0
-        self._start = self._end = 0
         self._model, self._memory = model, memory
         self._known: int | None = 0
         self._bound = 0  # the length is at most this
         self._size = 0  # of the window in use
+        super().__init__(tuple(stack[:, :, :, :capacity] for stack in memory.stacks), memory.places)
 
     @property
     def length(self) -> int:
@@ -199,7 +197,7 @@ class StaticKVCache(KVCache):
         self._size = 0
 
     def fits(self, nodes: int) -> bool:
-        """Whether a pass over so many new nodes can be a static one."""
+        """Return True if a pass over this many new nodes can have fixed shapes."""
         return self.pending == 0 and self._bound > 0 and nodes <= MAX_STATIC_NODES
 
     def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
@@ -242,7 +240,7 @@ class StaticKVCache(KVCache):
         self.pending = 0
 
     def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
-        """As any cache's; the whole of ``nodes`` is copied, so that the shape does not depend on what was accepted."""
+        """Commit a path as ``KVCache`` does, copying all of ``nodes`` so that shapes do not depend on the counts."""
         path = nodes[0, : self.pending]
         if self.pending > 1:
             # What is copied past the path's end is never read.
@@ -254,7 +252,7 @@ class StaticKVCache(KVCache):
         self.commit(counts)
 
     def resize(self, capacity: int) -> "StaticKVCache":
-        """A copy of another, larger capacity."""
+        """Return a copy with a larger ``capacity``."""
         larger = self._model.cache(capacity)
         for stack, source in zip(larger.stacks, self.stacks, strict=True):
             stack[:, :, :, : self.capacity] = source
@@ -264,5 +262,5 @@ class StaticKVCache(KVCache):
 
 @lru_cache(maxsize=MAX_STATIC_NODES)
 def chain_shape(nodes: int) -> TreeShape:
-    """So many tokens, one after the other."""
+    """Return the shape of a chain of ``nodes`` tokens."""
     return TokenTree.chain(nodes - 1).shape

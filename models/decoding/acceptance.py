@@ -47,7 +47,7 @@ class AcceptanceRule:
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
     def check(self, draft_config: DraftConfig) -> None:
-        """Refuse block verification of a tree that branches."""
+        """Reject block verification of a tree that branches."""
         if self.name == "block" and not draft_config.is_chain:
             raise UserError(
                 "block verification judges a chain as a whole and cannot judge a tree that branches; use "
@@ -82,9 +82,10 @@ def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
 
 
 def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The deepest node all of whose ancestors (itself included) pass; among equal ones the highest score, the first.
+    """Return the path to the deepest node whose ancestors and itself pass, [B, 1 + depth] padded with 0.
 
-    Nodes [B, 1 + depth] along its path padded with 0, its depth [B], the node [B].
+    Of equally deep nodes, the one with the highest score or the first counts. Also returns its depth [B] and the node
+    itself [B].
     """
     shape = proposal.shape
     rows, count = passes.shape
@@ -103,7 +104,7 @@ def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) ->
 
 
 def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs: bool = False) -> Acceptance:
-    """Draw the target's own token after each node, and go on while it is one that was drafted.
+    """Draw the target's own token after each node, and continue while it is one of the drafts.
 
     SpecInfer's naive sampling (2305.09781, section 4.3). Lossless whatever was drafted, since the target draws every
     token. Top-k candidates are accepted as often as by ``speculative`` (p(x) each), without residuals. The n-th token
@@ -213,7 +214,7 @@ def _one_hot(like: Tensor, token: Tensor) -> Tensor:
 
 
 def _residual(left: Tensor, dist: Tensor) -> Tensor:
-    """``left``, the positive part of p - q, normalised; ``dist`` where it is empty (p equals q up to rounding)."""
+    """Return ``left``, the positive part of p - q, normalised; or ``dist`` if it is empty (p equals q)."""
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, dist)
 

@@ -16,7 +16,7 @@ from drafthead.data.answers.store import Answer
 from drafthead.data.batch import Ratio
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.loop import EXACT, DecodeLoop, Row
+from drafthead.models.decoding.loop import EXACT, DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
 
@@ -62,7 +62,7 @@ def generate_answers(
         keep_hidden_states=keep_hidden_states,
     )
     rows = [
-        Row(number=number, prompt=ids, seed=sampler.seed * SEED_STRIDE + number)
+        DecodingSequence(number=number, prompt=ids, seed=sampler.seed * SEED_STRIDE + number)
         for number, ids in prompts
         if 0 < len(ids) <= max_prompt_tokens
     ]

@@ -24,7 +24,7 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 
 @dataclass
 class TokenBuffer(DraftState):
-    """What every row has committed, as a state of its own or a part of one. Never changed in place."""
+    """The committed tokens of every row. Never changed in place."""
 
     tokens: Tensor
     """[B, T] int64, left-aligned; anything past a row's length. T is the longest row's length."""
@@ -33,11 +33,11 @@ class TokenBuffer(DraftState):
 
     @classmethod
     def none(cls, rows: int) -> "TokenBuffer":
-        """Nothing yet."""
+        """Return a buffer without tokens."""
         return cls(tokens=torch.zeros(rows, 0, dtype=torch.int64), lengths=torch.zeros(rows, dtype=torch.int64))
 
     def append(self, tokens: Tensor, counts: Tensor | None = None) -> "TokenBuffer":
-        """With the first ``counts`` ([B], default all) of ``tokens`` ([B, T]) after each row."""
+        """Append the first ``counts`` ([B], default all) of ``tokens`` ([B, T]) to each row."""
         rows, new = tokens.shape
         known, lengths = self.tokens.to(tokens.device), self.lengths.to(tokens.device)
         if counts is None:
@@ -46,7 +46,7 @@ class TokenBuffer(DraftState):
             kept = tokens[:, : int(counts)]
             return TokenBuffer(tokens=torch.cat([known, kept], 1), lengths=lengths + counts)
         wider = torch.cat([known, torch.zeros_like(tokens)], 1)
-        # What does not count stands past the row's new length, or is overwritten by the next tokens.
+        # Tokens that do not count end up past the row's new length, and the next tokens overwrite them.
         wider.scatter_(1, lengths[:, None] + torch.arange(new, device=tokens.device), tokens)
         total = lengths + counts
         return TokenBuffer(tokens=wider[:, : int(total.max())], lengths=total)
@@ -62,7 +62,7 @@ class TokenBuffer(DraftState):
 
 
 def common_prefix(left: TokenBuffer, right: TokenBuffer) -> Tensor:
-    """[B] int64: leading tokens in which the rows of both agree."""
+    """Return the number of equal leading tokens of every row, [B] int64."""
     width = min(left.longest, right.longest)
     same = left.tokens[:, :width] == right.tokens[:, :width]
     agreed = same.cumprod(1, dtype=torch.int32).sum(1)
@@ -70,25 +70,25 @@ def common_prefix(left: TokenBuffer, right: TokenBuffer) -> Tensor:
 
 
 ROW_BY_ROW = 32
-"""Unread positions from which every row is read by itself: the masks of a padded pass would cost more."""
+"""Most unread positions of a padded pass. Above, rows are read one by one, because masks would cost more."""
 INITIAL_CAPACITY = 256
-"""Positions to begin with, after what is read first; doubled when they run out."""
+"""Spare positions of a new cache; capacity doubles when they are used up."""
 
 
 @dataclass(frozen=True)
 class PendingNodes:
-    """Which pending nodes are ancestors of each other, themselves included."""
+    """The ancestors of each pending node, itself included."""
 
     ancestors: Tensor
     """[B, P, P] bool."""
 
     @classmethod
     def none(cls, rows: int, device: torch.device) -> "PendingNodes":
-        """No node yet."""
+        """Return a state without nodes."""
         return cls(torch.zeros(rows, 0, 0, dtype=torch.bool, device=device))
 
     def extend(self, rows: int, new: int, above: Tensor | None) -> "PendingNodes":
-        """With ``new`` more nodes, each a child of ``above`` ([B, new] int64); None: of no pending node."""
+        """Return the nodes and ``new`` children of ``above`` ([B, new] int64); None: they have no pending parent."""
         pending, device = self.ancestors.shape[1], self.ancestors.device
         ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=device)
         ancestors[:, :pending, :pending] = self.ancestors
@@ -98,7 +98,7 @@ class PendingNodes:
         return PendingNodes(ancestors)
 
     def shape(self) -> TreeShape:
-        """As far as a pass over the nodes needs it."""
+        """Return a tree shape with the fields that a pass over the nodes reads."""
         none = self.ancestors.new_zeros(1, 1, 1, dtype=torch.int64)
         depths = self.ancestors.sum(-1) - 1
         return TreeShape(parents=depths, depths=depths, ancestors=self.ancestors, children=none, depth=0)
@@ -110,7 +110,7 @@ which the first counts ([B]; None: all) are committed; otherwise they are the la
 
 
 class NodeCache:
-    """Keys and values of a model or a layer for rows of a batch: of their text, and of the nodes being drafted."""
+    """Keys and values of a model or a layer: of each row's context, and of the nodes being drafted."""
 
     def __init__(self, run: Pass, shape: CacheShape, new_row: Callable[[int], KVCache]) -> None:
         """``new_row`` makes the cache of a single row, given its capacity."""
@@ -121,12 +121,12 @@ class NodeCache:
 
     @property
     def cache(self) -> KVCache | RaggedCache:
-        """The cache, once something is read."""
+        """The cache. It exists after the first read."""
         assert self._cache is not None
         return self._cache
 
     def select(self, rows: list[int]) -> Self:
-        """These rows only, in memory of their own; itself where there is one row."""
+        """Return a copy of these rows, or self if there is only one row."""
         if isinstance(self._cache, KVCache):
             return self
         chosen = copy(self)
@@ -192,10 +192,10 @@ class DraftCache(NodeCache):
 
     @torch.inference_mode()
     def prefill(self, text: TokenBuffer, room: int = 0) -> Tensor:
-        """Bring the cache to ``text``, with room for so many nodes after it; [B, D] after every row's last token."""
+        """Read ``text``, keep room for ``room`` nodes, and return the hidden states [B, D] after each last token."""
         if self._cache is None:
             self._read = TokenBuffer(tokens=text.tokens[:, :0], lengths=torch.zeros_like(text.lengths))
-        # A padded pass writes past the shorter rows too, but never past twice the unread tokens.
+        # A padded pass also writes past the shorter rows, by up to ROW_BY_ROW tokens.
         self._reserve(len(text.lengths), text.longest + room + ROW_BY_ROW)
         self._agree(text)
         start, counts = self._read.lengths, text.lengths - self._read.lengths
@@ -213,9 +213,10 @@ class DraftCache(NodeCache):
         return super().extend(inputs, parents)
 
     def _agree(self, text: TokenBuffer) -> None:
-        """Drop what the text contradicts, and commit of the pending nodes the path that it follows.
+        """Drop the positions that differ from ``text``, and commit the pending path that it follows.
 
-        The text's last token is always left to read, since drafting needs the hidden state after it.
+        With "a b" read and pending nodes c -> d and e, the text "a b c x" commits c and drops d and e. The text's last
+        token always stays unread, because drafting needs the hidden state after it.
         """
         rows = len(text.lengths)
         agreed = torch.minimum(common_prefix(self._read, text), text.lengths - 1)
@@ -269,6 +270,6 @@ class CachedDraftPass:
         self._root: Tensor | None = cache.prefill(text, room)[:, None]
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """As ``DraftPass.step``: [B, F] int64 each -> [B, F, W]."""
+        """Run ``DraftPass.step``: [B, F] int64 each -> [B, F, W]."""
         root, self._root = self._root, None
         return self._logits(self._cache.extend(tokens, parents) if root is None else root)

@@ -1,4 +1,4 @@
-"""What the decoder needs of anything that drafts, with or without training.
+"""The interface between the decoder and anything that drafts, with or without training.
 
 Shape legend: B rows, T tokens, D base width.
 """
@@ -23,7 +23,7 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 
 
 class DraftSampling(Enum):
-    """How the children of a node are chosen; losslessness under sampling depends on it."""
+    """The choice of a node's children, which losslessness under sampling depends on."""
 
     TOP_K = "top_k"
     """The likeliest tokens, a function of the prefix: verified with a one-hot draft distribution."""
@@ -37,23 +37,23 @@ class DraftSampling(Enum):
 class Proposal:
     """Drafted token trees, one per row, ready to verify.
 
-    A candidate is a child with the distribution it was drawn from. Losslessness under sampling depends on the
-    distributions, so they belong to the candidates and not to the nodes: in a tree combined of several drafters a node
-    may be a candidate twice, each time with another distribution.
+    A candidate is a child with the distribution it was drawn from, which losslessness under sampling depends on.
+    Distributions belong to candidates, not to nodes: in a tree combined from several drafters, one node may be a
+    candidate twice, each time with another distribution.
     """
 
     tokens: Tensor
-    """[B, N] int64; column 0 is the root, the last committed token; padding holds any token."""
+    """[B, N] int64. Column 0 is the root, the last committed token. Padding may be any token."""
     shape: TreeShape
     draft_sampling: DraftSampling
-    """How the candidates that have probs were drawn. Those without are top-k."""
+    """The way in which candidates with probs were drawn. Candidates without probs are top-k."""
     probs: Tensor | None = None
     """[B, Q, V] float: the drafter's distributions after warping, exactly those that were sampled; None: all
     candidates are top-k."""
     prob_index: Tensor | None = None
     """[R, N, S] int64: row of ``probs`` that a node's s-th candidate was drawn from, -1 for a top-k one."""
     partial_forward: "PartialForward | None" = None
-    """What the drafter has already computed of the target's pass over these nodes."""
+    """The part of the target's pass over these nodes that the drafter has already computed."""
 
     def __post_init__(self) -> None:
         if (self.probs is None) != (self.prob_index is None):
@@ -64,7 +64,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """What verification accepted. The committed tokens of the step are the accepted drafts and the bonus."""
+    """The result of verification. The step commits the accepted drafts and the bonus."""
 
     nodes: Tensor
     """[B, 1 + D] int64: root and accepted nodes in order, padded with 0; D is at most the depth of the trees."""
@@ -180,10 +180,10 @@ class DraftConfig:
 
 @dataclass
 class DraftState:
-    """A drafter's state of its rows between steps; subclasses add fields."""
+    """The state of a drafter between steps, for all its rows; subclasses add fields."""
 
     def select(self, rows: list[int]) -> Self:
-        """The state of these rows only: tensors with a first axis of rows, lists, and what has a ``select`` itself."""
+        """Return the state of these rows: indexes tensors and lists, and calls ``select`` of other fields."""
         chosen: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -207,18 +207,17 @@ class Drafter(ABC, Generic[StateT]):
     tree: TokenTree | None = None
     """The tree to draft by default, calibrated for it; None: a chain over all its positions."""
     batch_trees: Mapping[int, TokenTree] = MappingProxyType({})
-    """Trees by rows side by side, where they were chosen: in a batch a node costs more to verify. A batch drafts the
-    tree of the most rows that it has; below all of them ``tree``."""
+    """Trees by batch size, if calibrated: in a batch a node costs more to verify. A batch uses the tree of the largest
+    size that it reaches, and ``tree`` below all sizes."""
     spec: HiddenStatesSpec = HiddenStatesSpec()
-    """Hidden states of the base that it reads besides the final one."""
+    """Hidden states of the base that it reads in addition to the final one."""
     confidence_threshold: float = 0.0
     """The confidence threshold to draft with by default (``DraftConfig.confidence_threshold``)."""
     reads_base: bool = False
-    """Whether ``update`` needs the base's hidden states, so that it cannot continue drafts that the base has not read.
-    """
+    """True if ``update`` needs the base's hidden states. It then cannot continue drafts that the base has not read."""
 
     def tree_of(self, rows: int) -> TokenTree | None:
-        """The tree to draft by default for a batch of so many rows."""
+        """Return the default tree for a batch of ``rows`` rows."""
         fitting = [n for n in self.batch_trees if n <= rows]
         return self.batch_trees[max(fitting)] if fitting else self.tree
 
@@ -229,7 +228,7 @@ class Drafter(ABC, Generic[StateT]):
 
     @property
     def says_confidence(self) -> bool:
-        """Whether it says how likely a node's children are accepted (``ConfidentPass``)."""
+        """True if it estimates the acceptance of a node's children (``ConfidentPass``)."""
         return False
 
     @property
@@ -251,16 +250,16 @@ class Drafter(ABC, Generic[StateT]):
 
     @abstractmethod
     def init_state(self, batch: int) -> StateT:
-        """The state before anything is read."""
+        """Return the state before anything is read."""
 
     @abstractmethod
     def update(
         self, state: StateT, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
     ) -> StateT:
-        """Take in committed tokens that the base has read: the prompt, then the root and accepted drafts of each step.
+        """Return the state after committed tokens that the base has read: the prompt, then each step's root and drafts.
 
         Args:
-            state: is left as it was; caches in it may be written past their length.
+            state: not changed, except that its caches may be written past their length.
             tokens: [B, T] int64.
             base_hidden: [B, T, ...] the base's hidden states that ``spec`` names; None from a source that has none.
             counts: [B] int64, how many of the T tokens count in each row, at least 1; None: all.
@@ -280,12 +279,12 @@ class Drafter(ABC, Generic[StateT]):
         """
 
     def remember(self, tokens: list[int]) -> None:
-        """Take in a finished prompt with its answer. Drafters that look things up in earlier answers keep it."""
+        """Store a finished prompt with its answer, if the drafter searches earlier answers."""
         return
 
 
 def last_valid(values: Tensor, counts: Tensor | None) -> Tensor:
-    """The last entry that counts of every row: [B, T, ...] -> [B, ...]."""
+    """Return the last counted entry of every row: [B, T, ...] -> [B, ...]."""
     if counts is None:
         return values[:, -1]
     rows = torch.arange(values.shape[0], device=values.device)

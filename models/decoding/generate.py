@@ -15,7 +15,7 @@ from drafthead.models.decoding.step_log import DecodeResult
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated."""
+    """A generated answer."""
 
     text: str
     tokens: list[int]
@@ -38,7 +38,7 @@ def generate(
     seed: int = 0,
     on_tokens: OnTokens | None = None,
 ) -> Answer:
-    """Answer a prompt, by default greedily; with a drafter faster, and with the same distribution (greedily: the same).
+    """Answer a prompt, by default greedily. A drafter changes the speed, but not the distribution of the answer.
 
     Args:
         base: the target (``drafthead.load_base``, or ``BaseModel.wrap`` around a loaded model).

@@ -1,8 +1,8 @@
 """Token trees grown from a drafter's next-token logits, level by level, once for all stepwise drafters.
 
-A stepwise drafter only gives logits after the nodes of a frontier. Which candidates become children (the ranks of a
-static tree, samples, or the best of a dynamic tree) and where drafting stops is decided here, so that every head
-and draft model has every kind of tree.
+A stepwise drafter only returns logits after the nodes of a frontier. This module chooses the candidates that become
+children (by the ranks of a static tree, by sampling, or the best of a dynamic tree) and decides where drafting stops.
+So every head and draft model supports every kind of tree.
 
 Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes, M nodes of a level.
 """
@@ -21,14 +21,14 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 MISSING = -1
-"""A candidate that does not exist: the distribution has fewer tokens than children are wanted."""
+"""A candidate that does not exist, because the distribution has fewer tokens than the node has children."""
 
 
 def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomSource) -> Tensor:
-    """``count`` samples of every distribution: [B, F, W] -> [B, F, count] int64, ``MISSING`` where it is used up.
+    """Return ``count`` samples of every distribution: [B, F, W] -> [B, F, count] int64, ``MISSING`` if used up.
 
-    With replacement they are independent (SpecInfer, 2305.09781); without, a drawn token is removed and the rest
-    renormalised (Sequoia, 2402.12374). Verification must know which.
+    With replacement, samples are independent (SpecInfer, 2305.09781). Without, a drawn token is removed and the rest
+    renormalised (Sequoia, 2402.12374). Verification depends on which of the two it was.
     """
     if kind is DraftSampling.WITH_REPLACEMENT:
         rows, parents, _ = probs.shape
@@ -50,22 +50,26 @@ class TreeLevel:
     nodes: Tensor
     """[M] nodes on the level, in order."""
     parents: Tensor
-    """[M] place of each one's parent in the frontier above."""
+    """[M] the index of each node's parent in the frontier above."""
     width: int
-    """Candidates needed of a parent."""
+    """Candidates needed per parent."""
     taken: Tensor
-    """[M] which of the parents' candidates (or samples), one parent after the other, each node takes."""
+    """[M] the candidate that each node takes, as an index into all parents' candidates [F * width]."""
     taken_shared: Tensor
-    """[M] the same where all parents share one distribution."""
+    """[M] the candidate that each node takes if all parents share one distribution."""
     inner: Tensor
-    """[F] those of ``nodes`` that have children, as places on this level: the next frontier."""
+    """[F] the nodes with children, as indices into ``nodes``: the next frontier."""
     above: Tensor
-    """[F] their parents' places in the frontier above."""
+    """[F] the indices of their parents in the frontier above."""
+
+    def taken_from(self, width: int) -> Tensor:
+        """Return ``taken``, or ``taken_shared`` if all parents share one distribution (``width`` 1)."""
+        return self.taken_shared if width == 1 else self.taken
 
 
 @lru_cache(maxsize=512)
 def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int) -> tuple[TreeLevel, ...]:
-    """The levels of ``tree``, whose ranks name candidates (of ``most``); a sample's counts its earlier siblings."""
+    """Return the levels of ``tree``. A rank is one of ``most`` candidates, or counts earlier siblings if sampled."""
     tensor = partial(torch.tensor, dtype=torch.int64, device=device)
     levels = []
     frontier = [0]
@@ -94,9 +98,9 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int)
 
 
 def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[Tensor, TreeShape]:
-    """The nodes of a static tree that are ``active`` ([B, N] bool) in some row, [n] int64, and their trees.
+    """Return the nodes of a static tree that are ``active`` ([B, N] bool) in some row, [n] int64, and their trees.
 
-    In other rows they are padding. ``sampled``: nodes keep as many places for children as the tree has.
+    In the other rows they are padding. With ``sampled``, the width of the table of children stays that of the tree.
     """
     device, shape = active.device, tree.shape_on(active.device)
     kept = active.any(0).nonzero()[:, 0]
@@ -111,55 +115,55 @@ def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[
 
 
 class DraftPass(Protocol):
-    """One step's drafting in progress: gives logits for ever deeper nodes."""
+    """The drafting of one step: logits for one level of nodes after the other."""
 
     def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Draft logits after the nodes of the next level; the first one is the root alone.
+        """Return draft logits after the nodes of the next level; the first level is the root alone.
 
         Args:
             tokens: [B, F] int64 target ids of the nodes to expand.
-            parents: [B, F] int64, each node's parent as its place in the frontier before; the root's is 0.
+            parents: [B, F] int64, the index of each node's parent in the frontier before; 0 for the root.
 
         Returns:
-            [B, F, W], or [B, 1, W] when all nodes of the level have the same distribution: then its candidates are
-            found once and shared. Sharing samples between parents is exact, since a walk passes one of them only and
-            arrives there by what happened on the levels above.
+            [B, F, W], or [B, 1, W] if all nodes of the level have the same distribution. Its candidates are then shared
+            by all parents. Sharing samples is exact: verification visits only one of the parents, and which one depends
+            on the levels above alone.
         """
         ...
 
 
 class ConfidentPass(DraftPass, Protocol):
-    """A pass that says how likely drafts are accepted."""
+    """A pass that estimates the acceptance of its drafts."""
 
     def confidence(self) -> Tensor:
-        """[B, F] (or [B, 1]): P(a child is accepted) of the nodes whose logits were given last.
+        """Return P(a child is accepted) for the nodes of the last level, [B, F] or [B, 1].
 
-        It may depend on these nodes and on what stands before them, and on nothing after.
+        It may depend on these nodes and their prefixes, but not on their children.
         """
         ...
 
 
 class UsesTargetCache(ABC):
-    """What a drafter adds to the contract when it reads or writes the target's keys and values."""
+    """The methods of a drafter that reads or writes the target's keys and values."""
 
     @abstractmethod
     def extra_cache_slots(self, draft_config: DraftConfig) -> int:
-        """Positions that drafting needs in the target's cache besides the nodes of the tree."""
+        """Return the positions that drafting needs in the target's cache in addition to the nodes of the tree."""
 
     @abstractmethod
     def attach(self, state: Any, cache: KVCache | RaggedCache) -> Any:
-        """The same state over the target's ``cache``; again each time that decoding continues with fewer rows."""
+        """Return ``state`` attached to the target's ``cache``; called again whenever rows are removed."""
 
 
 class EarlyExit(UsesTargetCache):
     """A drafter that begins the target's own pass while it drafts."""
 
     early_exit_layers: int
-    """Layers of the target's pass that it does, once attached to the target's cache."""
+    """Layers of the target that it runs while attached to the target's cache."""
 
     @abstractmethod
     def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
-        """The proposal with what drafting has computed of the target's pass over its nodes."""
+        """Return the proposal with the part of the target's pass that drafting has computed."""
 
 
 class StepwiseDrafter(Drafter[StateT]):
@@ -171,7 +175,7 @@ class StepwiseDrafter(Drafter[StateT]):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Size V of the target's vocabulary, over which probs are given."""
+        """Size V of the target's vocabulary, which probs cover."""
 
     @abstractmethod
     def start(self, state: StateT, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
@@ -191,7 +195,7 @@ class StepwiseDrafter(Drafter[StateT]):
 
 
 def root_only(last_token: Tensor) -> Proposal:
-    """Nothing drafted: the target reads ``last_token`` ([B]) alone."""
+    """Return a proposal without drafts: the target reads ``last_token`` ([B]) alone."""
     shape = TokenTree.chain(0).shape_on(last_token.device)
     return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
@@ -204,89 +208,146 @@ def grow(
     vocabulary: int,
     rng: RandomSource | None,
 ) -> Proposal:
-    """The tree that ``draft_config`` asks for; ``vocabulary`` is V, and ``rng`` is for sampled candidates.
+    """Return the tree that ``draft_config`` asks for, with probs over ``vocabulary`` = V target ids.
 
-    In a static one a node takes its parent's candidate of the node's rank, or one of the parent's samples. Samples are
-    of the drafter's warped distribution, which goes with them: every parent's is one row of ``probs``, in the order of
-    the parents. One that does not exist (the distribution has fewer tokens than children are wanted) becomes padding.
-    With ``confidence_threshold``, a node whose probability is lower is kept, but gets no children; with
-    ``prefix_threshold``, a node gets none where the drafter is not confident of its path: whether it does is known
-    before they are drawn. Drafting ends when no node of any row has children. Then the trees of the rows differ.
+    Every level takes one pass. Its candidates are chosen first (``_likeliest`` or ``_sampled``), and then ``_Stopping``
+    decides which of them get children. Drafting ends when no node of any row has children. An example of five nodes::
+
+        root -+- 1 -+- 3        level 1: nodes 1, 2 take the root's candidates 0, 1; the next frontier is node 1
+              |     +- 4        level 2: nodes 3, 4 take candidates 0, 1 of node 1
+              +- 2
+
+    The pass over the root gives "the" (0.6) and "a" (0.3), the pass over "the" gives "cat" and "dog". With
+    ``confidence_threshold=0.7``, "the" is verified but gets no children: drafting ends, and nodes 3 and 4 are left out.
+    If a second row is confident of its node 1, they stay, as padding in the first row.
+
+    Args:
+        draft_pass: the drafter's passes.
+        last_token: [B] int64, the roots.
+        draft_config: tree, sampling and thresholds.
+        d2t: [W] int64, target ids of draft ids.
+        vocabulary: V.
+        rng: for sampled candidates.
     """
     if isinstance(tree := draft_config.tree, DynamicTree):
         return grow_dynamic(draft_pass, last_token, tree, d2t)
-    kind, device, rows = draft_config.draft_sampling, last_token.device, len(last_token)
-    threshold, prefix = draft_config.confidence_threshold, draft_config.prefix_threshold
-    cuts = threshold > 0 or prefix > 0 or kind is DraftSampling.WITHOUT_REPLACEMENT
+    device, rows = last_token.device, len(last_token)
+    sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
     tokens = last_token.new_zeros(rows, len(tree))
     tokens[:, 0] = last_token
-    active = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
-    active[:, 0] = True
-    expandable = active[:, :1]  # of the frontier, whose nodes these are:
-    places = torch.zeros(1, dtype=torch.int64, device=device)
-    reached = torch.ones(rows, 1, device=device)  # products of the confidences along the frontier's paths
+    stopping = _Stopping(draft_config, tokens)
     probs: list[Tensor] = []
     prob_index = torch.zeros(len(tree), dtype=torch.int64, device=device)
+    parent_nodes = torch.zeros(1, dtype=torch.int64, device=device)  # the frontier
     frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
-    for level in tree_levels(tree, device, kind is not DraftSampling.TOP_K, most=len(d2t)):
+    for level in tree_levels(tree, device, sampled, most=len(d2t)):
         logits = draft_pass.step(*frontier)
-        if prefix > 0:
-            reached = reached * draft_pass.confidence()  # type: ignore[attr-defined]
-            if not (expandable := expandable & (reached >= prefix)).any():
-                break
-        width = logits.shape[1]  # 1 where all parents share one distribution
-        taken = level.taken_shared if width == 1 else level.taken
-        exists: Tensor | None = None
-        if kind is DraftSampling.TOP_K:
-            logits = logits.float()
-            values, candidates = logits.topk(level.width, dim=-1)
-        elif rng is None:
-            raise ValueError("sampled candidates need a random source")
+        if not stopping.has_parents(draft_pass):
+            break
+        exists = likelihood = None
+        if sampled:
+            candidates, exists, dist = _sampled(logits, level, draft_config, stopping.drawing(logits.shape[1]), rng)
+            count = sum(earlier.shape[1] for earlier in probs)
+            prob_index[parent_nodes] = torch.arange(count, count + dist.shape[1], device=device)
+            # Copied even if draft ids are target ids, because finding that out would wait for the device.
+            probs.append(dist.new_zeros(*dist.shape[:2], vocabulary).index_copy_(2, d2t, dist))
         else:
-            wanted = dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
-            if prefix > 0:  # a parent that gets no children draws none
-                drawing = expandable if width == expandable.shape[1] else expandable.any(1, keepdim=True)
-                wanted = torch.where(drawing[..., None], dist, 0.0)
-            candidates = draw_candidates(wanted, level.width, kind, rng)
-            exists = candidates.flatten(1).index_select(1, taken) != MISSING
-            candidates = candidates.clamp(min=0)
-            count = sum(part.shape[1] for part in probs)
-            prob_index[places] = torch.arange(count, count + width, device=device)
-            # Always, also where draft ids are the target's own: to find that out would wait for the device.
-            probs.append(dist.new_zeros(rows, width, vocabulary).index_copy_(2, d2t, dist))
-        drafted = d2t.take(candidates.flatten(1).index_select(1, taken))
+            candidates, likelihood = _likeliest(logits, level, draft_config.confidence_threshold > 0)
+        drafted = d2t.take(candidates)
         tokens.index_copy_(1, level.nodes, drafted)
-        if cuts:
-            found = expandable[:, level.parents]
-            found = found if exists is None else found & exists
-            active[:, level.nodes] = found
-            if threshold > 0:
-                log_probs = (values - logits.logsumexp(-1, keepdim=True)).flatten(1)
-                found = found & (log_probs.index_select(1, taken).exp() >= threshold)
-            expandable, reached = found[:, level.inner], reached[:, level.above]
-            if threshold > 0 and not expandable.any():
-                break
+        if not stopping.continues(level, exists, likelihood):
+            break
         frontier = drafted.index_select(1, level.inner), level.above.expand(rows, -1)
-        if probs:
-            places = level.nodes.index_select(0, level.inner)
+        if sampled:
+            parent_nodes = level.nodes.index_select(0, level.inner)
     shape = tree.shape_on(device)
-    if cuts:
-        kept, shape = kept_nodes(tree, active, sampled=bool(probs))
+    if stopping.cuts:
+        kept, shape = kept_nodes(tree, stopping.active, sampled=bool(probs))
         tokens, prob_index = tokens[:, kept], prob_index[kept]
     return Proposal(
         tokens=tokens,
         shape=shape,
-        draft_sampling=kind if probs else DraftSampling.TOP_K,
+        draft_sampling=draft_config.draft_sampling if probs else DraftSampling.TOP_K,
         probs=torch.cat(probs, 1) if probs else None,
         prob_index=prob_index[None, :, None].expand(1, -1, shape.children.shape[2]) if probs else None,
     )
 
 
-def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
-    """EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all that were scored.
+def _likeliest(logits: Tensor, level: TreeLevel, with_likelihood: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the top-k draft ids [B, M] of a level's nodes, and their probabilities [B, M] if requested."""
+    logits = logits.float()
+    values, candidates = logits.topk(level.width, dim=-1)
+    taken = level.taken_from(logits.shape[1])
+    likelihood = None
+    if with_likelihood:
+        log_probs = (values - logits.logsumexp(-1, keepdim=True)).flatten(1)
+        likelihood = log_probs.index_select(1, taken).exp()
+    return candidates.flatten(1).index_select(1, taken), likelihood
 
-    A node's score is the product of the drafter's probabilities along its path, so every parent scores above its
-    children and the kept nodes form a tree. All rows get the same number of nodes.
+
+def _sampled(
+    logits: Tensor, level: TreeLevel, draft_config: DraftConfig, drawing: Tensor | None, rng: RandomSource | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return sampled draft ids [B, M], which of them exist [B, M] bool, and the distributions [B, F, W].
+
+    Parents outside ``drawing`` ([B, F] bool; None: all) draw no samples.
+    """
+    if rng is None:
+        raise ValueError("sampled candidates need a random source")
+    dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
+    drawn_from = dist if drawing is None else torch.where(drawing[..., None], dist, 0.0)
+    samples = draw_candidates(drawn_from, level.width, draft_config.draft_sampling, rng).flatten(1)
+    samples = samples.index_select(1, level.taken_from(logits.shape[1]))
+    return samples.clamp(min=0), samples != MISSING, dist
+
+
+class _Stopping:
+    """The nodes that exist in each row, and the nodes of the frontier that may get children."""
+
+    def __init__(self, draft_config: DraftConfig, tokens: Tensor) -> None:
+        """Start with the roots of ``tokens`` [B, N]."""
+        self._threshold, self._prefix = draft_config.confidence_threshold, draft_config.prefix_threshold
+        without = draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT  # may use up a distribution
+        self.cuts = self._threshold > 0 or self._prefix > 0 or without
+        """False: every row has the whole tree."""
+        self.active = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
+        """[B, N] bool: the nodes that exist."""
+        self.active[:, 0] = True
+        self._expandable = self.active[:, :1]  # [B, F]
+        self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
+
+    def has_parents(self, draft_pass: DraftPass) -> bool:
+        """Apply ``prefix_threshold`` before children are drawn; return False if no node gets any."""
+        if self._prefix == 0:
+            return True
+        self._path_confidence = self._path_confidence * draft_pass.confidence()  # type: ignore[attr-defined]
+        self._expandable = self._expandable & (self._path_confidence >= self._prefix)
+        return bool(self._expandable.any())
+
+    def drawing(self, width: int) -> Tensor | None:
+        """Return the parents that draw samples, [B, width] bool; ``width`` is 1 if all share one distribution."""
+        if self._prefix == 0:
+            return None
+        return self._expandable if width == self._expandable.shape[1] else self._expandable.any(1, keepdim=True)
+
+    def continues(self, level: TreeLevel, exists: Tensor | None, likelihood: Tensor | None) -> bool:
+        """Add the level's nodes, apply ``confidence_threshold``, and return False if drafting ends here."""
+        if not self.cuts:
+            return True
+        children = self._expandable[:, level.parents]
+        children = children if exists is None else children & exists
+        self.active[:, level.nodes] = children  # a node below the threshold exists, but has no children
+        if likelihood is not None:
+            children = children & (likelihood >= self._threshold)
+        self._expandable, self._path_confidence = children[:, level.inner], self._path_confidence[:, level.above]
+        return likelihood is None or bool(self._expandable.any())
+
+
+def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
+    """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
+
+    A node's score is the product of the drafter's probabilities along its path. A parent therefore scores above its
+    children, and the kept nodes form a tree. All rows get the same number of nodes.
     """
     rows, device = last_token.shape[0], last_token.device
     scores: list[Tensor] = []
@@ -299,7 +360,7 @@ def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d
         logits = draft_pass.step(*frontier).float()
         width = min(tree.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
-        # A certain child must still score below its parent, or the best nodes would be no tree.
+        # A child of probability 1 must still score below its parent, or a kept node could miss its parent.
         values = (values - logits.logsumexp(-1, keepdim=True)).double().clamp(max=-1e-9) + frontier_score[..., None]
         scores.append(values.flatten(1))
         tokens.append(d2t[candidates].expand(values.shape).flatten(1))

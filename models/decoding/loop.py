@@ -31,7 +31,7 @@ EXACT = AcceptanceRule()
 
 
 def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
-    """The drafter's tree for so many rows, else a chain over all its positions; without a drafter only the root."""
+    """Return a config with the drafter's tree for ``rows`` rows, else a chain; without a drafter only the root."""
     if drafter is None:
         return ROOT_ONLY
     return DraftConfig(
@@ -40,8 +40,8 @@ def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
 
 
 @dataclass(kw_only=True)
-class Row:
-    """One prompt and its answer so far."""
+class DecodingSequence:
+    """One sequence being decoded: a prompt and its answer so far."""
 
     number: int
     prompt: list[int]
@@ -50,13 +50,13 @@ class Row:
     answer: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
-    """float16 [T, D] pieces in order, where they are kept: of every token read, which the last one is not."""
+    """Final hidden states, float16 [T, D] pieces in order, if they are kept. The last token is not read."""
     ended: bool = False
     started: float = 0.0
     prefill_s: float = 0.0
     total_s: float = 0.0
     draft_length: int = 0
-    """Levels to draft next, where the length is adaptive."""
+    """Levels to draft next, if the length is adaptive."""
 
     @property
     def result(self) -> DecodeResult:
@@ -67,8 +67,8 @@ class Row:
 class DecodeLoop:
     """Decodes prompts, up to ``batch_size`` side by side.
 
-    In plain decoding the next prompt takes over the slot of a row that ended. A drafter's rows cannot be replaced:
-    there a batch runs to its end.
+    In plain decoding, the next prompt takes the slot of a sequence that ended. The rows of a drafter's state cannot be
+    replaced, so with a drafter a batch runs to its end.
     """
 
     base: BaseModel
@@ -82,8 +82,8 @@ class DecodeLoop:
     keep_hidden_states: bool = False
 
     @torch.inference_mode()
-    def run(self, prompts: Iterable[Row]) -> Iterator[Row]:
-        """Rows in the order in which they end."""
+    def run(self, prompts: Iterable[DecodingSequence]) -> Iterator[DecodingSequence]:
+        """Yield sequences in the order in which they end."""
         waiting = deque(prompts)
         started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
         prefixes = [row.prompt for row in waiting] if self.drafter is None else []
@@ -91,7 +91,7 @@ class DecodeLoop:
             rows = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
             batch = list(rows)
             room = self.capacity + self.config.draft_config.nodes
-            state = DecodeState(self.base, self.drafter, self.config, len(rows), room)
+            state = DecodeState.empty(self.base, self.drafter, self.config, len(rows), room)
             state.share_prefix(prefixes)
             self._prefill(state, rows, list(range(len(rows))), started)
             reported: set[int] = set()
@@ -116,7 +116,7 @@ class DecodeLoop:
                 for row in batch:
                     self.drafter.remember(row.prompt + row.answer)
 
-    def _prefill(self, state: DecodeState, rows: list[Row], slots: list[int], started: float) -> None:
+    def _prefill(self, state: DecodeState, rows: list[DecodingSequence], slots: list[int], started: float) -> None:
         rng = PerRowRng([row.seed for row in rows], [0] * len(rows), VERIFY, self.base.device)
         every = len(slots) == len(state.last_token)
         hidden = state.read_prompts([row.prompt for row in rows], rng, rows=None if every else slots)
@@ -129,14 +129,14 @@ class DecodeLoop:
                 row.hidden.append(states.half())
             self._commit(row, [token])
 
-    def _commit(self, row: Row, tokens: list[int]) -> None:
+    def _commit(self, row: DecodingSequence, tokens: list[int]) -> None:
         row.answer += tokens
         row.ended = tokens[-1] in self.config.eos_ids or len(row.answer) >= self.max_new_tokens
         row.total_s = perf_counter() - row.started
         if row.on_tokens:
             row.on_tokens(tokens)
 
-    def _step(self, state: DecodeState, rows: list[Row]) -> None:
+    def _step(self, state: DecodeState, rows: list[DecodingSequence]) -> None:
         started = perf_counter()
         positions = [len(row.answer) for row in rows]
         depth = self._max_depth([row for row in rows if not row.ended])
@@ -154,8 +154,8 @@ class DecodeLoop:
         if self.record_steps:
             self._record(rows, output, positions, counts, started)
 
-    def _max_depth(self, rows: list[Row]) -> int:
-        """Maximum draft depth: stay within the context and, where the text cannot change, ``max_new_tokens``."""
+    def _max_depth(self, rows: list[DecodingSequence]) -> int:
+        """Return the largest draft depth within the context and, if the text cannot change, ``max_new_tokens``."""
         depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in rows)
         if self.config.same_text:
             depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in rows) - 1)
@@ -164,7 +164,7 @@ class DecodeLoop:
         return max(0, depth)
 
     def _record(
-        self, rows: list[Row], output: StepOutput, positions: list[int], counts: list[int], started: float
+        self, rows: list[DecodingSequence], output: StepOutput, positions: list[int], counts: list[int], started: float
     ) -> None:
         nodes, depths = _draft_size(output, len(rows))
         accepted, entropy = output.acceptance.accepted.tolist(), _entropy(output.root_logits).tolist()
@@ -191,7 +191,7 @@ class DecodeLoop:
 
 
 def _draft_size(output: StepOutput, rows: int) -> tuple[list[int], list[int]]:
-    """Nodes drafted and longest path, per row."""
+    """Return the number of drafted nodes and the longest path of every row."""
     shape = output.proposal.shape
     if shape.tree is not None:
         return [len(shape) - 1] * rows, [shape.tree.depth] * rows
@@ -200,7 +200,7 @@ def _draft_size(output: StepOutput, rows: int) -> tuple[list[int], list[int]]:
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """[B, V] finite logits -> [B] nats, in one softmax: every step of plain decoding pays for it too."""
+    """Return the entropy in nats, [B], of finite logits [B, V], by one softmax."""
     scores = logits.float()
     probabilities = scores.softmax(-1)
     log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
@@ -224,7 +224,7 @@ def decode(
     """Decode one prompt; with a drafter several tokens a step, by an exact rule with the same distribution as without.
 
     The arguments are those of ``generate``. EOS stops before ``max_new_tokens`` and is kept as the last token; with
-    ``ignore_eos`` the text goes on (for timing at a fixed length).
+    ``ignore_eos`` decoding continues (for timing at a fixed length).
     """
     return decode_batch(
         base,
@@ -293,14 +293,14 @@ def decode_batch(
         capacity=max(map(len, prompts)) + max_new_tokens,
     )
     rows = [
-        Row(number=number, prompt=list(ids), seed=seed, on_tokens=listener)
+        DecodingSequence(number=number, prompt=list(ids), seed=seed, on_tokens=listener)
         for number, (ids, seed, listener) in enumerate(zip(prompts, seeds, listeners, strict=True))
     ]
     return [row.result for row in sorted(loop.run(rows), key=lambda row: row.number)]
 
 
 def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_tokens: int, where: str) -> None:
-    """Refuse ids that the base cannot read and answer; ``where`` is what the message calls the prompt."""
+    """Reject ids that the base cannot read and answer; ``where`` names the prompt in messages."""
     if not ids:
         raise UserError(f"{where} is empty; give it at least one token, or leave it out")
     outside = next(((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size), None)
@@ -317,7 +317,7 @@ def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_
 
 
 def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule) -> None:
-    """Refuse a drafter, a tree and a rule that do not fit together or would bias the output."""
+    """Reject a drafter, a tree and a rule that do not fit together or would bias the output."""
     if drafter is None:
         return
     if drafter.vocab_size is not None and drafter.vocab_size > base.vocab_size:

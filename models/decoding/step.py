@@ -1,6 +1,6 @@
 """Draft, verify, accept: the state of some rows between speculative steps, and one such step.
 
-``loop.py`` runs it to the end of answers; ``drafters/nested.py`` runs one to draft for another model.
+``loop.py`` runs steps to the end of answers, ``drafters/experimental/vertical_cascade.py`` to draft for another model.
 
 Shape legend: B rows, T tokens, N tree nodes, V vocabulary, D width.
 """
@@ -30,7 +30,7 @@ ROOT_ONLY = DraftConfig(tree=TokenTree.chain(0))
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How rows are drafted, sampled and accepted."""
+    """The settings by which rows are drafted, sampled and accepted."""
 
     draft_config: DraftConfig
     sampler: Sampler
@@ -48,7 +48,7 @@ class DecodeConfig:
 
     @property
     def same_text(self) -> bool:
-        """Whether a seed gives plain decoding's text, whatever is drafted: the target draws every token."""
+        """True if a seed gives the tokens of plain decoding for any drafts, because the target draws every token."""
         return self.rule.name == "exact" and self.draft_config.draft_sampling is DraftSampling.TOP_K
 
 
@@ -59,10 +59,10 @@ class StepOutput:
     tokens: Tensor
     """[B, 1 + depth] int64: accepted drafts and the bonus, then padding."""
     counts: Tensor
-    """[B] int64: how many of them are committed, at least 1."""
+    """[B] int64: number of committed tokens, at least 1."""
     proposal: Proposal
     acceptance: Acceptance
-    """By the rule alone, before EOS or a limit cuts it short."""
+    """The rule's decision, before EOS or a limit truncates it."""
     hidden: Tensor
     """[B, 1 + depth, D]: final hidden states of the root and the accepted drafts."""
     root_logits: Tensor
@@ -72,51 +72,49 @@ class StepOutput:
 
 
 class DecodeState:
-    """Rows being decoded: the base's cache, the drafter's state, and each row's last token, not yet read."""
+    """The rows being decoded: the base's cache, the drafter's state, and the last token of each row, not yet read."""
 
     def __init__(
         self,
         base: BaseModel,
         drafter: Drafter | None,
         config: DecodeConfig,
-        rows: int,
-        capacity: int,
-        nodes: int | None = None,
+        cache: KVCache | RaggedCache,
+        state: Any,
+        last_token: Tensor,
     ) -> None:
-        """``nodes``: the most of a tree, where they are more than of those that are drafted."""
+        """Continue after ``last_token`` [B] with the ``cache`` and drafter ``state`` of all tokens before it."""
         self.base, self.drafter, self.config = base, drafter, config
-        self._attaches = drafter if isinstance(drafter, UsesTargetCache) else None
-        extra = self._attaches.extra_cache_slots(config.draft_config) if self._attaches else 0
-        capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
-        self.cache: KVCache | RaggedCache = (
-            base.new_cache(capacity, nodes) if rows == 1 else base.new_slots(rows, capacity, nodes)
-        )
-        self.spec = drafter.spec if drafter else HiddenStatesSpec()
-        self.state: Any = self._attached(drafter.init_state(rows)) if drafter else None
-        self.last_token = torch.zeros(rows, dtype=torch.int64, device=base.device)
+        self.cache, self.state, self.last_token = cache, state, last_token
+        self.spec = HiddenStatesSpec()
+        self._attaches: UsesTargetCache | None = None
         self._prefix: tuple[list[int], KVCache, Tensor] | None = None
         self._context: Tensor | None = None
-        self._context_lengths = torch.zeros(rows, dtype=torch.int64, device=base.device)
-        if config.sampler.repetition_penalty != 1:
-            self._context = torch.zeros(rows, capacity, dtype=torch.int64, device=base.device)
+        self._context_lengths = torch.zeros(len(last_token), dtype=torch.int64, device=base.device)
 
     @classmethod
-    def over(
+    def empty(
         cls,
         base: BaseModel,
         drafter: Drafter | None,
         config: DecodeConfig,
-        cache: KVCache | RaggedCache,
-        state: Any,
-        last_token: Tensor,
+        rows: int,
+        capacity: int,
+        nodes: int | None = None,
     ) -> "DecodeState":
-        """Rows over a cache that is there already, which holds everything before ``last_token`` ([B])."""
-        found = cls.__new__(cls)
-        found.base, found.drafter, found.config, found.cache = base, drafter, config, cache
-        found._attaches, found.spec, found.state, found.last_token = None, HiddenStatesSpec(), state, last_token
-        found._prefix, found._context = None, None
-        found._context_lengths = torch.zeros(1, dtype=torch.int64, device=base.device)
-        return found
+        """Return ``rows`` empty rows of ``capacity`` positions; ``nodes`` is for trees larger than the drafted one."""
+        attaches = drafter if isinstance(drafter, UsesTargetCache) else None
+        extra = attaches.extra_cache_slots(config.draft_config) if attaches else 0
+        capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
+        cache = base.new_cache(capacity, nodes) if rows == 1 else base.new_slots(rows, capacity, nodes)
+        last_token = torch.zeros(rows, dtype=torch.int64, device=base.device)
+        decoding = cls(base, drafter, config, cache, None, last_token)
+        decoding._attaches = attaches
+        if drafter is not None:
+            decoding.spec, decoding.state = drafter.spec, decoding._attached(drafter.init_state(rows))
+        if config.sampler.repetition_penalty != 1:
+            decoding._context = torch.zeros(rows, capacity, dtype=torch.int64, device=base.device)
+        return decoding
 
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
         """Read the tokens that all ``prompts`` begin with (a system prompt) once, to be copied into every row.
@@ -142,8 +140,8 @@ class DecodeState:
         Args:
             prompts: token ids.
             rng: samples the first tokens.
-            first: [B] int64 the first tokens, where they are known already.
-            rows: which to fill, whatever they held; by default all. A drafter's rows cannot be replaced.
+            first: [B] int64 the first answer tokens, if they are known already.
+            rows: rows to fill, by default all. A drafter's rows cannot be replaced.
         """
         assert rows is None or self.drafter is None
         rows = list(range(len(prompts))) if rows is None else rows
@@ -151,7 +149,7 @@ class DecodeState:
         counts = torch.tensor([len(ids) for ids in prompts], device=self.base.device)
         tokens = pad_sequence([torch.tensor(ids, device=self.base.device) for ids in prompts], batch_first=True)
         if self._context is not None:
-            # Padding repeats a token of the row: what counts for a penalty is the set.
+            # Padding repeats a token of the row: a penalty depends only on the set of tokens.
             self._context[rows], self._context_lengths[rows] = tokens[:, :1], 0
             self._remember(tokens, counts, rows)
         if self.drafter is not None:
@@ -237,7 +235,7 @@ class DecodeState:
         )
 
     def _truncated(self, tokens: Tensor, counts: Tensor, room: list[int] | None) -> Tensor:
-        """[B] how many of ``tokens`` are committed: within ``room``, and up to the first EOS."""
+        """Return the number of ``tokens`` to commit, [B]: within ``room``, and up to the first EOS."""
         if room is not None:
             counts = counts.clamp(max=torch.tensor(room, device=counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:
@@ -262,13 +260,13 @@ class DecodeState:
             return
         index = torch.tensor(range(len(self._context_lengths)) if rows is None else rows, device=tokens.device)
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
-        # Past a row's count its own last token is repeated, which changes nothing.
+        # Past a row's count its last token is repeated: a penalty depends only on the set of tokens.
         kept = tokens.gather(1, torch.minimum(offsets.expand_as(tokens), counts[:, None] - 1))
         self._context[index[:, None], self._context_lengths[index][:, None] + offsets] = kept
         self._context_lengths = self._context_lengths.index_add(0, index, counts)
 
     def clear(self, rows: list[int]) -> None:
-        """Empty rows that nobody needs any more, so that they do not grow."""
+        """Empty finished rows, so that they do not grow."""
         if isinstance(self.cache, RaggedCache) and rows:
             self.cache.clear(rows)
             self._context_lengths[rows] = 0
@@ -283,7 +281,7 @@ class DecodeState:
 
 
 def target_probs(logits: Tensor, sampler: Sampler, context: Tensor | None, proposal: Proposal) -> Target:
-    """The target's warped distribution after any node of the step's trees."""
+    """Return the function from nodes to the target's warped distributions after them."""
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 
     def after(nodes: Tensor) -> Tensor:

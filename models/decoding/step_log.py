@@ -1,4 +1,4 @@
-"""What a decoding run records: one entry a step, and the whole result."""
+"""The record of a decoding run: one entry per step, and the result."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeResult:
-    """One decoded answer and how it came about. Times in seconds."""
+    """One decoded answer with the record of its steps. Times in seconds."""
 
     tokens: list[int]
     """Committed answer tokens, EOS included when reached."""

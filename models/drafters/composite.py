@@ -1,4 +1,4 @@
-"""What drafters made of drafters share: one state for each part, one base, answers remembered by all."""
+"""The base class of composite drafters: one state per drafter, and the same context for all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class CompositeState(DraftState):
 
 
 class CompositeDrafter(Drafter[CompositeState]):
-    """Drafters that read the same text; a subclass says what they draft together."""
+    """Several drafters of the same context; a subclass combines their drafts."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
         """``kind`` is what messages call it."""
@@ -63,7 +63,7 @@ class CompositeDrafter(Drafter[CompositeState]):
         )
 
     def _own(self, drafter: Drafter, base_hidden: HiddenStates | None) -> HiddenStates | None:
-        """The layers that ``drafter`` reads, of those that all of them read."""
+        """Return the layers that ``drafter`` reads, out of those that any drafter reads."""
         if base_hidden is None or drafter.spec == self.spec:
             return base_hidden
         places = [self.spec.layers.index(number) for number in drafter.spec.layers]

@@ -136,7 +136,7 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
         return
     shape = TokenTree.from_paths([(0,), (1,), (0, 0)]).shape_on(base.device)
     tokens = torch.arange(3, 15, device=base.device)[None]
-    nodes, cache = tokens[:, -len(shape) :], KVCache(base.cache_shape, 16)
+    nodes, cache = tokens[:, -len(shape) :], KVCache.empty(base.cache_shape, 16)
     base.forward(tokens[:, : -len(shape)], cache)
     whole = base.verify(nodes, shape, cache).final
     cache.crop()

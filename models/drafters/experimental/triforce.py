@@ -33,7 +33,7 @@ POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
 
 @dataclass(frozen=True)
 class Policy:
-    """Which positions of a longer cache are kept."""
+    """The choice of positions of a longer cache to keep."""
 
     name: str
     """``recent``: the last ones; ``sinks``: the first ``size`` and the last ones (StreamingLLM, 2309.17453);
@@ -77,7 +77,7 @@ class Policy:
 
 
 class BudgetCache(KVCache):
-    """Some positions of a longer cache, and what follows them. Positions are those of the longer cache."""
+    """Some positions of a longer cache, and the positions after them, numbered as in the longer cache."""
 
     def __init__(self, source: KVCache, places: Tensor, count: int, room: int) -> None:
         """Keep ``places`` [L, H, S] of the first ``count`` positions, with room for so many more."""
@@ -87,8 +87,7 @@ class BudgetCache(KVCache):
         stacks = [stack.new_empty(layers, 1, heads, kept + room, width) for stack in source.stacks]
         for own, theirs in zip(stacks, source.stacks, strict=True):
             own[:, :, :, :kept] = theirs.gather(3, index)
-        self._over_memory(tuple(stacks), source.places)
-        self.length, self.pending, self._start, self._end = kept, 0, 0, 0
+        super().__init__(tuple(stacks), source.places, length=kept)
         self.left_out = count - kept
 
     def positions(self, depths: Tensor) -> Tensor:
@@ -195,7 +194,7 @@ class TriForce(VerticalCascade, UsesTargetCache):
         queries = None
         if self.policy.name == "retrieval" and count > self.budget:
             with captured_queries() as queries:
-                self.model.forward(root[:, None], KVCache.view(source.stacks, source.places, count))
+                self.model.forward(root[:, None], KVCache(source.stacks, source.places, length=count))
         places = self.policy.places(self.budget, source.keys[:, 0, :, :count], queries)
         kept.cache = BudgetCache(source, places, count, self.refresh + self.room)
         kept.text, kept.selected_at = text, count

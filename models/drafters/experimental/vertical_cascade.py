@@ -116,7 +116,7 @@ class VerticalCascade(LMDrafter[CascadeState]):
         )
         root = self.known(last_token)
         cache = self.read(state, root)
-        decoding = DecodeState.over(self.model, self.drafter, config, cache, state.inner, root)
+        decoding = DecodeState(self.model, self.drafter, config, cache, state.inner, root)
         tokens, probs = _decoded(decoding, state.text.lengths, depth, inner_seeds(root, rng))
         prob_index = None
         if probs is not None:

@@ -41,7 +41,7 @@ class LayerKVCache(NodeCache):
                 cache.commit(counts)
             return out
 
-        super().__init__(run, shape, lambda capacity: KVCache(shape, capacity))
+        super().__init__(run, shape, lambda capacity: KVCache.empty(shape, capacity))
         self.context: PendingInputs | None = None
         """The context that was read last, with its then unread positions."""
         self._last_out: Tensor | None = None

@@ -158,7 +158,7 @@ def test_a_step_never_waits_for_the_device(bases: tuple[BaseModel, BaseModel]) -
     """Not the passes, which could not be captured then, and in a greedy session nothing else in a step either."""
     base = bases[1]
     head = medusa(base)
-    session = DecodeState(
+    session = DecodeState.empty(
         base, head, DecodeConfig(draft_config=DraftConfig(tree=SMALL), sampler=Sampler(), rule=EXACT), 1, 100
     )
     session.read_prompts([PROMPT])

@@ -16,7 +16,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DynamicTree
-from drafthead.models.decoding.loop import DecodeLoop, Row, decode_batch
+from drafthead.models.decoding.loop import DecodeLoop, DecodingSequence, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
 from drafthead.models.drafters.draft_model import ModelDrafter
@@ -189,7 +189,7 @@ def test_a_shared_beginning_and_replaced_rows(name: str, base_of: BaseOf) -> Non
         draft_config=ROOT_ONLY, sampler=Sampler(), rule=AcceptanceRule(), eos_ids=frozenset(range(0, 300, 25))
     )
     loop = DecodeLoop(base=base, drafter=None, config=config, max_new_tokens=NEW, batch_size=2, capacity=CAPACITY)
-    for row in loop.run([Row(number=n, prompt=prompt, seed=n) for n, prompt in enumerate(prompts)]):
+    for row in loop.run([DecodingSequence(number=n, prompt=prompt, seed=n) for n, prompt in enumerate(prompts)]):
         ids, read = row.prompt + row.answer, len(row.prompt) - 1
         hidden = base.forward(torch.tensor([ids[:-1]]), base.new_cache(len(ids))).final[0, read:]
         assert base.logits(hidden).argmax(-1).tolist() == row.answer

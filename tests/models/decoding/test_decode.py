@@ -106,7 +106,7 @@ def test_nothing_after_eos_or_the_limit_is_committed(tiny_base: TinyBase) -> Non
     head = trained_head(base, plain)
     for eos, room in ((plain[1], 9), (plain[2], 9), (-1, 2), (plain[2], 1)):
         config = DecodeConfig(draft_config=DraftConfig(tree=TREE), sampler=GREEDY, rule=EXACT, eos_ids=frozenset({eos}))
-        state = DecodeState(base, head, config, 1, 40)
+        state = DecodeState.empty(base, head, config, 1, 40)
         state.read_prompts([PROMPT])
         output = state.step([0], [1], room=[room])
         assert int(output.acceptance.accepted) >= 2, "the cut must be inside what was accepted"
