@@ -176,17 +176,17 @@ class VllmServer(EngineServer):
         deadline = time.monotonic() + METRICS_WAIT_S
         while True:
             after = self._counters()
-            found = {name: value - before.get(name, 0.0) for name, value in after.items()}
-            if found.get("vllm:generation_tokens", 0) >= len(tokens) or time.monotonic() > deadline:
+            counted = {name: value - before.get(name, 0.0) for name, value in after.items()}
+            if counted.get("vllm:generation_tokens", 0) >= len(tokens) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
         prefix = "vllm:spec_decode_num_"
-        steps = round(found[f"{prefix}drafts"]) if f"{prefix}drafts" in found else None
+        steps = round(counted[f"{prefix}drafts"]) if f"{prefix}drafts" in counted else None
         return EngineAnswer(
             tokens=self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason")),
             steps=steps,
-            accepted=_by_position(found, f"{prefix}accepted_tokens_per_pos", self._drafts),
-            prefill_s=min(found.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s),
+            accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self._drafts),
+            prefill_s=min(counted.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s),
             total_s=total_s,
         )
 
@@ -203,17 +203,17 @@ class LlamaCppServer(EngineServer):
         body = {"prompt": list(ids), "n_predict": max_new_tokens, "temperature": 0.0, "seed": 0}
         body |= {"cache_prompt": False, "return_tokens": True, "repeat_penalty": 1.0}
         before, started = self._counters(), time.perf_counter()
-        found = self._send("/completion", body)
+        response = self._send("/completion", body)
         total_s = time.perf_counter() - started
-        if not found.get("tokens") and found.get("content"):
+        if not response.get("tokens") and response.get("content"):
             raise EngineError("llama.cpp gave no token ids; its version does not support return_tokens")
         counted = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
         prefix = "llamacpp:spec_decode_num_"
         return EngineAnswer(
-            tokens=self._complete(found["tokens"], found.get("stop_type") in ("eos", "word")),
+            tokens=self._complete(response["tokens"], response.get("stop_type") in ("eos", "word")),
             steps=round(counted.get(f"{prefix}drafts", 0)),
             accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self._drafts),
-            prefill_s=found["timings"]["prompt_ms"] / 1e3,
+            prefill_s=response["timings"]["prompt_ms"] / 1e3,
             total_s=total_s,
         )
 
@@ -239,13 +239,13 @@ class SglangServer(EngineServer):
     def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "stop_token_ids": sorted(self.eos_ids)}
         started = time.perf_counter()
-        found = self._send("/generate", {"input_ids": list(ids), "sampling_params": sampling})
+        response = self._send("/generate", {"input_ids": list(ids), "sampling_params": sampling})
         total_s = time.perf_counter() - started
-        meta = found.get("meta_info", {})
+        meta = response.get("meta_info", {})
         stopped = (meta.get("finish_reason") or {}).get("type") == "stop"
-        if "output_ids" not in found:
+        if "output_ids" not in response:
             raise EngineError("SGLang gave no output_ids; its version does not answer with token ids")
-        tokens = self._complete(found["output_ids"], stopped, (meta.get("finish_reason") or {}).get("matched"))
+        tokens = self._complete(response["output_ids"], stopped, (meta.get("finish_reason") or {}).get("matched"))
         return EngineAnswer(tokens=tokens, steps=meta.get("spec_verify_ct"), total_s=total_s)
 
 

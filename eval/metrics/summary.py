@@ -32,7 +32,7 @@ class _Answers:
 
     questions: list[tuple[str, int]]
     """Task and number, which the turns of one conversation share."""
-    places: list[dict[str, int]]
+    turns: list[dict[str, int]]
     results: dict[str, list[DecodeResult]]
     equalities: dict[str, list[Equality]]
 
@@ -40,7 +40,7 @@ class _Answers:
         def of(rows: Any) -> Any:
             return {n: of(row) for n, row in rows.items()} if isinstance(rows, dict) else [rows[n] for n in members]
 
-        return _Answers(*map(of, (self.questions, self.places, self.results, self.equalities)))
+        return _Answers(*map(of, (self.questions, self.turns, self.results, self.equalities)))
 
 
 def summarise(
@@ -91,12 +91,12 @@ def summarise(
             "headline": headline,
             "tasks": {task: _group(group, retokenised) | machine for task, group in tasks.items()},
             "overall": overall | machine,
-            "failed": [every.places[n] | {"task": prompts[n].task, "message": row.error} for n, row in failed.items()],
+            "failed": [every.turns[n] | {"task": prompts[n].task, "message": row.error} for n, row in failed.items()],
             "metrics": {name: speed.measure(fastest, runs[name], retokenised, answers.questions) for name in methods},
             "by_position": acceptance.by_position(runs[headline]),
             "by_context": acceptance.by_context(runs[headline], [len(timed.ids[n]) for n in answered]),
             "by_entropy": acceptance.by_entropy(runs[headline]),
-            "speedup_breakdown": {name: found and found.to_json() for name, found in breakdowns.items()},
+            "speedup_breakdown": {name: breakdown and breakdown.to_json() for name, breakdown in breakdowns.items()},
             "equality": equality_rate(answers.equalities.get(headline, []), dtype),
         }
     )
@@ -143,11 +143,12 @@ def _numbers(answers: _Answers, name: str, fastest: str, retokenised: speed.Reto
         "tokens_per_second": speed.tokens_per_second(method).value,
         "decode_tokens_per_second": speed.decode_tokens_per_second(method).value,
         # The fastest baseline is the honest denominator.
-        "speedup": {f"vs_{n}": found[0] for n, found in speedups.items()} | {"interval_95": speedups[fastest][1:]},
+        "speedup": {f"vs_{n}": interval[0] for n, interval in speedups.items()}
+        | {"interval_95": speedups[fastest][1:]},
         "spec_bench": vars(speed.spec_bench(results[fastest], method, retokenised, questions)),
     }
     if name in answers.equalities:
-        numbers["identical_outputs"] = _identical(answers.places, answers.equalities[name])
+        numbers["identical_outputs"] = _identical(answers.turns, answers.equalities[name])
     return numbers
 
 

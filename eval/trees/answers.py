@@ -184,8 +184,8 @@ def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[Finish
     def read(text: FinishedAnswer) -> HiddenStates:
         if text.final is None or drafter.spec.layers:
             return base.hidden_states(as_batch(text).to(base.device), drafter.spec)
-        kept = text.final.to(base.device, base.dtype)
-        return HiddenStates(final=F.pad(kept, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
+        stored = text.final.to(base.device, base.dtype)
+        return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
     return [read(text) for text in texts]
 
@@ -228,10 +228,10 @@ class LikelihoodCheck:
         size = max(1, MAX_VALUES // base.vocab_size)
         for text, feature in zip(texts, base_hidden, strict=True):
             for start in range(text.boundary, len(text.ids), size):
-                places = range(start, min(start + size, len(text.ids)))
-                hidden = feature.final[0, places.start - 1 : places.stop - 1]
-                probs = _target_probs(base, hidden, [text.ids[:at] for at in places], self.sampler).double()
-                tokens = torch.tensor([[text.ids[at]] for at in places], device=base.device)
+                span = range(start, min(start + size, len(text.ids)))
+                hidden = feature.final[0, span.start - 1 : span.stop - 1]
+                probs = _target_probs(base, hidden, [text.ids[:at] for at in span], self.sampler).double()
+                tokens = torch.tensor([[text.ids[at]] for at in span], device=base.device)
                 surprisal = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
                 possible = probs.gather(1, tokens)[:, 0] > 0
                 mean = (probs * surprisal).sum(-1)
