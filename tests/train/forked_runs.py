@@ -1,18 +1,18 @@
-"""Runs training again and again in forks of one process that has imported everything, and does things to them.
+"""Runs training in forks of one process that has imported everything, and makes events happen in them.
 
-Started by tests as ``python forked_runs.py``; reads one job a line and answers it with a line ``{"codes": [...],
-"seconds": ...}``, an exit code per process. A job has::
+Tests start it as ``python forked_runs.py``. It reads one job per line and answers with a line ``{"codes": [...],
+"seconds": ...}``, with an exit code per process. A job has::
 
     overrides    of the recipe, or
     command      arguments of ``drafthead``, for another command than train
     log          file for all output, rank 1's in FILE.1 and so on
     processes    how many (default 1)
-    environment  variables that the processes have besides
-    kill_after   seconds after which all are killed
-    patience     seconds that the others are waited for when one has ended (default 300)
-    at           things to do: {"rank": 0, "call": [name, n], "do": what}, just before the n-th call (from 1) of a
-                 function in CALLS. What: "SIGKILL", "SIGTERM" and so on; "full": this and all later calls find the disk
-                 full; "small files": from here on no file may be larger than LARGEST_FILE; "raise": it fails
+    environment  additional environment variables of the processes
+    kill_after   seconds until all processes are killed
+    patience     seconds to wait for the others once one has ended (default 300)
+    at           events: {"rank": 0, "call": [name, n], "do": event}, just before the n-th call (from 1) of a function
+                 in CALLS. An event is a signal such as "SIGKILL". Or "full": this and all later calls find the disk
+                 full. Or "small files": no later file may exceed LARGEST_FILE. Or "raise": the call fails
 """
 
 import errno
@@ -57,36 +57,36 @@ CALLS: dict[str, tuple[Any, str]] = {
     "validate": (loop, "evaluate_loss"),
     "track": (tracking, "_numbers"),
 }
-"""Functions by the name that a job gives them, and where they are looked up when they are called."""
+"""Module and attribute of each function that a job can name."""
 
 LARGEST_FILE = 3000
 
 
 def arrange(event: dict[str, Any]) -> None:
-    """Have ``event`` happen in this process."""
-    (name, number), what = event["call"], event["do"]
+    """Make ``event`` happen in this process."""
+    (name, number), action = event["call"], event["do"]
     module, attribute = CALLS[name]
     original, calls = getattr(module, attribute), [0]
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        if what == "full" and calls[0] >= number:
+        if action == "full" and calls[0] >= number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if calls[0] == number:
-            if what == "raise":
+            if action == "raise":
                 raise ArithmeticError("this process has a fault")
-            if what == "small files":
+            if action == "small files":
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
                 return original(*args, **kwargs)
-            os.kill(os.getpid(), signal.Signals[what])
+            os.kill(os.getpid(), signal.Signals[action])
         return original(*args, **kwargs)
 
     setattr(module, attribute, watched)
 
 
 def work(job: dict[str, Any], rank: int) -> None:
-    """Do the job's part of one process, in this one, and end it."""
+    """Do one process's share of the job, then exit."""
     log = os.open(job["log"] + (f".{rank}" if rank else ""), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -117,7 +117,7 @@ def work(job: dict[str, Any], rank: int) -> None:
 
 
 def begin(job: dict[str, Any]) -> list[int]:
-    """Fork the job's processes; returns their ids by rank."""
+    """Fork the job's processes and return their ids by rank."""
     count = job.get("processes", 1)
     if count > 1:
         os.environ.update(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))

@@ -94,16 +94,16 @@ class StageDurations:
             answers = (config.prompts + config.self_prompted) * config.sampler.max_new_tokens
             answers = min(answers, phase.max_tokens or answers)
             corpus = answers + answers * prompt // config.sampler.max_new_tokens
-        read = tokens
+        read_tokens = tokens
         if phase.store_hidden_states:
-            read = 0 if phase.corpus == "answers" and self.run.stores_answer_states else min(corpus, tokens)
+            read_tokens = 0 if phase.corpus == "answers" and self.run.stores_answer_states else min(corpus, tokens)
         # Recipes are written for a number of GPUs. On fewer processes a step has fewer rows, which this line shows.
         factors = f"{phase.micro_batch_size} x {self.devices} x {phase.grad_accum_steps}"
         work = (
             f"{phase.steps:,} steps on {phase.corpus}, {self.costs.rows_per_step(name):,} rows per step ({factors}: "
             f"rows per process x processes x accumulation), {int(tokens):,} tokens per process"
         )
-        return work, seconds + read * self.cache_s
+        return work, seconds + read_tokens * self.cache_s
 
     def _tree(self) -> tuple[str, float]:
         run = self.run
@@ -119,8 +119,8 @@ class StageDurations:
         suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
         turns = sum(prompt.turns for prompt in suite)
         methods = 3 + config.stock_baseline + len(config.baselines)
-        read = mean(self._prompt_tokens(config.split, config.limit)) * self.read_s
-        answer = config.max_new_tokens * self.step_s + read
+        prompt_s = mean(self._prompt_tokens(config.split, config.limit)) * self.read_s
+        answer = config.max_new_tokens * self.step_s + prompt_s
         work = f"{turns} answers of {config.max_new_tokens} tokens ({config.suite}), each by {methods} methods in turn"
         return work, (turns + 1) * methods * answer
 

@@ -1,1 +1,1 @@
-"""Where a run's numbers go: metrics.jsonl, the console, experiment trackers, provenance."""
+"""Records of a run: metrics.jsonl, console lines, experiment trackers, provenance."""

@@ -34,7 +34,7 @@ def load_first(name: str, head: DraftHead) -> DraftHead:
 
 
 def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float) -> Iterator[Batch]:
-    """Yield ``batches`` with target weights for training a head of ``depth`` positions beside ``first``."""
+    """Yield ``batches`` with target weights for a head of ``depth`` positions that complements ``first``."""
     tree = first.tree or TokenTree.chain(first.depth)
     for batch, hidden in batches:
         ranks = first.candidate_ranks(batch, hidden, top=WIDTH)

@@ -103,8 +103,8 @@ class Trainer:
         digests = self.processes.gather(digest)
         if len(set(digests)) > 1:
             raise UserError(
-                f"the rows of phase {name} differ between processes ({', '.join(digests)}): with per_node_data=true "
-                "the nodes made different corpora; copy data.folder from one node to the others, or share one folder "
+                f"the rows of phase {name} differ between processes ({', '.join(digests)}): per_node_data=true "
+                "made different corpora. Copy data.folder from one node to the others, or share one folder "
                 "with per_node_data=false"
             )
 

@@ -1,4 +1,4 @@
-"""Training steps spread over gloo processes, and the same steps in one: what test_sharding.py compares.
+"""Training steps on several gloo processes, and the same steps on one, for test_sharding.py to compare.
 
 Run as a script it is one of the processes: ``python spread.py FOLDER CASE...`` with RANK, WORLD_SIZE, LOCAL_RANK and
 LOCAL_WORLD_SIZE set; the processes find each other by a file in FOLDER.
@@ -55,7 +55,7 @@ class Case:
     train_base: bool = False
     tied: bool = False
     empty: int | None = None
-    """Part of every micro-batch that has no token to train on."""
+    """Index of the process whose micro-batches have no token to train on."""
     loss: LossConfig = field(default_factory=lambda: LossConfig(ce=0.5, kl=0.5))
 
 
@@ -121,7 +121,7 @@ def build_head(case: Case) -> DraftHead:
 
 
 def batch_of(number: int, empty: bool) -> TrainBatch:
-    """Packed rows with documents and trained parts of their own; their token counts differ from batch to batch."""
+    """Return packed rows. Documents, trained positions and token counts differ from batch to batch."""
     random = torch.Generator().manual_seed(number)
     ids = torch.randint(0, 300, (ROWS, TIME), generator=random)
     cut = int(torch.randint(8, 24, (1,), generator=random))
@@ -148,20 +148,20 @@ def steps(
     parts: list[int],
     reduce: Callable[[Tensor], Tensor],
 ) -> list[dict[str, float]]:
-    """Train; returns the metrics of every step."""
-    found = []
+    """Train and return the metrics of every step."""
+    metrics = []
     for step in numbers:
         head.progress = (step + 1) / STEPS
         batches = micro_batches(case, head, step, parts)
         result = train_step(head, optimizer, batches, case.loss, lr=1e-3, clip_norm=1.0, reduce=reduce)
-        found.append(result.metrics())
-    return found
+        metrics.append(result.metrics())
+    return metrics
 
 
 def begin(
     case: Case, saved: dict[str, Any] | None = None, sharding: Sharding | None = None
 ) -> tuple[DraftHead, torch.optim.Optimizer]:
-    """The head and its optimiser, from the start or from what was ``saved``."""
+    """Return the head and its optimiser, new or from a ``saved`` state."""
     head = build_head(case)
     if saved is not None:
         head.load_state_dict(saved["weights"])
@@ -178,7 +178,7 @@ def state_of(head: DraftHead, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The case without sharding, in this process alone; all steps, or the last from what was ``saved`` before it."""
+    """Run the case in this process without sharding: all steps, or the last one from a ``saved`` state."""
     case = CASES[name]
     head, optimizer = begin(case, saved)
     numbers = range(STEPS) if saved is None else range(STEPS - 1, STEPS)
@@ -187,7 +187,7 @@ def one_process(name: str, saved: dict[str, Any] | None = None) -> dict[str, Any
 
 
 def spread(name: str, rank: int) -> dict[str, Any]:
-    """The case on all processes: two steps, a save, a second start from it, and the last step."""
+    """Run the case on all processes: two steps, a save, a second start from it, and the last step."""
     case = CASES[name]
 
     def reduce(value: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def spread(name: str, rank: int) -> dict[str, Any]:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this process holds of it."""
+    """Return this process's shard of ``parameter``."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

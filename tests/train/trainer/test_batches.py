@@ -1,4 +1,4 @@
-"""Rows are read ahead, one micro-batch, and come out as they were asked for."""
+"""Rows are read one micro-batch ahead, and come out in the requested order."""
 
 import threading
 
@@ -23,13 +23,13 @@ def data(tiny_base: TinyBase) -> PhaseData:
 
 
 def test_the_stream_is_what_load_gives(data: PhaseData) -> None:
-    wanted = [[0, 5], [3], [1, 1, 2]]
-    for numbers, (batch, base_hidden) in zip(wanted, data.stream(iter(wanted)), strict=True):
-        again, read = data.load(numbers)
+    requests = [[0, 5], [3], [1, 1, 2]]
+    for numbers, (batch, base_hidden) in zip(requests, data.stream(iter(requests)), strict=True):
+        again, states = data.load(numbers)
         assert torch.equal(batch.input_ids, again.input_ids) and batch.input_ids[:, 0].tolist() == [
             n + 3 for n in numbers
         ]
-        assert torch.equal(base_hidden.final, read.final)
+        assert torch.equal(base_hidden.final, states.final)
 
 
 def test_the_next_rows_are_read_meanwhile_and_no_more(data: PhaseData, monkeypatch: pytest.MonkeyPatch) -> None:

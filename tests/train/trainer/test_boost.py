@@ -1,4 +1,4 @@
-"""What a second head learns of: the targets that the first one's tree does not hold."""
+"""A second head learns the targets that the first head's tree misses."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_only_what_is_missed_has_a_gradient(tiny_base: TinyBase) -> None:
     assert int(second.loss(nothing, hidden, LossConfig()).tokens) < int(some.tokens)
 
 
-def test_a_first_head_that_reads_other_layers_is_refused(tiny_base: TinyBase, tmp_path: Path) -> None:
+def test_a_first_head_that_reads_other_layers_is_rejected(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     KangarooConfig(num_draft_tokens=2, exit_layer=1).build(base).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"reads the base's layers \(1,\).* reads \(\)"):
