@@ -149,12 +149,12 @@ class _Stacks:
 
     def _trimmed_stacks(self) -> list[bool]:
         """Return True for each stack of trimmed layers."""
-        found = [False] * len(self.stacks)
+        stack_trimmed = [False] * len(self.stacks)
         if self.trim is not None:
             for place, trimmed in zip(self.places, self.trim.layers, strict=False):
                 if place is not None:
-                    found[place[0]] = found[place[2]] = trimmed
-        return found
+                    stack_trimmed[place[0]] = stack_trimmed[place[2]] = trimmed
+        return stack_trimmed
 
     def resize(self, capacity: int) -> Self:
         """Return a copy with a larger ``capacity``."""
@@ -455,8 +455,8 @@ class RaggedCache(_Stacks):
         assert mask is not None
         places = self.dropped[:, None] + torch.arange(self._held, device=keys.device)  # of a row in the whole text
         inside = places.clamp(max=self._reach - 1)
-        found = mask.gather(3, inside[:, None, None].expand(-1, -1, mask.shape[2], -1))
-        return found.masked_fill_((places >= self._reach)[:, None, None], -torch.inf), keys.gather(1, inside)
+        columns = mask.gather(3, inside[:, None, None].expand(-1, -1, mask.shape[2], -1))
+        return columns.masked_fill_((places >= self._reach)[:, None, None], -torch.inf), keys.gather(1, inside)
 
     def commit(self, counts: Tensor | None = None) -> None:
         """Commit the pending chain of every row, or its first ``counts`` ([B]) positions."""
@@ -473,7 +473,7 @@ class RaggedCache(_Stacks):
         source = target + (first - self.dropped)[:, None]
         for stack, trimmed in zip(self.stacks, self._trimmed_stacks(), strict=True):
             if trimmed:
-                # Indexing copies the right side first. Positions before a row are never read.
+                # Indexing copies the right side first. Copies past a row's length are never read.
                 stack[:, rows, :, target.expand_as(source)] = stack[:, rows, :, source]
         self.dropped = first
 

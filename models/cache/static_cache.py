@@ -206,16 +206,16 @@ class StaticKVCache(KVCache):
         key = (nodes, self._window(nodes), with_logits)
         self.pending = nodes
         passes = self._memory.passes
-        found = passes.get(key)
-        if found is None:
+        captured = passes.get(key)
+        if captured is None:
             if len(passes) >= MAX_CAPTURED_PASSES:
                 del passes[next(iter(passes))]
             inputs = tuple(tensor.to(tokens.device) for tensor in (tokens, shape.depths, shape.ancestors))
-            found = passes[key] = _Pass(self._model.prepare(self._memory, key[1], with_logits, inputs), shape.tree)
-        elif shape.tree is None or shape.tree != found.tree:
-            found.tree = shape.tree
-            return found.call(tokens, shape.depths, shape.ancestors)
-        return found.call(tokens, None, None)
+            captured = passes[key] = _Pass(self._model.prepare(self._memory, key[1], with_logits, inputs), shape.tree)
+        elif shape.tree is None or shape.tree != captured.tree:
+            captured.tree = shape.tree
+            return captured.call(tokens, shape.depths, shape.ancestors)
+        return captured.call(tokens, None, None)
 
     def _window(self, new: int) -> int:
         """Size of the window for so many new positions; looks up the true length only where the bound needs another."""

@@ -35,7 +35,7 @@ def generate_answers(
     keep_hidden_states: bool = False,
     max_prompt_tokens: int = 512,
 ) -> Iterator[Answer]:
-    """Answers in the order in which they finish. The text of a row depends on its seed and prompt, not on its batch.
+    """Yield answers in the order in which they finish. An answer depends on its seed and prompt, not on its batch.
 
     Args:
         base: the model that answers.
@@ -78,7 +78,7 @@ def generate_answers(
 
 
 def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfig) -> int:
-    """Positions that a prompt and its answer need; refuses more than the base's context."""
+    """Return the positions that a prompt and its answer need; reject more than the base's context."""
     needed = max_prompt_tokens + sampler.max_new_tokens
     if needed > base.max_context:
         raise UserError(
@@ -138,14 +138,14 @@ class BuiltInBackend:
             yield place, sorted(answers, key=lambda a: a.prompt_number)
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
-        """Answers in the order in which they finish."""
+        """Yield answers in the order in which they finish."""
         longest = max((len(ids) for _, ids in prompts), default=1)
         return generate_answers(self.base, prompts, sampler, batch_size=self.batch_size, max_prompt_tokens=longest)
 
 
 @torch.inference_mode()
 def greedy_match_rate(base: BaseModel, answers: Iterable[Answer]) -> float:
-    """Share of the answers' tokens, in [0, 1], that are the base's likeliest after the tokens before them.
+    """Return the share of the answers' tokens, in [0, 1], that are the base's likeliest next tokens.
 
     Of greedy answers by the same weights all are, but for ties and rounding (bfloat16, a quantised server).
     """
@@ -175,32 +175,32 @@ def self_prompted_prompts(
     progress: Callable[[str, int, int], None],
     max_tokens: int,
 ) -> list[str]:
-    """``wanted`` distinct user turns sampled from the base by ``backend``, at temperature 1, top-p 0.95."""
+    """Return ``wanted`` distinct user turns, sampled from the base by ``backend`` at temperature 1 and top-p 0.95."""
     opening = _user_opening(base)
-    found: dict[str, None] = {}
+    turns: dict[str, None] = {}
     attempt = 0
-    while len(found) < wanted:
-        batch = max(batch_size, int((wanted - len(found)) / EXPECTED_YIELD))
+    while len(turns) < wanted:
+        batch = max(batch_size, int((wanted - len(turns)) / EXPECTED_YIELD))
         sampler = SamplerConfig(temperature=1.0, top_p=0.95, max_new_tokens=min(MAX_TURN_TOKENS, max_tokens), seed=seed)
         prompts = [(attempt + i, opening) for i in range(batch)]
         attempt += batch
         for row in backend.answer(prompts, sampler):
             text = base.tokenizer.decode(row.input_ids[row.boundary :], skip_special_tokens=True).strip()
             if row.finished and len(text) >= MIN_CHARS:
-                found.setdefault(text)
-            progress("writing prompts", min(len(found), wanted), wanted)
-            if len(found) >= wanted:
+                turns.setdefault(text)
+            progress("writing prompts", min(len(turns), wanted), wanted)
+            if len(turns) >= wanted:
                 break
         if attempt > 20 * wanted + 200:
             raise UserError(
-                f"the base ended only {len(found)} of {attempt} prompts it began; set data.answers.self_prompted=0 "
+                f"the base ended only {len(turns)} of {attempt} prompts it began; set data.answers.self_prompted=0 "
                 "and name prompt sources"
             )
-    return list(found)[:wanted]
+    return list(turns)[:wanted]
 
 
 def _user_opening(base: BaseModel) -> list[int]:
-    """Token ids of the chat template up to where the user's words begin."""
+    """Return the token ids of the chat template before the user's message."""
     if not base.tokenizer.chat_template:
         raise UserError(f"{base.name} has no chat template, so it cannot write prompts; name prompt sources instead")
     text = base.tokenizer.apply_chat_template(

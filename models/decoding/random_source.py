@@ -20,19 +20,19 @@ class RandomSource(Protocol):
     """Decisions and samples for a batch of rows."""
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """True with probability min(1, p / q); p, q [B] float, active [B] bool. [B] bool, false where inactive."""
+        """Return True with probability min(1, p / q) in active rows: p, q [B] float, active [B] bool -> [B] bool."""
         ...
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """One sample of each of [B, C, V] distributions, which need not be normalised: [B, C] int64. Of zeros any.
+        """Return one sample of each of [B, C, V] unnormalised distributions, [B, C] int64; of zeros any token.
 
-        ``offset``: sample as a step does that begins so many tokens later.
+        ``offset``: sample as a step does that starts this many tokens later.
         """
         ...
 
 
 class PerRowRng:
-    """Random numbers of one step, from generators per row.
+    """The random numbers of one step, with generators per row.
 
     A row's numbers depend on its seed, its position and the stream only: not on its neighbours, and not on how many
     numbers other steps have used. So the same seed gives the same text whatever the batch.
@@ -55,7 +55,7 @@ class PerRowRng:
         return torch.from_numpy(np.stack([g.random(count) for g in self._generators[part, offset]])).to(self._device)
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """``u * q < p`` with the row's next u in [0, 1): never a division, and p = 0 is never accepted."""
+        """Return ``u * q < p`` with the row's next u in [0, 1): never a division, and p = 0 is never accepted."""
         if self._calls >= self._decisions.shape[1]:  # some row may have used up its numbers
             self._decisions = torch.cat([self._decisions, self._uniform(0, _BLOCK, 0)], 1)
         u = self._decisions.gather(1, self._used[:, None])[:, 0]
@@ -64,7 +64,7 @@ class PerRowRng:
         return active & (u * q < p)
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Inverse of the cumulative distribution, in float64; a token of probability 0 is never drawn."""
+        """Invert the cumulative distribution in float64; a token of probability 0 is never drawn."""
         _, count, vocabulary = probs.shape
         points = self._uniform(1, count, offset or 0)
         cumulative = probs.double().cumsum(-1)
@@ -75,7 +75,7 @@ class PerRowRng:
 
 
 def sampling_point(seed: int, position: int) -> float:
-    """The number in [0, 1) that chooses an answer's token ``position`` from the cumulative distribution."""
+    """Return the number in [0, 1) that chooses an answer's token ``position`` from the cumulative distribution."""
     return float(_generator(seed, 4 * position + 2 * VERIFY + 1).random())
 
 

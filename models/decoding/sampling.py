@@ -87,8 +87,8 @@ class _TopP(TopPLogitsWarper):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
         if scores.device.type != "cpu" or scores.shape[-1] <= 8 * HEAD:
-            found: Tensor = super().__call__(input_ids, scores)
-            return found
+            warped: Tensor = super().__call__(input_ids, scores)
+            return warped
         values, ids = scores.topk(HEAD)
         probs = (values - scores.logsumexp(-1, keepdim=True)).exp()
         before = probs.cumsum(-1) - probs
@@ -103,18 +103,18 @@ class _TopP(TopPLogitsWarper):  # type: ignore[misc]
 @lru_cache(maxsize=64)
 def _warpers(sampler: Sampler) -> LogitsProcessorList:
     """In the order of ``generate``."""
-    found = LogitsProcessorList()
+    warpers = LogitsProcessorList()
     if sampler.temperature != 1:
-        found.append(TemperatureLogitsWarper(float(sampler.temperature)))
+        warpers.append(TemperatureLogitsWarper(float(sampler.temperature)))
     if sampler.top_k:
-        found.append(TopKLogitsWarper(sampler.top_k))
+        warpers.append(TopKLogitsWarper(sampler.top_k))
     if sampler.top_p < 1:
-        found.append(_TopP(sampler.top_p))
+        warpers.append(_TopP(sampler.top_p))
     if sampler.min_p > 0:
-        found.append(MinPLogitsWarper(sampler.min_p))
+        warpers.append(MinPLogitsWarper(sampler.min_p))
     if sampler.typical_p < 1:
-        found.append(TypicalLogitsWarper(sampler.typical_p))
+        warpers.append(TypicalLogitsWarper(sampler.typical_p))
     if sampler.eta > 0:
         with torch.inference_mode(False):  # it holds a tensor, which must serve where gradients are wanted too
-            found.append(EtaLogitsWarper(sampler.eta))
-    return found
+            warpers.append(EtaLogitsWarper(sampler.eta))
+    return warpers

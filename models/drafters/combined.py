@@ -63,10 +63,13 @@ class CombinedDrafter(CompositeDrafter):
         self, state: CompositeState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
         (head, own, part), *others = zip(self.drafters, self._draft_configs(draft_config), state.parts, strict=True)
-        found = [d.draft(its, last_token, wanted.at_most(d.depth), rng) for d, wanted, its in others]
+        proposals = [
+            drafter.draft(drafter_state, last_token, config.at_most(drafter.depth), rng)
+            for drafter, config, drafter_state in others
+        ]
         if self.nodes is not None and isinstance(own.tree, TokenTree):
-            own = replace(own, tree=own.tree.first(self.nodes - sum(len(p.shape) - 1 for p in found)))
-        return combine([head.draft(part, last_token, own.at_most(head.depth), rng), *found])
+            own = replace(own, tree=own.tree.first(self.nodes - sum(len(p.shape) - 1 for p in proposals)))
+        return combine([head.draft(part, last_token, own.at_most(head.depth), rng), *proposals])
 
     def _draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
         if isinstance(draft_config.tree, DynamicTree):
@@ -87,7 +90,7 @@ class CombinedDrafter(CompositeDrafter):
 
 
 def union(trees: Sequence[TokenTree]) -> TokenTree:
-    """All ``trees`` under one root, the ranks of each after those of the one before: the largest union there is."""
+    """Return all ``trees`` under one root, each tree's ranks after those of the tree before: the largest union."""
     paths: list[tuple[int, ...]] = []
     offset = 0
     for tree in trees:
@@ -97,7 +100,7 @@ def union(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def combine(proposals: Sequence[Proposal]) -> Proposal:
-    """The union of trees with one root.
+    """Return the union of trees with one root.
 
     A node becomes that of an earlier drafter with the same path; a drafter that found nothing adds nothing. Equal
     samples of one drafter stay apart: they may share what was sampled below them, and as one node they would make the
@@ -156,7 +159,7 @@ class _Table:
 
 
 def _same_node(table: _Table) -> Tensor:
-    """[B, M] int64: the node that each one becomes, itself or one of an earlier drafter."""
+    """Return the node that each node becomes, itself or one of an earlier drafter, [B, M] int64."""
     rows, count = table.tokens.shape
     device = table.tokens.device
     index = torch.arange(count, device=device)

@@ -62,20 +62,20 @@ class HorizontalCascade(CompositeDrafter):
             raise UserError(
                 "a relay drafts chains; use tree=head or tree=chain:K, or combine it with drafters of trees"
             )
-        found, left = root_only(last_token), draft_config.depth
+        proposal, left = root_only(last_token), draft_config.depth
         for drafter, length, part in zip(self.drafters, self.lengths, state.parts, strict=True):
             length = min(length, left)
             left -= length
             if length == 0:
                 break
-            drafted = drafted_tokens(found)
+            drafted = drafted_tokens(proposal)
             if int(drafted.max()) > 0:
                 # What the drafts continue is read like committed text; states are functional, so the text's own stays.
-                part = drafter.update(part, found.tokens[:, :-1], None, drafted)
-            leaf = found.tokens.gather(1, drafted[:, None])[:, 0]
-            wanted = replace(draft_config, tree=TokenTree.chain(length))
-            found = concatenate(found, drafter.draft(part, leaf, wanted, rng))
-        return found
+                part = drafter.update(part, proposal.tokens[:, :-1], None, drafted)
+            leaf = proposal.tokens.gather(1, drafted[:, None])[:, 0]
+            chain_config = replace(draft_config, tree=TokenTree.chain(length))
+            proposal = concatenate(proposal, drafter.draft(part, leaf, chain_config, rng))
+        return proposal
 
 
 def drafted_tokens(proposal: Proposal) -> Tensor:

@@ -167,9 +167,9 @@ def _decoded(decoding: DecodeState, read: Tensor, count: int, seeds: list[int]) 
         counted = offsets < output.counts[:, None]
         places = torch.where(counted, filled[:, None] + offsets, count).clamp(max=count)
         tokens.scatter_(1, places, output.tokens)
-        if (found := output.acceptance.probs) is not None:
+        if (step_probs := output.acceptance.probs) is not None:
             if probs is None:
-                probs = found.new_zeros(rows, count + 1, found.shape[-1])
-            probs.scatter_(1, places[..., None].expand(-1, -1, found.shape[-1]), found[:, :width])
+                probs = step_probs.new_zeros(rows, count + 1, step_probs.shape[-1])
+            probs.scatter_(1, places[..., None].expand(-1, -1, step_probs.shape[-1]), step_probs[:, :width])
         filled = filled + output.counts
     return tokens[:, :count], None if probs is None else probs[:, :count]

@@ -1,5 +1,6 @@
 """Prepacked linear layers give what ``F.linear`` gives, for every number of rows."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,18 @@ from drafthead.models.kernels.linear import (
     prepack_linears,
 )
 from support import TinyBase, random_ids, row_of
+
+
+@pytest.fixture(autouse=True)
+def every_test_looks_for_the_compiler() -> Iterator[None]:
+    yield
+    skinny_library.cache_clear()
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    skinny_library.cache_clear()
+
 
 SHAPES = [(), (1, 1), (1, 2), (2, 1), (1, 3), (1, 8), (3, 1), (3, 5), (1,), (2,), (7,), (0, 4), (1, 0)]
 
@@ -81,7 +94,7 @@ def test_every_kernel_computes_the_product(
 ) -> None:
     """With and without a compiler, before and after the other forms of the weight are released."""
     if not compiles:
-        monkeypatch.setattr(linear, "skinny_library", lambda: None)
+        without_compiler(monkeypatch)
     weight, bias, x = torch.randn(2048, 256), torch.randn(2048), torch.randn(1, rows, 256)
     table = KernelTable()
     table.by_rows = dict.fromkeys(MEASURED_ROWS, kernel)
@@ -100,8 +113,7 @@ def test_the_fastest_kernel_is_chosen_once(compiles: bool, monkeypatch: pytest.M
     monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
     default, other = (Kernel.COMPILED, Kernel.PACKED) if compiles else (Kernel.PACKED, Kernel.PLAIN)
     if not compiles:
-        for module in (choice, linear):
-            monkeypatch.setattr(module, "skinny_library", lambda: None)
+        without_compiler(monkeypatch)
     elif skinny_library() is None:
         pytest.skip("no C++ compiler here")
     table, now = KernelTable(), [0.0]
