@@ -297,4 +297,4 @@ def test_a_run_first_prints_its_stages_and_their_durations(tmp_path: Path, tiny_
     assert rows("phases.distill.steps=1000")["phase distill"][1] > 10 * by_stage["phase distill"][1]
     assert list(rows("stages=[tree]")) == ["tree"]
     work = rows("phases.distill.grad_accum_steps=3", devices=8)["phase distill"][0]
-    assert "48 rows per step (2 x 8 x 3" in work
+    assert "48 rows per step (2 per process x 8 x 3 accumulated)" in work

@@ -98,11 +98,9 @@ class StageDurations:
         if phase.store_hidden_states:
             read_tokens = 0 if phase.corpus == "answers" and self.run.stores_answer_states else min(corpus, tokens)
         # Recipes are written for a number of GPUs. On fewer processes a step has fewer rows, which this line shows.
-        factors = f"{phase.micro_batch_size} x {self.devices} x {phase.grad_accum_steps}"
-        work = (
-            f"{phase.steps:,} steps on {phase.corpus}, {self.costs.rows_per_step(name):,} rows per step ({factors}: "
-            f"rows per process x processes x accumulation), {int(tokens):,} tokens per process"
-        )
+        factors = f"{phase.micro_batch_size} per process x {self.devices} x {phase.grad_accum_steps} accumulated"
+        rows = f"{self.costs.rows_per_step(name):,} rows per step ({factors})"
+        work = f"{phase.steps:,} steps on {phase.corpus}, {rows}, {int(tokens):,} tokens per process"
         return work, seconds + read_tokens * self.cache_s
 
     def _tree(self) -> tuple[str, float]:
