@@ -16,7 +16,6 @@ from rich.table import Table
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.machine import hardware, versions
-from drafthead.data.utils.settings import update_overrides
 from drafthead.train.config import RunConfig, parse_run
 
 
@@ -24,7 +23,7 @@ def composed(overrides: Sequence[str]) -> RunConfig:
     """Return the checked settings of `drafthead train` with these overrides."""
     try:
         with initialize_config_module("drafthead.recipes", version_base="1.3"):
-            return parse_run(compose("train", overrides=update_overrides(list(overrides))))
+            return parse_run(compose("train", overrides=list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
 

@@ -1,11 +1,15 @@
 """What an evaluation measures."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated, Literal
 
-from drafthead.data.utils.errors import UserError, check_limits
+from pydantic import Field
+
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
+from drafthead.data.utils.settings import BelowOne, NonNegative, Positive, PositiveFloat, require, settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, Drafter, DraftSampling, DynamicTree
@@ -14,13 +18,13 @@ from drafthead.models.drafters.expression import DrafterConfig
 from drafthead.models.heads.parts.head_folder import read_tree
 from drafthead.models.token_tree import TokenTree
 
-SPLITS = ("all", "dev", "test")
+Split = Literal["all", "dev", "test"]
 """Choices (trees, settings, recipes) are made on one half of a suite and reported on the other."""
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 ENGINES = ("vllm", "llamacpp", "sglang")
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class EngineConfig:
     """One serving engine: started here, or a server that runs already."""
 
@@ -35,35 +39,27 @@ class EngineConfig:
     """llama.cpp: of the base's GGUF, f32, f16, bf16, q8_0, q4_0 or q4_1. Texts equal ours only with f32."""
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class EnginesConfig:
     """What all engines of an evaluation share, and each one's own settings."""
 
     vllm: EngineConfig = field(default_factory=EngineConfig)
     llamacpp: EngineConfig = field(default_factory=EngineConfig)
     sglang: EngineConfig = field(default_factory=EngineConfig)
-    drafts: int | None = None
+    drafts: Positive | None = None
     """Length of the chain that engines, and our own engine beside them, draft; null: the head's trained positions."""
-    tolerance: float = 0.02
+    tolerance: PositiveFloat = 0.02
     """By how much acceptance may differ from ours: in the mean accepted length, as a share of it, and at each draft
     position, as a share of the steps."""
-    tie: float = 0.01
+    tie: PositiveFloat = 0.01
     """Logits of our base closer than this may swap between engines: another order of sums, over all layers."""
     threads: int | None = None
     """Of each engine; null: as many as torch uses here."""
-    start_timeout_s: float = 300.0
-    answer_timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "engine.",
-            drafts="[1, inf)",
-            **dict.fromkeys(("tolerance", "tie", "start_timeout_s", "answer_timeout_s"), "(0, inf)"),
-        )
+    start_timeout_s: PositiveFloat = 300.0
+    answer_timeout_s: PositiveFloat = 300.0
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class EvalConfig(DrafterConfig):
     """Prompts, lengths, trees, the distribution of the output and how drafts are accepted."""
 
@@ -72,17 +68,17 @@ class EvalConfig(DrafterConfig):
     ``builtin``, a path to a JSONL file of prompts, or ``hf:NAME[:SPLIT[:COLUMN]]``."""
     tasks: list[str] = field(default_factory=list)
     """Only these tasks of the suite; empty: all."""
-    split: str = "all"
+    split: Split = "all"
     """``test``: the half of the suite that recipes choose nothing on; ``dev``: the other; ``all``."""
-    limit: int | None = None
+    limit: Positive | None = None
     """At most so many prompts, spread over the suite's tasks."""
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[int, Field(ge=2)] = 128
     tree: str = "head"
     """``head`` (calibrated on held-out answers and this machine), ``chain``, ``chain:K``, ``expansion:1-1-3``
     (SpecInfer), ``dynamic:NODES`` or ``dynamic:NODES:WIDTH`` (EAGLE-2), or a path to a ``tree.json``."""
-    draft_sampling: str = DraftSampling.TOP_K.value
+    draft_sampling: Literal["top_k", "with_replacement", "without_replacement"] = "top_k"
     """``top_k``, ``with_replacement`` or ``without_replacement``: how a node's children are drawn."""
-    draft_temperature: float = 1.0
+    draft_temperature: PositiveFloat = 1.0
     """Of sampled children."""
     confidence_threshold: float | None = None
     """Nothing is drafted after a draft with less confidence (Kangaroo's threshold); 0: never stop; null: the head's own
@@ -90,7 +86,7 @@ class EvalConfig(DrafterConfig):
     prefix_threshold: float = 0.0
     """Nothing is drafted below a node whose path the head's own confidences, multiplied, put under this (DSpark); for
     sampled children too. 0: never stop. Needs ``head.confidence``."""
-    length: str = "constant"
+    length: Literal["constant", "heuristic"] = "constant"
     """``constant``, or ``heuristic``: two drafts more after a step that accepted all, one less after any other."""
     sampler: Sampler = field(default_factory=Sampler)
     """The distribution of the output; temperature 0 is greedy decoding."""
@@ -114,17 +110,7 @@ class EvalConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_limits(
-            self,
-            "eval.",
-            max_new_tokens="[2, inf)",
-            split=SPLITS,
-            limit="[1, inf)",
-            draft_sampling=[kind.value for kind in DraftSampling],
-            draft_temperature="(0, inf)",
-            length=("constant", "heuristic"),
-            engines=(set(self.engines) <= set(ENGINES), f"of {', '.join(ENGINES)}"),
-        )
+        require(set(self.engines) <= set(ENGINES), "engines", f"of {', '.join(ENGINES)}", self.engines)
         if self.engines and not (self.sampler.greedy and self.rule.lossless and self.drafter == "head"):
             raise ValueError("eval.engines compares greedy decoding with a head alone: leave sampler, rule and drafter")
         if parse_tree(self.tree, depth=1) is None and self.tree != "head":
@@ -178,26 +164,22 @@ def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
     return None
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class GridConfig:
     """Combinations that ``drafthead eval`` decodes in one interleaved run; the fastest becomes its head's default."""
 
     heads: list[str] = field(default_factory=list)
     """Head folders of the same base to compare with ``head``, for example of several exit layers."""
-    confidence_threshold: list[float] = field(default_factory=list)
+    confidence_threshold: list[BelowOne] = field(default_factory=list)
     """Confidence thresholds; empty: each head's own."""
-    drafts: list[int] = field(default_factory=list)
+    drafts: list[NonNegative] = field(default_factory=list)
     """Lengths of chains; 0 is a head's own tree, and so is an empty list."""
-
-    def __post_init__(self) -> None:
-        limits = {"confidence_threshold": "[0, 1)", "drafts": "[0, inf)"}
-        check_limits(self, "grid.", **{key: limit for key, limit in limits.items() if getattr(self, key)})
 
     def __bool__(self) -> bool:
         return bool(self.heads or self.confidence_threshold or self.drafts)
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class EvalRunConfig(EvalConfig):
     """``drafthead eval``: a saved head, or a drafter that needs no training, on a suite."""
 

@@ -16,14 +16,15 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import difference
+from drafthead.data.utils.settings import Positive, settings
 from drafthead.eval.trees.answers import FinishedAnswer, as_batch
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
@@ -51,32 +52,23 @@ OBJECTIVES = {
 """Losses by name. The paper's code calls ``kl_mixture`` JSD."""
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class OnlineConfig:
     """How a head learns from its own answers."""
 
-    interval: int = 8
+    interval: Positive = 8
     """Answers between two updates."""
-    positions: str = "rejected"
+    positions: Literal["rejected", "all"] = "rejected"
     """``rejected``: the first rejected draft of every step, as in the paper; ``all``: every token of the answers."""
-    objective: str = "kl"
+    objective: Literal["ce", "kl", "reverse_kl", "jsd", "kl_mixture"] = "kl"
     """``ce``, ``kl``, ``reverse_kl``, ``jsd`` or ``kl_mixture`` (0.9 forward, 0.1 reverse)."""
-    steps: int = 1
+    steps: Positive = 1
     """Optimiser steps of an update."""
-    max_tokens: int = 8192
+    max_tokens: Positive = 8192
     """Most tokens (prompts included) that are kept between updates; the oldest answers are dropped first."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, schedule="constant"))
 
     def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "",
-            interval="[1, inf)",
-            steps="[1, inf)",
-            max_tokens="[1, inf)",
-            positions=("rejected", "all"),
-            objective=tuple(OBJECTIVES),
-        )
         if self.optim.schedule != "constant":
             raise UserError(f"optim.schedule must be constant: a stream has no end, got {self.optim.schedule!r}")
 

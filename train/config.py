@@ -3,21 +3,22 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, field
+from typing import Annotated, Any, Literal
 
 import torch
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
+from pydantic import Field
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.text.sources import SourceConfig
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.compose import parse, schema
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig
-from drafthead.data.utils.settings import parse, schema
+from drafthead.data.utils.settings import BelowOne, NonNegative, NonNegativeFloat, Positive, Share, require, settings
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
-from drafthead.eval.trees.search import METHODS
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig, parse_head
 from drafthead.models.heads.parts.losses import LossConfig
@@ -42,87 +43,67 @@ WARMUPS: dict[str, Callable[[float], float]] = {
     "parabolic": lambda done: 1 - (1 - done) ** 2,
 }
 """Part of the peak reached over the part of the warm-up that is done, both 0 -> 1."""
-TRACKERS = ("none", "wandb", "tensorboard")
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class OptimConfig:
     """The optimiser and its schedule, one per phase."""
 
-    name: str = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     """``adamw``, or ``muon``: torch's Muon for the matrices of layers, AdamW for the rest (vectors, tables, projections
     to the vocabulary). Its updates have the size of AdamW's, so one learning rate serves both."""
-    momentum: float = 0.95
+    momentum: BelowOne = 0.95
     """Muon's."""
-    lr: float = 1e-3
+    lr: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled decay of matrices; vectors (biases, norms) never decay."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegative = 0
     """Steps that rise to the peak; 0 starts at the peak."""
-    schedule: str = "cosine"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls until the last step: ``cosine``, ``linear`` or ``constant``."""
-    decay_from: str = "warmup"
+    decay_from: Literal["warmup", "start"] = "warmup"
     """Where the fall begins: ``warmup``, at its end; or ``start``, at step 0, and while the warm-up lasts the lower of
     the two counts (IBM's MLPSpeculator recipe)."""
-    final_lr_ratio: float = 0.1
+    final_lr_ratio: Share = 0.1
     """Learning rate of the last step as a fraction of the peak; ``constant`` ignores it."""
-    warmup: str = "linear"
+    warmup: Literal["linear", "parabolic"] = "linear"
     """``linear``, or ``parabolic``: 1 - (1 - x)^2, steep first (IBM's MLPSpeculator recipe)."""
-    clip_norm: float = 1.0
+    clip_norm: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
         betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        check_limits(
-            self,
-            "optim.",
-            name=("adamw", "muon"),
-            momentum="[0, 1)",
-            lr="(0, 1)",
-            betas=(betas, "two numbers in [0, 1)"),
-            weight_decay="[0, inf)",
-            warmup_steps="[0, inf)",
-            schedule=tuple(SCHEDULES),
-            decay_from=("warmup", "start"),
-            final_lr_ratio="[0, 1]",
-            warmup=tuple(WARMUPS),
-            clip_norm="[0, inf)",
-        )
+        require(betas, "betas", "two numbers in [0, 1)", self.betas)
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class LossSpikeConfig:
     """Which updates are skipped, and how many may be."""
 
     spike: float = 5.0
     """An update is skipped when its loss exceeds this many times the median of the latest ones; 0: only when the loss
     or its gradient is not finite."""
-    window: int = 100
+    window: Annotated[int, Field(ge=HISTORY)] = 100
     """Latest steps of the phase that the median and the count are taken over."""
     limit: int = 10
     """Updates that may be skipped among them; one more ends the run, with the weights of the last good update."""
 
     def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "loss_spikes.",
-            spike=(self.spike == 0 or 1 < self.spike < math.inf, "> 1, or 0 to skip nothing finite"),
-            window=f"[{HISTORY}, inf)",
-            limit=(0 <= self.limit < self.window, "in [0, loss_spikes.window)"),
-        )
+        require(self.spike == 0 or 1 < self.spike < math.inf, "spike", "> 1, or 0 to skip nothing finite", self.spike)
+        require(0 <= self.limit < self.window, "limit", "in [0, loss_spikes.window)", self.limit)
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class ShardConfig:
     """How training is spread over devices, and what it computes in."""
 
-    mode: str = "none"
+    mode: Literal["none", "head", "full"] = "none"
     """What is sharded: ``none``, ``head`` (its weights, gradients and moments) or ``full`` (the base's layers, too)."""
     hybrid: bool = False
     """Shard within every node, and replicate over nodes: less traffic between them, more memory."""
-    precision: str = "float32"
+    precision: Literal["float32", "bfloat16", "auto"] = "float32"
     """What the head computes in: ``float32``, or ``bfloat16`` with weights and sums of gradients in float32; ``auto``
     is bfloat16 on a CPU that was measured, at load, to multiply faster in it."""
     checkpointing: bool = False
@@ -131,51 +112,46 @@ class ShardConfig:
     """The base's shards wait in host memory and come to the device layer by layer; needs ``mode: full``."""
 
     def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "shard.",
-            mode=SHARD_MODES,
-            precision=(*PRECISIONS, AUTO),
-            hybrid=(not self.hybrid or self.mode != "none", "false unless shard.mode is head or full"),
-            offload_base=(not self.offload_base or self.mode == "full", "false unless shard.mode is full"),
+        require(
+            not self.hybrid or self.mode != "none", "hybrid", "false unless shard.mode is head or full", self.hybrid
+        )
+        require(
+            not self.offload_base or self.mode == "full",
+            "offload_base",
+            "false unless shard.mode is full",
+            self.offload_base,
         )
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class TrackerConfig:
     """An experiment tracker besides ``metrics.jsonl``."""
 
-    kind: str = "none"
+    kind: Literal["none", "wandb", "tensorboard"] = "none"
     """``none``, ``wandb`` or ``tensorboard``; a tracker needs its package."""
     project: str = "drafthead"
     entity: str | None = None
     """wandb user or team; None is the account's default."""
     run_name: str | None = None
     """None takes the run's own name."""
-    mode: str = "auto"
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """wandb's. ``auto`` obeys WANDB_MODE, else is online when a login is found and offline when none is."""
 
-    def __post_init__(self) -> None:
-        check_limits(self, "tracker.", kind=TRACKERS, mode=("auto", "online", "offline", "disabled"))
 
-
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class TextConfig:
     """Text of the pretraining phase."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    max_tokens: int = 100_000
+    max_tokens: Annotated[int, Field(ge=64)] = 100_000
     """Tokens packed on disk; a stream has no limit."""
     stream: bool = False
     """Read and pack the text while training, over and over, instead of keeping rows on disk: for what is larger than
     the disk. Near-duplicates are not left out."""
-    stream_shards: int = 8
+    stream_shards: Positive = 8
     """Parts of a stream's sources; with a multiple of the processes each process reads parts of its own."""
-    workers: int = 2
+    workers: Positive = 2
     """Threads of a process that pack a stream's rows ahead of their use."""
-
-    def __post_init__(self) -> None:
-        check_limits(self, "data.text.", max_tokens="[64, inf)", stream_shards="[1, inf)", workers="[1, inf)")
 
     def manifest(self) -> dict[str, Any]:
         """What decides on the rows."""
@@ -183,19 +159,19 @@ class TextConfig:
         return sources | ({"stream_shards": self.stream_shards} if self.stream else {"max_tokens": self.max_tokens})
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class AnswersConfig:
     """The base's own answers, for the distillation phase."""
 
     sources: list[SourceConfig] = field(default_factory=list)
     """Prompts."""
-    prompts: int = 1000
+    prompts: NonNegative = 1000
     """Prompts taken from the sources."""
-    self_prompted: int = 0
+    self_prompted: NonNegative = 0
     """Prompts that the base writes itself, besides (it continues its chat template up to the user's turn)."""
     exclude_suites: list[str] = field(default_factory=list)
     """Evaluation suites: prompts that nearly repeat one of theirs are left out."""
-    max_prompt_tokens: int = 128
+    max_prompt_tokens: Annotated[int, Field(ge=8)] = 128
     """Longer prompts are left out."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     precomputed: str | None = None
@@ -203,20 +179,10 @@ class AnswersConfig:
     ``answers`` of another corpus. As many are taken as prompts are wanted, after the base has repeated some."""
     fresh: bool = False
     """Make the answers anew, whatever ``precomputed`` says."""
-    batch_size: int = 64
+    batch_size: Positive = 64
     """Answers generated at a time by the built-in decoding, on each process."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """A server that generates the answers instead (vLLM, SGLang)."""
-
-    def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "data.answers.",
-            prompts="[0, inf)",
-            self_prompted="[0, inf)",
-            max_prompt_tokens="[8, inf)",
-            batch_size="[1, inf)",
-        )
 
     @property
     def copied(self) -> bool:
@@ -237,7 +203,7 @@ class AnswersConfig:
         return kept | {"sources": [source.manifest() for source in self.sources]}
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class DataConfig:
     """Corpora of a run."""
 
@@ -247,37 +213,34 @@ class DataConfig:
     answers: AnswersConfig = field(default_factory=AnswersConfig)
 
     def __post_init__(self) -> None:
-        check_limits(self, "data.", folder=(bool(self.folder.strip()), "the name of a folder"))
+        require(bool(self.folder.strip()), "folder", "the name of a folder", self.folder)
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class BoostConfig:
     """Train on what another head misses (SpecInfer's boosting), to combine the two in one tree."""
 
     head: str = ""
     """Folder or repository of the first head; empty: no boosting."""
-    floor: float = 0.1
+    floor: Share = 0.1
     """Weight of the targets that the first head's tree holds; those that it misses have 1."""
 
-    def __post_init__(self) -> None:
-        check_limits(self, "phases.*.boost.", floor="[0, 1]")
 
-
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class PhaseConfig:
     """One training phase."""
 
-    corpus: str = MISSING
+    corpus: Literal["text", "answers"]
     """``text`` (causal-LM pretraining) or ``answers`` (distillation on the base's own answers)."""
-    seq_len: int = 512
+    seq_len: Annotated[int, Field(ge=16)] = 512
     """Tokens a packed row."""
-    micro_batch_size: int = 8
+    micro_batch_size: Positive = 8
     """Rows a process and micro-batch."""
-    grad_accum_steps: int = 1
+    grad_accum_steps: Positive = 1
     """Micro-batches an optimiser step."""
-    steps: int = 100
+    steps: Positive = 100
     """Optimiser steps; the corpus is reshuffled and repeated as needed."""
-    max_tokens: int | None = None
+    max_tokens: Positive | None = None
     """Train on a random part of the corpus that has about so many trained tokens (a larger part holds a smaller one);
     None: on all of it."""
     store_hidden_states: bool = False
@@ -291,51 +254,30 @@ class PhaseConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     boost: BoostConfig = field(default_factory=BoostConfig)
 
-    def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "phases.*.",
-            corpus=("text", "answers"),
-            seq_len="[16, inf)",
-            micro_batch_size="[1, inf)",
-            grad_accum_steps="[1, inf)",
-            steps="[1, inf)",
-            max_tokens="[1, inf)",
-        )
 
-
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class CheckpointConfig:
     """When to save, and how much to keep. The end of a phase is saved, too, and every new best."""
 
-    every_steps: int = 200
-    keep: int = 2
+    every_steps: Positive = 200
+    keep: Positive = 2
     """Newest checkpoints; the one with the largest held-out mean accepted length is kept besides."""
-    final: str = "best"
+    final: Literal["last", "best"] = "best"
     """Which weights the run ends with: the ``best`` by held-out mean accepted length, or the ``last``."""
 
-    def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "checkpoint.",
-            every_steps="[1, inf)",
-            keep="[1, inf)",
-            final=("last", "best"),
-        )
 
-
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class RunConfig:
     """One run: corpora, phases, evaluation."""
 
-    name: str = MISSING
+    name: str
     """Names the run folder, ``outputs/<name>``."""
-    seed: int = 0
-    mode: str = "train"
+    seed: NonNegative = 0
+    mode: Literal["train", "estimate"] = "train"
     """``estimate`` prints what the run will cost, without loading weights."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Any of ``corpora, train, quality, tree, evaluate, card, push``; each reads what it needs from the run folder."""
-    out: str = MISSING
+    out: str
     """The run folder."""
     resume: bool = True
     """Resume from the newest checkpoint of the run folder; false starts the run over (corpora are kept)."""
@@ -358,17 +300,17 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     """Which updates are skipped, and how many of them end the run."""
-    heartbeat_timeout_s: float = 120.0
+    heartbeat_timeout_s: Annotated[float, Field(ge=1)] = 120.0
     """Of several processes, one without a heartbeat for this long counts as dead, and the others end."""
-    log_every: int = 20
+    log_every: Positive = 20
     """Optimiser steps between two console lines."""
-    validate_every: int = 200
+    validate_every: Positive = 200
     """Optimiser steps between two measurements of acceptance on held-out answers."""
-    tree_search: str = "greedy"
+    tree_search: Literal["greedy", "sequoia"] = "greedy"
     """How the tree is chosen: ``greedy`` (joint counts of whole paths) or ``sequoia`` (its dynamic program)."""
     tree_batches: list[int] = field(default_factory=list)
     """Rows side by side for which trees of their own are chosen, too: ``[2, 4, 8]``."""
-    tree_prompts: int = 36
+    tree_prompts: NonNegative = 36
     """Prompts of the dev half of ``eval.suite`` that the base answers to choose the tree by, where
     ``eval.split`` is ``test``; otherwise, or with 0, held-out answers of training choose it."""
     quality_limits: QualityLimits = field(default_factory=QualityLimits)
@@ -387,21 +329,15 @@ class RunConfig:
             raise ValueError("no phase trains on answers, which acceptance and the tree are measured on; add one")
         name = re.fullmatch(r"[A-Za-z0-9._-]+", self.name) is not None
         unknown = [stage for stage in self.stages if stage not in STAGES]
-        check_limits(
-            self,
-            "",
-            name=(name, "letters, digits, '.', '_' and '-' only"),
-            mode=("train", "estimate"),
-            out=(bool(self.out.strip()), "the name of a folder"),
-            stages=(bool(self.stages) and not unknown, f"a list of {', '.join(STAGES)}"),
-            seed="[0, inf)",
-            heartbeat_timeout_s="[1, inf)",
-            tree_search=tuple(METHODS),
-            push=(self.push or self.stages != ["push"], "true for stages=[push]"),
-            tree_prompts="[0, inf)",
-            tree_batches=(all(rows > 1 for rows in self.tree_batches), "numbers of rows, each above 1"),
-            log_every="[1, inf)",
-            validate_every="[1, inf)",
+        require(name, "name", "letters, digits, '.', '_' and '-' only", self.name)
+        require(bool(self.out.strip()), "out", "the name of a folder", self.out)
+        require(bool(self.stages) and not unknown, "stages", f"a list of {', '.join(STAGES)}", self.stages)
+        require(self.push or self.stages != ["push"], "push", "true for stages=[push]", self.push)
+        require(
+            all(rows > 1 for rows in self.tree_batches),
+            "tree_batches",
+            "numbers of rows, each above 1",
+            self.tree_batches,
         )
 
     @property

@@ -1,6 +1,8 @@
 """Train a draft head: ``accelerate launch train/run.py recipe=medusa_llama3``, or ``drafthead train recipe=...``."""
 
 import sys
+import textwrap
+from importlib import resources
 from pathlib import Path
 
 if not __package__:  # run as a file: look in the checkout, not in train/
@@ -9,7 +11,7 @@ if not __package__:  # run as a file: look in the checkout, not in train/
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from drafthead.data.utils.settings import one_line_errors, run_main, say
+from drafthead.data.utils.compose import hydra_task, run_main, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.estimate.memory import print_estimate
@@ -17,7 +19,7 @@ from drafthead.train.pipeline import run_pipeline
 
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")
-@one_line_errors
+@hydra_task
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
     if run.mode == "estimate":
@@ -27,9 +29,48 @@ def _main(cfg: DictConfig) -> None:
         run_pipeline(run, OmegaConf.to_yaml(cfg, resolve=True))
 
 
-def main() -> None:
+USAGE = """\
+Train a draft head on a frozen base: corpora, phases, tree, evaluation, head on disk.
+
+usage: drafthead train recipe=NAME [key=value ...]
+
+drafthead train recipe=medusa_smollm2                the embedded real model, on 2 CPU cores
+drafthead train recipe=medusa_llama3 mode=estimate   print what the run will cost; load no weights
+drafthead train recipe=medusa_llama3 debug=tiny      the whole run on a random tiny base, offline
+drafthead train recipe=medusa_llama3 --cfg job       print the composed settings
+drafthead train recipe=medusa_smollm2 'stages=[tree,evaluate]'   only these stages, with what is in the run folder
+drafthead train recipe=medusa_smollm2 phases.distill.optim.lr=1e-3,2e-3 'name=lr_${phases.distill.optim.lr}' -m
+
+A run that was stopped resumes if the same command is given again.
+Exit codes: 0 done; 1 an error, in one line; 143 or 130 stopped (SIGTERM, Ctrl-C) and saved. A second Ctrl-C exits at
+once.
+"""
+
+
+def main(usage: str = USAGE) -> None:
     """Entry point."""
-    run_main(_main, RunConfig)
+    run_main(_main, RunConfig, usage + recipe_groups())
+
+
+def recipe_groups() -> str:
+    """Return the choices of every group of recipes, for ``--help``."""
+    folder = resources.files("drafthead.recipes")
+    groups = ("recipe", "base", "head", "data", "phases", "shard", "tracker", "debug")
+    names = {
+        group: sorted(f.name.removesuffix(".yaml") for f in (folder / group).iterdir() if f.is_file())
+        for group in groups
+    }
+    lines = [
+        textwrap.fill(
+            f"{group}={' | '.join(names[group])}",
+            118,
+            initial_indent="  ",
+            subsequent_indent="      ",
+            break_long_words=False,
+        )
+        for group in groups
+    ]
+    return "\ngroups (files in recipes/):\n\n" + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,40 +1,37 @@
 """Settings of answers: how the base samples them, and the server that may generate them."""
 
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import (
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    PositiveShare,
+    Share,
+    settings,
+)
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class SamplerConfig:
     """How the base answers."""
 
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """0 is greedy, exactly."""
-    top_k: int = 0
+    top_k: NonNegative = 0
     """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: PositiveShare = 1.0
     """Keep the smallest set of tokens with this probability."""
-    max_new_tokens: int = 128
+    max_new_tokens: Positive = 128
     """Longest answer, in tokens."""
     ignore_eos: bool = False
     """Continue after the end of a turn."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "sampler.",
-            temperature="[0, inf)",
-            top_k="[0, inf)",
-            top_p="(0, 1]",
-            max_new_tokens="[1, inf)",
-            seed="[0, inf)",
-        )
+    seed: NonNegative = 0
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class ServerConfig:
     """A completions server that answers instead of the built-in decoding."""
 
@@ -42,24 +39,16 @@ class ServerConfig:
     """Its address, such as ``http://node7:8000``; its key is read from OPENAI_API_KEY. None: no server."""
     model: str | None = None
     """The name it serves the base under. None: the only one it serves, or the base's own name."""
-    concurrency: int = 64
+    concurrency: Positive = 64
     """Requests at a time."""
-    timeout: float = 600.0
+    timeout: PositiveFloat = 600.0
     """Seconds that an answer may take."""
-    tries: int = 25
+    tries: Positive = 25
     """Requests for one answer before the run ends; the waits between them double from half a second to 8 seconds."""
-    min_greedy_match_rate: float = 0.8
+    min_greedy_match_rate: Share = 0.8
     """Smallest share of the server's greedy tokens that the base must choose too: reveals another model."""
 
     def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "server.",
-            concurrency="[1, inf)",
-            tries="[1, inf)",
-            timeout="(0, inf)",
-            min_greedy_match_rate="[0, 1]",
-        )
         if self.url is not None:
             _check_url(self.url)
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from glob import glob
 from itertools import islice
 from math import ceil
@@ -23,8 +23,9 @@ from drafthead.data.text.readers import (
     read_lines,
     read_text,
 )
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
+from drafthead.data.utils.settings import Positive, PositiveFloat, require, settings
 
 KINDS = ("hf", "jsonl", "text", *DOCUMENT_SETS)
 ROLES = {
@@ -36,7 +37,7 @@ ROLES = {
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class SourceConfig:
     """Where text or prompts come from."""
 
@@ -52,23 +53,16 @@ class SourceConfig:
     """Commit or tag of a dataset on the Hub."""
     column: str = "text"
     """Column of a dataset or of JSON lines: a text, or for prompts also a conversation."""
-    turns: int = 1
+    turns: Positive = 1
     """User's turns kept of a conversation in a dataset or JSON lines; the base answers each anew."""
-    limit: int | None = None
+    limit: Positive | None = None
     """Read at most this many entries; a dataset is then streamed, not downloaded. None: all."""
-    weight: float | None = None
+    weight: PositiveFloat | None = None
     """Its part of the mixture (of the characters of text, of the number of prompts), relative to the other sources',
     which then have one too. A source that ends before gives what it has. None: everything it has."""
 
     def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "source.",
-            kind=KINDS,
-            turns="[1, inf)",
-            limit="[1, inf)",
-            weight="(0, inf)",
-        )
+        require(self.kind in KINDS, "kind", f"one of {', '.join(KINDS)}", self.kind)
         if not self.name:
             raise UserError(f"source.name must not be empty for kind {self.kind!r}; give a hub id, a path or a set")
         sets = (*DOCUMENT_SETS.get(self.kind, ()), *PROMPT_SETS.get(self.kind, ()))

@@ -7,7 +7,6 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import safe_join, write_atomic
+from drafthead.data.utils.settings import settings
 
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
 """Suffixes of files that can run code when loaded; they are never downloaded or read."""
@@ -34,7 +34,7 @@ TEMPORARY_STATUS = (408, 429)
 """Client errors that are temporary, as all server errors are."""
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class HubConfig:
     """The repository of a run's head."""
 

@@ -1,287 +1,254 @@
-"""Hydra composes settings, dataclasses check them: unknown keys, wrong types and limits are errors, ``+key`` included.
+"""Settings: dataclasses whose fields hold default, limit and help text, checked by pydantic.
 
-Keys and values of earlier versions are read through one table, ``RENAMED_KEYS`` and ``RENAMED_VALUES``.
+    @settings(kw_only=True)
+    class OptimConfig:
+        lr: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+        '''Peak learning rate.'''
+
+``--help`` and ``docs/settings.md`` are made from the same fields (``data/utils/help.py``).
 """
 
-import os
-import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
-from functools import wraps
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from enum import Enum
+from functools import cache, wraps
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, OverrideParseException
-from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from drafthead.data.utils.errors import UserError
 
+__all__ = [
+    "BelowOne",
+    "NonNegative",
+    "NonNegativeFloat",
+    "Positive",
+    "PositiveFloat",
+    "PositiveShare",
+    "SettingError",
+    "Share",
+    "check",
+    "dotted",
+    "field_at",
+    "flatten",
+    "is_optional",
+    "is_settings",
+    "limit_of",
+    "message",
+    "require",
+    "settings",
+    "types_of",
+    "unknown_key",
+    "without_none",
+]
 T = TypeVar("T")
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 and the number of SIGINT, as shells count."""
 
-RENAMED_KEYS: dict[str, str | None] = {
-    # Old key: new key, or None where the setting is gone; an ambiguous key has parents, by their new names. Where two
-    # old keys have one new name, the first is the one of version 0.1.0.
-    "row_length": "seq_len",
-    "batch_rows": "micro_batch_size",
-    "dead_after_s": "heartbeat_timeout_s",
-    "node_data": "per_node_data",
-    "synthesised": "self_prompted",
-    "stop_below": "confidence_threshold",
-    "siblings": "draft_sampling",
-    "lanes": "stream_shards",
-    "server.min_agreement": "min_greedy_match_rate",
-    "head._target_": "head_type",
-    "head.num_heads": "num_draft_tokens",
-    "head.n_predict": "num_draft_tokens",
-    "head.num_tokens": "num_draft_tokens",
-    "head.own_projection": "own_lm_head",
-    "head.threshold": "confidence_threshold",
-    "head.heads_lr_factor": "heads_lr_mult",
-    "phases.*.accumulate": "grad_accum_steps",
-    "phases.*.features": "hidden_states",
-    "answers.slots": "batch_size",
-    "guard": "loss_spikes",
-    "gate": "quality_limits",
-    "quality_limits.min_agreement": "min_greedy_match_rate",
-    "against": "baselines",
-}
-RENAMED_VALUES: dict[str, dict[str, str]] = {
-    # New key, with as many parents as it needs: old value -> new value.
-    "draft_sampling": {"deterministic": "top_k"},
-    "mode": {"plan": "estimate"},
-    "tree_search": {"search": "greedy"},
-    "head_type": {
-        f"drafthead.models.{module}.{name}Config": module
-        for module, name in {
-            "draft_lm": "DraftLM", "eagle3": "Eagle3", "hydra": "Hydra", "kangaroo": "Kangaroo", "medusa": "Medusa",
-            "medusa2": "Medusa2", "mlp_speculator": "MLPSpeculator",
-        }.items()
-    },
-}  # fmt: skip
+if TYPE_CHECKING:
+    from dataclasses import dataclass as settings
+else:
+    from pydantic.dataclasses import dataclass as _pydantic_dataclass
+
+    def settings(**options):
+        """Decorate a settings class: a dataclass (``options`` are those of ``dataclass``) that checks its fields."""
+
+        def decorate(cls):
+            checked = _pydantic_dataclass(config=_CONFIG, **options)(cls)
+            init = checked.__init__
+
+            @wraps(init)
+            def raising_user_errors(self, *args, **values):
+                try:
+                    init(self, *args, **values)
+                except ValidationError as error:
+                    raise UserError(message(error, type(self))) from None
+
+            checked.__init__ = raising_user_errors
+            return checked
+
+        return decorate
 
 
-def update_names(value: Any, path: str = "", renamed: Callable[[str, str], None] = lambda old, new: None) -> Any:
-    """``value`` (of a recipe, a saved head, a run folder, a manifest) with today's keys and values.
+_CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
 
-    ``path`` is the dotted key of ``value`` itself in a run's settings, such as ``head``; ``renamed`` is called with
-    every old key or value and its new one ("" for a setting that is gone).
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A part of a whole, both ends included."""
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+
+
+class SettingError(UserError):
+    """A value that its field alone cannot reject, for example because it depends on another field.
+
+    ``message`` puts the dotted key of the settings class before it.
     """
-    if isinstance(value, list):
-        return [update_names(item, path, renamed) for item in value]
-    if not isinstance(value, dict):
-        values = next((values for key, values in RENAMED_VALUES.items() if _ends(path, key)), {})
-        new = values.get(value, _update_interpolations(value)) if isinstance(value, str) else value
-        if new != value:
-            renamed(str(value), str(new))
-        return new
-    if path.endswith("shape"):  # transformers' own keys
-        return value
-    found = {}
-    for key, inner in value.items():
-        new_key = update_key(f"{path}.{key}" if path else str(key))
-        own = None if new_key is None else new_key.removeprefix(f"{path}." if path else "")
-        if own != key and isinstance(key, str):
-            renamed(key, own or "")
-        if own is not None:
-            found[own if isinstance(key, str) else key] = update_names(inner, new_key or "", renamed)
-    return found
+
+    def __init__(self, key: str, limit: str, value: Any) -> None:
+        super().__init__(f"{key} must be {limit}, got {value!r}")
 
 
-def update_key(key: str) -> str | None:
-    """Today's name of the dotted ``key``; None where the setting is gone."""
-    done: list[str] = []
-    for part in key.split("."):
-        path = ".".join([*done, part])
-        new = next((new for old, new in RENAMED_KEYS.items() if _ends(path, old)), part)
-        if new is None:
-            return None
-        done.append(new)
-    return ".".join(done)
+def require(holds: bool, key: str, limit: str, value: Any) -> None:
+    """Raise a ``SettingError`` unless ``holds``; for use in ``__post_init__``."""
+    if not holds:
+        raise SettingError(key, limit, value)
 
 
-def _update_interpolations(value: str) -> str:
-    return re.sub(r"(?<=\$\{)[\w.]+(?=\})", lambda found: update_key(found[0]) or found[0], value)
+def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
+    """Return plain ``values`` as an instance of the settings class ``cls``.
+
+    Raises:
+        UserError: with the dotted key below ``prefix``, the limit and the value found.
+    """
+    try:
+        return TypeAdapter(cls).validate_python(dict(values))
+    except ValidationError as error:
+        raise UserError(message(error, cls, prefix)) from None
 
 
-def _ends(path: str, pattern: str) -> bool:
-    return fnmatchcase(f".{path}", f"*.{pattern}")
+def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
+    """Return the first fault that pydantic found, as one line in the words of our other messages."""
+    faults = error.errors()
+    # A misspelt key is the cause when the key that it should be is missing too.
+    fault = next((item for item in faults if item["type"] == "unexpected_keyword_argument"), faults[0])
+    location = _in_settings(cls, fault["loc"])
+    key = dotted([prefix, *location])
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, SettingError):
+        return f"{key}.{cause}" if key else str(cause)
+    if cause is not None:
+        return str(cause)
+    kind = field_at(cls, location)
+    if fault["type"] == "unexpected_keyword_argument":
+        return unknown_key(key, str(location[-1]), without_none(field_at(cls, location[:-1])), cls)
+    if fault["type"].startswith("missing") and get_origin(kind) is not tuple:
+        return f"{key} is missing; set it ({key}=...)"
+    limit = limit_of(kind) or _type_name(kind)
+    return f"{key} must be {limit}{' or null' if is_optional(kind) else ''}, got {fault['input']!r}"
+
+
+def _in_settings(cls: Any, location: Sequence[int | str]) -> list[int | str]:
+    """Return the part of a location that users can type: pydantic appends members of unions and tuples."""
+    typed: list[int | str] = []
+    kind = cls
+    for part in location:
+        kind = without_none(kind)
+        if is_settings(kind) or get_origin(kind) in (list, dict):
+            typed.append(part)
+            kind = field_at(kind, [part])
+    return typed
+
+
+def _type_name(kind: Any) -> str:
+    """Return what a field without a limit takes, in words."""
+    kind = without_none(kind)
+    if get_origin(kind) is tuple:
+        return f"a list of {len(get_args(kind))} values"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_type_name, get_args(kind)))
+    return _TYPES.get(get_origin(kind) or kind, str(kind))
+
+
+def unknown_key(key: str, name: str, parent: Any, root: Any) -> str:
+    """Return the message for a misspelt key: its path and the settings with similar names."""
+    near = get_close_matches(name, [f.name for f in fields(parent)]) if is_settings(parent) else []
+    near = near or get_close_matches(name, sorted(_names(root)))
+    return f"{key} is not a setting" + (f"; did you mean {' or '.join(near)}?" if near else "; see --help")
+
+
+def dotted(location: Sequence[int | str]) -> str:
+    """Return the location of a value as it is written on the command line."""
+    key = ""
+    for part in location:
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if part else ""
+    return key.removeprefix(".")
+
+
+_TYPES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+def limit_of(kind: Any) -> str:
+    """Return the limit of a field's type in words: its choices or its interval; "" if it has none."""
+    kind = without_none(kind)
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(str(item.value) for item in kind)}"
+    if get_origin(kind) in (list, tuple):
+        inner = limit_of(get_args(kind)[0])
+        return inner and f"a list, each {inner}"
+    if get_origin(kind) is not Annotated:
+        return ""
+    metadata = [item for extra in get_args(kind)[1:] if isinstance(extra, FieldInfo) for item in extra.metadata]
+    bounds = [
+        (words, getattr(limit, name)) for limit in metadata for name, words in _LIMITS.items() if hasattr(limit, name)
+    ]
+    return " and ".join(f"{words} {bound:g}" for words, bound in bounds)
+
+
+_LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""Attributes of the limits of pydantic's ``Field``, in words."""
+
+
+def is_settings(kind: Any) -> bool:
+    """Return whether a type is a settings class."""
+    return is_dataclass(kind)
+
+
+def is_optional(kind: Any) -> bool:
+    """Return whether a field of this type may be None."""
+    return get_origin(kind) in (Union, UnionType) and type(None) in get_args(kind)
+
+
+def without_none(kind: Any) -> Any:
+    """Return ``X`` for a type ``X | None``, and any other type as it is."""
+    members = [member for member in get_args(kind) if member is not type(None)]
+    return members[0] if is_optional(kind) and len(members) == 1 else kind
+
+
+@cache
+def types_of(cls: Any) -> dict[str, Any]:
+    """Return the types of a settings class by field, with their limits."""
+    return get_type_hints(cls, include_extras=True)
+
+
+def field_at(cls: Any, location: Sequence[int | str]) -> Any:
+    """Return the type of the value at ``location`` below the settings class ``cls``."""
+    kind = cls
+    for part in location:
+        kind = without_none(kind)
+        if is_settings(kind):
+            kind = types_of(kind).get(str(part), Any)
+        elif get_origin(kind) in (list, tuple, dict):
+            kind = get_args(kind)[-1]
+    return kind
+
+
+def _names(kind: Any) -> set[str]:
+    """Return the names of the fields of a settings class and of all classes below it."""
+    if not is_settings(kind):
+        return set().union(*map(_names, get_args(kind)))
+    return {f.name for f in fields(kind)}.union(*map(_names, types_of(kind).values()))
 
 
 def flatten(nested: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:
-    """Nested mappings as one with joined keys; empty ones stay."""
-    found: dict[str, Any] = {}
+    """Return nested mappings as one with joined keys; empty mappings stay."""
+    flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:
-            found |= {f"{key}{separator}{inner}": v for inner, v in flatten(value, separator).items()}
+            flat |= {f"{key}{separator}{inner}": v for inner, v in flatten(value, separator).items()}
         else:
-            found[str(key)] = value
-    return found
-
-
-def original_names(value: Any) -> Any:
-    """``value`` with the keys of version 0.1.0, whose folders are named by a digest of them."""
-    old_of = {new: old.rpartition(".")[2] for old, new in reversed(RENAMED_KEYS.items())}
-    if isinstance(value, dict):
-        return {old_of.get(key, key): original_names(inner) for key, inner in value.items()}
-    return [original_names(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def update_overrides(arguments: list[str]) -> list[str]:
-    """Command-line arguments with today's names; a line says the new name of every old one."""
-    found = []
-    for argument in arguments:
-        if argument.startswith("="):
-            raise SystemExit(f"error: {argument!r} names no setting; settings are key=value, see --help")
-        match = re.fullmatch(r"(~|\+{0,2})([\w.]+)(?:=(.*))?", argument, re.DOTALL)
-        if match is None:
-            found.append(argument)
-            continue
-        sign, key, value = match.groups()
-        new_key = update_key(key)
-        if new_key is None:
-            say(f"{key} has no effect any more")
-            continue
-        found.append(f"{sign}{new_key}" + ("" if value is None else f"={_update_value(value, new_key)}"))
-        if found[-1] != argument:
-            say(f"{argument} is now called {found[-1]}")
-    return found
-
-
-def _update_value(value: str, key: str) -> str:
-    """A value as it stands on the command line: choices of a sweep, or a mapping whose keys lie below ``key``."""
-
-    def inner_key(found: re.Match[str]) -> str:
-        return (update_key(f"{key}.{found[0]}") or found[0]).removeprefix(f"{key}.")
-
-    value = ",".join(update_names(part, key) for part in value.split(","))
-    return re.sub(r"(?<=[{,\s])\w+(?=\s*:)", inner_key, value)
-
-
-def read_old_recipes() -> None:
-    """Make Hydra read recipes of earlier versions, with a line that says the new name of every old key."""
-    Plugins.instance()
-    sources = SourcesRegistry.instance().types
-    for scheme in ("file", "pkg"):
-        if not hasattr(sources[scheme], "reads_old_names"):
-            sources[scheme] = _reading_old_names(sources[scheme])
-
-
-def _reading_old_names(source: Any) -> Any:
-    class Source(source):  # type: ignore[misc]
-        reads_old_names = True
-
-        def load_config(self, config_path: str) -> ConfigResult:
-            def renamed(old: str, new: str) -> None:
-                say(f"{config_path}: {old} " + (f"is now called {new}" if new else "has no effect any more"))
-
-            result: ConfigResult = super().load_config(config_path)
-            content = OmegaConf.to_container(result.config, resolve=False)
-            root = "head" if config_path.startswith("head/") else ""
-            result.config = OmegaConf.create(update_names(content, root, renamed))
-            return result
-
-    return Source
-
-
-def parse(cfg: DictConfig, wanted: type[T]) -> T:
-    """Composed config -> checked dataclasses (runs every ``__post_init__``).
-
-    Merged into a fresh schema because ``+key=value`` on the command line opens Hydra's own copy and would smuggle an
-    unknown key past it.
-    """
-    try:
-        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        return cast(T, OmegaConf.to_object(OmegaConf.merge(schema(wanted), values)))
-    except (OmegaConfBaseException, HydraException) as error:
-        raise UserError(f"config: {_one_line(error)}{_near(error, wanted)}") from None
-    except ValueError as error:
-        raise UserError(f"config: {error}") from None
-
-
-def schema(found: type[Any]) -> DictConfig:
-    """A dataclass as Hydra's schema, with the nodes of frozen dataclasses open to overrides."""
-
-    def open_node(cfg: DictConfig) -> DictConfig:
-        OmegaConf.set_readonly(cfg, False)
-        for key in cfg:
-            child = cfg._get_node(key)
-            if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-                open_node(child)
-        return cfg
-
-    return open_node(OmegaConf.structured(found))
-
-
-def one_line_errors(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
-    """Decorate a Hydra task: our own errors become one line and exit code 1, without a traceback.
-
-    Inside ``hydra.main``, because Hydra announces every exception that passes it with a line of its own.
-    """
-
-    @wraps(task)
-    def guarded(cfg: DictConfig) -> None:
-        try:
-            task(cfg)
-        except UserError as error:
-            raise SystemExit(f"error: {error}") from None
-        except OSError as error:  # a path that cannot be made, a full disk: the message names it
-            raise SystemExit(f"error: {error}; choose another folder (out=..., data.folder=...)") from None
-        except KeyboardInterrupt:
-            say("interrupted; what is done is kept, the same command resumes from there")
-            raise SystemExit(INTERRUPTED) from None
-
-    return guarded
-
-
-def say(line: str) -> None:
-    """A line for people beside the output; of several processes only the first one speaks."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"{line}\n")
-
-
-def run_main(main: Callable[[], None], wanted: type[Any]) -> None:
-    """Run a Hydra entry point; what Hydra itself refuses (an unknown group or key) becomes one line, too."""
-    sys.argv[1:] = update_overrides(sys.argv[1:])
-    read_old_recipes()
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra ends the process itself, with its own traceback
-    try:
-        main()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise SystemExit(f"error: {_one_line(error)}{_near(error, wanted)}") from None
-    except OSError as error:  # Hydra makes the run folder before the task starts
-        raise SystemExit(f"error: {error}; choose another run folder (out=...)") from None
-
-
-_NOISE = ("reference_type", "object_type", "full_key", "See https", "To append to your", "Config search", "provider=")
-
-
-def _one_line(error: BaseException) -> str:
-    """Message and cause, without what only concerns Hydra."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    message = " ".join(line for line in lines if line and not line.startswith(_NOISE))
-    if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read ({message}); quote the value"
-    cause = error.__cause__
-    return f"{message}: {_one_line(cause)}" if isinstance(cause, OmegaConfBaseException) else message
-
-
-def _near(error: BaseException, wanted: type[Any]) -> str:
-    """The settings whose names are close to an unknown one."""
-    unknown = re.search(r"Key '(\w+)' (?:is )?not in", f"{error} {error.__cause__}")
-    close = get_close_matches(unknown[1], _field_names(wanted)) if unknown else []
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _field_names(kind: Any) -> set[str]:
-    """The fields of a dataclass and of the dataclasses in it."""
-    if not is_dataclass(kind):
-        return set().union(*map(_field_names, get_args(kind)))
-    return {f.name for f in fields(kind)}.union(*map(_field_names, get_type_hints(kind).values()))
+            flat[str(key)] = value
+    return flat

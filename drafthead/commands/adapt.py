@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from omegaconf import MISSING
+from pydantic import Field
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder, read_json_lines, write_atomic
+from drafthead.data.utils.settings import settings
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
@@ -38,27 +39,23 @@ is simulated on the same answers; greedy decoding only).
 """
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class AdaptConfig(OnlineConfig):
     """Settings of the command."""
 
-    head: str = MISSING
+    head: str
     base: BaseConfig = field(default_factory=BaseConfig)
     suite: str = "spec_bench_like"
     """As in ``drafthead eval``; answered in the suite's order, first turns only."""
     tasks: list[str] = field(default_factory=list)
     limit: int | None = None
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[int, Field(ge=2)] = 128
     sampler: Sampler = field(default_factory=Sampler)
     seed: int = 0
     out: str = ""
     """By default ``adapt-<suite>`` beside the head."""
     resume: bool = True
     """Continue a stream that was stopped; false starts over."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_limits(self, max_new_tokens="[2, inf)")
 
 
 @command("adapt", AdaptConfig, USAGE)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.files import write_json
+from drafthead.data.utils.settings import settings
 from drafthead.eval.lossless.cases import LOSSY
 from drafthead.eval.lossless.certify import PAIRS, Row, certify, rule_total_variation, settings_label
 
@@ -31,7 +32,7 @@ code is 1.
 """
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class CertifyConfig:
     """Settings of the command."""
 

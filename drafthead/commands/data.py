@@ -3,16 +3,27 @@
 import hydra
 from omegaconf import DictConfig
 
-from drafthead.data.utils.settings import one_line_errors, run_main, say
+from drafthead.data.utils.compose import hydra_task, run_main, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import launched
 from drafthead.train.pipeline import RunContext, corpora
 from drafthead.train.preflight import preflight
 
+USAGE = """\
+Make the corpora of a recipe and stop.
+
+usage: drafthead data recipe=NAME [key=value ...]
+
+drafthead data recipe=medusa_smollm2
+drafthead data recipe=eagle3_llama3 data.answers.server.url=http://node7:8000
+
+It takes the settings of `drafthead train`.
+"""
+
 
 @hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")
-@one_line_errors
+@hydra_task
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
     with signals.install_handlers(say), launched(run) as launch:
@@ -24,7 +35,7 @@ def _main(cfg: DictConfig) -> None:
 
 def main() -> None:
     """Entry point."""
-    run_main(_main, RunConfig)
+    run_main(_main, RunConfig, USAGE)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
+from drafthead.data.utils.settings import settings
 from drafthead.eval.engines.served import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_VERSION, environment
 
 KNOWN = ("vllm", "llamacpp")
@@ -28,7 +28,7 @@ Without install= it says which engines are there.
 """
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class EnginesCommandConfig:
     """Settings of the command."""
 

@@ -4,21 +4,23 @@ The checkpoint is written beside ``out``, read back, and compared with the head 
 when it drafts like the head (``eval/lossless/export_check.py``).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
-from omegaconf import MISSING
+from pydantic import Field
 from rich.table import Table
 
 from drafthead.commands.command import command, new_folder
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
+from drafthead.data.utils.settings import PositiveShare, settings
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.answers import base_answers, read_texts
-from drafthead.models.base.base_config import DTYPES, BaseConfig
+from drafthead.models.base.base_config import BaseConfig, Dtype
 from drafthead.models.formats import FORMATS, format_for, format_named, listed
 from drafthead.models.formats.format import Format, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead, config_class
@@ -43,28 +45,26 @@ usage: drafthead export head=DIR to=FORMAT out=DIR [setting=value ...]
 CHECK_FILE = "export_check.json"
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class ExportConfig:
     """Settings of the command."""
 
-    head: str = MISSING
-    to: str = MISSING
-    out: str = MISSING
-    dtype: str = "auto"
+    head: str
+    to: str
+    out: str
+    dtype: Dtype = "auto"
     base: BaseConfig = field(default_factory=BaseConfig)
     base_name: str | None = None
-    vocabulary: str = "own"
+    vocabulary: Literal["own", "full"] = "own"
     base_gguf: str | None = None
     suite: str = "builtin"
     limit: int | None = None
-    max_new_tokens: int = 64
+    max_new_tokens: Annotated[int, Field(ge=8)] = 64
     texts: str | None = None
     seed: int = 0
-    estimate_tolerance: float = 0.2
+    estimate_tolerance: PositiveShare = 0.2
 
     def __post_init__(self) -> None:
-        check_limits(self, dtype=DTYPES, vocabulary=("own", "full"))
-        check_limits(self, max_new_tokens="[8, inf)", estimate_tolerance="(0, 1]")
         if self.base_gguf is not None and not format_named(self.to).base_file:
             fitting = " or ".join(f"to={name}" for name, target in FORMATS.items() if target.base_file)
             raise ValueError(f"base_gguf needs {fitting}, got to={self.to}")

@@ -2,16 +2,16 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from omegaconf import MISSING
 from rich.console import Console
 
 from drafthead.commands.command import command
 from drafthead.data.text.chat import user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.machine import OtherProcesses, other_processes_line
+from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
@@ -19,38 +19,38 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
 
 USAGE = """\
+Stream an answer to a prompt with a head, then print its speed and speedup.
+
 usage: drafthead generate head=DIR [key=value ...] PROMPT
 
-  PROMPT              the user's message; - reads standard input
-  head=DIR            head folder (outputs/NAME/head) or Hub repository (user/name), or a drafter: prompt_lookup:3,
-                      relay:head:DIR@2+prompt_lookup@4, ... (see drafthead eval --help)
-  drafter=head+...    a drafter around the head, head+prompt_lookup:8:2 (see drafthead eval --help)
-  base=NAME           base model; by default the one that the head was trained for (base.dtype=..., and so on, too)
-  max_new_tokens=256  length of the answer
-  temperature=0       0 is greedy: the base's own text exactly; else top_p=1, top_k=0 (all tokens) and seed=0 count, too
-  raw=true            continue the prompt as it is, without the chat template
-  compare=false       skip the autoregressive decoding that the speedup is measured against
+drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
+drafthead generate head=user/medusa-llama3 drafter=head+prompt_lookup:8:2 sampler.temperature=0.7 "Tell me a story"
+drafthead generate head=prompt_lookup:3 base=embedded:smollm2 - < prompt.txt
+
+All words that are not settings are the prompt; - reads standard input.
 """
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class GenerateConfig(DrafterConfig):
     """Settings of the command."""
 
-    head: str = MISSING
-    prompt: str = MISSING
+    head: str
+    """Head folder (``outputs/NAME/head``), Hub repository (``user/name``), or a drafter such as ``prompt_lookup:3``."""
+    prompt: str
+    """The user's message; ``-`` reads standard input."""
     base: BaseConfig = field(default_factory=BaseConfig)
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    """The base; by default the one that the head was trained for."""
+    max_new_tokens: Positive = 256
+    """Longest answer, in tokens."""
+    sampler: Sampler = field(default_factory=Sampler)
+    """The distribution of the output; temperature 0 is greedy decoding."""
     seed: int = 0
+    """Seed of the sampled answer."""
     raw: bool = False
+    """Continue the prompt as it is, without the chat template."""
     compare: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sampler = Sampler(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+    """Also decode without drafts, and print the speedup."""
 
 
 @command("generate", GenerateConfig, USAGE, words="prompt")

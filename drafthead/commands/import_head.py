@@ -1,14 +1,13 @@
 """``drafthead import from=DIR base=NAME out=DIR``: a published head as a head folder of ours, attached to a base."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
-
-from omegaconf import MISSING
 
 from drafthead.commands.command import command, new_folder
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import format_named, listed, recognise
@@ -32,12 +31,12 @@ OURS = ("format", "settings", "base", "draft_vocab")
 """Keys of a ``config.json`` of drafthead itself."""
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class ImportConfig:
     """Settings of the command."""
 
-    source: str = MISSING
-    out: str = MISSING
+    source: str
+    out: str
     base: BaseConfig = field(default_factory=BaseConfig)
     format: str = "auto"
     config: dict[str, Any] = field(default_factory=dict)

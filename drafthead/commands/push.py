@@ -1,15 +1,14 @@
 """``drafthead push head=DIR repo=user/name``: a head that is on disk, on the Hugging Face Hub."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import MISSING
 from safetensors import SafetensorError, safe_open
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig, push, require_login
+from drafthead.data.utils.settings import settings
 from drafthead.models.heads.parts.head_folder import read_head_config
 from drafthead.train.publish.card import minimal_card
 
@@ -24,11 +23,11 @@ HF_TOKEN, or `hf auth login`, says who uploads. Files that are there already are
 """
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class PushConfig(HubConfig):
     """Settings of the command."""
 
-    head: str = MISSING
+    head: str
 
     def __post_init__(self) -> None:
         super().__post_init__()

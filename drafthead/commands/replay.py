@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
-from omegaconf import MISSING
+from pydantic import Field
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import Positive, settings
 from drafthead.eval.report.plots import ACCENT, INK, SOFT, new_axes, save_png, short_name, styled
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import (
@@ -57,11 +59,11 @@ usage: drafthead replay head=DIR [key=value ...]
 """
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class ReplayConfig:
     """Settings of the command."""
 
-    head: str = MISSING
+    head: str
     base: BaseConfig = field(default_factory=BaseConfig)
     suite: str = "smoke"
     limit: int | None = None
@@ -69,18 +71,19 @@ class ReplayConfig:
     save: str | None = None
     max_new_tokens: int = 128
     sampler: Sampler = field(default_factory=Sampler)
-    nodes: list[int] = field(default_factory=lambda: [6, 16, 64])
-    chain: list[int] = field(default_factory=lambda: [1, 2, 3])
+    nodes: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = field(
+        default_factory=lambda: [6, 16, 64]
+    )
+    chain: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 3])
     draft_sampling: str = DraftSampling.TOP_K.value
     draft_temperature: float = 1.0
-    rule: str = "exact"
+    rule: Literal["exact", "block"] = "exact"
     drafters: list[str] = field(default_factory=list)
     tree_nodes: int | None = None
     plot: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_limits(self, chain="[1, inf)", nodes="[2, inf)", rule=("exact", "block"))
         if DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K and self.drafters:
             raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
         if self.texts is None and self.sampler != Sampler(temperature=self.sampler.temperature):

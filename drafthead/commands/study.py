@@ -3,19 +3,21 @@
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder, write_json
 from drafthead.data.utils.machine import hardware, other_processes_line, versions
+from drafthead.data.utils.settings import Positive, settings
 from drafthead.eval.metrics.acceptance import mean_accepted_length
 from drafthead.eval.metrics.speed import decode_tokens_per_second
 from drafthead.eval.metrics.speedup_breakdown import expected_tokens
@@ -52,29 +54,28 @@ predicted speed.
 """
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class StudyConfig:
     """Settings of the command."""
 
     base: BaseConfig = field(default_factory=lambda: BaseConfig(name="embedded:smollm2"))
     """The base of the recipe."""
     recipe: str = "draft_lm_smollm2"
-    depths: list[int] = field(default_factory=lambda: [1, 2, 4])
+    depths: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 4])
     """Decoder layers of each draft model."""
     widths: list[int] = field(default_factory=list)
     """MLP channels of each; by default such that all have equal parameters."""
-    reference: int = 2
+    reference: Positive = 2
     """Whole layers of the base that all draft models are as large as."""
     train: list[str] = field(default_factory=list)
     """More settings of every training run."""
     suite: str = "mt_bench"
-    limit: int = 12
-    max_new_tokens: int = 96
+    limit: Positive = 12
+    max_new_tokens: Annotated[int, Field(ge=2)] = 96
     seed: int = 0
     out: str = "outputs/study"
 
     def __post_init__(self) -> None:
-        check_limits(self, depths="[1, inf)", reference="[1, inf)", limit="[1, inf)", max_new_tokens="[2, inf)")
         if self.widths and len(self.widths) != len(self.depths):
             raise ValueError(f"widths needs one width per depth, got {len(self.widths)} for {len(self.depths)} depths")
 

@@ -15,27 +15,20 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import PositiveFloat, Share, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.losses import chunk_rows
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class QualityLimits:
     """Limits that a tuned base must keep on every kind of held-out tokens; None is no limit."""
 
-    max_perplexity_ratio: float | None = None
+    max_perplexity_ratio: PositiveFloat | None = None
     """Tuned over original."""
-    min_greedy_match_rate: float | None = None
+    min_greedy_match_rate: Share | None = None
     """Share of tokens with the same top-1, tuned and original."""
-
-    def __post_init__(self) -> None:
-        check_limits(
-            self,
-            "quality_limits.",
-            max_perplexity_ratio="(0, inf)",
-            min_greedy_match_rate="[0, 1]",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import Field
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -22,7 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.embedded.tiny import tiny_tokenizer
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import settings
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.text_model import (
     INNER_NAMES,
@@ -35,9 +37,7 @@ from drafthead.models.base.text_model import (
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-GRAPHS = ("auto", "always", "never")
-KERNELS = ("auto", "packed")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
 """Settings by which a saved head finds its base again."""
 ADAPTER = "adapter"
@@ -55,7 +55,7 @@ EMBEDDED = "embedded:smollm2"
 """The base inside a pinned package, for machines without Hub access."""
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class BaseConfig:
     """The frozen base."""
 
@@ -65,16 +65,16 @@ class BaseConfig:
     """Hub revision; None is the default branch."""
     gguf_file: str | None = None
     """A GGUF file of ``name`` to dequantise, when the weights are not safetensors."""
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     """``auto`` is float32 on a CPU and bfloat16 on a GPU."""
-    max_context: int | None = None
+    max_context: Annotated[int, Field(ge=16)] | None = None
     """Positions to allow; None: the model's own limit, or that of a rotary embedding that changes with the length."""
     prepack: bool = True
     """Prepack the linear layers for skinny products on a CPU (models/kernels/linear.py)."""
-    kernels: str = "auto"
+    kernels: Literal["auto", "packed"] = "auto"
     """How a CPU multiplies one to eight rows: ``auto`` takes what is fastest there, measured once for a base and a
     machine; ``packed`` measures nothing."""
-    graphs: str = "auto"
+    graphs: Literal["auto", "always", "never"] = "auto"
     """Passes of fixed shapes, replayed as CUDA graphs: ``auto`` does so on a GPU, ``never`` runs every pass eagerly in
     the shape it has, ``always`` fixes the shapes on a CPU too (slower: for tests)."""
     trust_remote_code: bool = False
@@ -93,7 +93,6 @@ class BaseConfig:
     and heads of the original base do not fit it."""
 
     def __post_init__(self) -> None:
-        check_limits(self, "base.", dtype=DTYPES, graphs=GRAPHS, kernels=KERNELS, max_context="[16, inf)")
         if self.random and not self.shape:
             raise ValueError("base.random needs base.shape (model_type and sizes); choose a base group that has one")
 

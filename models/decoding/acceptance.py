@@ -10,12 +10,13 @@ Shape legend: B rows, N tree nodes (root included), M requested nodes, S candida
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import PositiveShare, settings
 from drafthead.models.decoding.drafter import Acceptance, DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD
@@ -24,22 +25,18 @@ Target = Callable[[Tensor], Tensor]
 """The target's warped distributions after nodes of the proposal: [B, M] int64 nodes -> [B, M, V] probabilities."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class AcceptanceRule:
     """Which rule, and its numbers."""
 
-    name: str = "exact"
+    name: Literal["exact", "block", "typical", "lenient"] = "exact"
     """``exact`` and ``block`` keep the target's distribution; ``typical`` and ``lenient`` do not."""
-    epsilon: float = 0.09
+    epsilon: PositiveShare = 0.09
     """Of typical acceptance: a probability that is always enough."""
-    delta: float = 0.3
+    delta: PositiveShare = 0.3
     """Of typical acceptance: share of exp(-entropy) that is enough."""
-    lenience: float = 1.0
+    lenience: PositiveShare = 1.0
     """Of lenient acceptance, in (0, 1]: accept with probability p / (lenience q); 1 is exact."""
-
-    def __post_init__(self) -> None:
-        check_limits(self, "rule.", name=("exact", "block", "typical", "lenient"))
-        check_limits(self, "rule.", epsilon="(0, 1]", delta="(0, 1]", lenience="(0, 1]")
 
     @property
     def lossless(self) -> bool:

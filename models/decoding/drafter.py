@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Generic, Self
+from typing import Annotated, Any, Generic, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec
-from drafthead.data.utils.errors import check_limits
+from drafthead.data.utils.settings import NonNegative, Positive, require, settings
 from drafthead.models.base.base_model import PartialForward
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
@@ -76,22 +77,19 @@ class Acceptance:
     """[B, 1 + D, V] float: the target's probs after the accepted nodes, then zeros; None unless requested."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class DynamicTree:
     """A tree chosen anew in every step from the drafter's own probabilities (EAGLE-2, 2406.16858)."""
 
-    nodes: int
+    nodes: Annotated[int, Field(ge=2)]
     """Nodes to verify, root included."""
-    width: int = 8
+    width: Positive = 8
     """Candidates of every expanded node, and nodes expanded on every level."""
-    depth: int = 16
+    depth: Positive = 16
     """Drafts on the longest path; the drafter's own depth bounds it too."""
 
-    def __post_init__(self) -> None:
-        check_limits(self, "a dynamic tree's ", nodes="[2, inf)", width="[1, inf)", depth="[1, inf)")
 
-
-@dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class AdaptiveLength:
     """Draft length by what was accepted: transformers' ``heuristic`` schedule of assisted generation.
 
@@ -99,15 +97,12 @@ class AdaptiveLength:
     from prompt to prompt, and results depend on their order.
     """
 
-    start: int = 5
+    start: Positive = 5
     """Levels of the first draft."""
-    grow: int = 2
+    grow: NonNegative = 2
     """More after a step that accepted a whole path."""
-    shrink: int = 1
+    shrink: NonNegative = 1
     """Fewer after any other."""
-
-    def __post_init__(self) -> None:
-        check_limits(self, "an adaptive length's ", start="[1, inf)", grow="[0, inf)", shrink="[0, inf)")
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
         """Levels to draft after a step that drafted ``drafted`` and accepted ``accepted``; at least 1."""
@@ -136,7 +131,8 @@ class DraftConfig:
     """Truncate the tree to a length that follows what was accepted (one row only); None: always the whole tree."""
 
     def __post_init__(self) -> None:
-        check_limits(self, confidence_threshold="[0, 1)", prefix_threshold="[0, 1)")
+        for key in ("confidence_threshold", "prefix_threshold"):
+            require(0 <= getattr(self, key) < 1, key, "at least 0 and below 1", getattr(self, key))
         dynamic, sampled = isinstance(self.tree, DynamicTree), self.draft_sampling is not DraftSampling.TOP_K
         if self.prefix_threshold > 0 and dynamic:
             raise ValueError("prefix_threshold is for static trees; leave one of them out")

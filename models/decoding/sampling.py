@@ -3,7 +3,6 @@
 Shape legend: B rows, T tokens, V vocabulary.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -19,31 +18,35 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from drafthead.data.utils.errors import check_limits
+from drafthead.data.utils.settings import (
+    BelowOne,
+    NonNegative,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveShare,
+    Share,
+    settings,
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings(frozen=True, kw_only=True)
 class Sampler:
     """How a next token is drawn from logits. The defaults are greedy decoding."""
 
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """0 is greedy, exactly."""
-    top_k: int = 0
+    top_k: NonNegative = 0
     """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: PositiveShare = 1.0
     """Keep the smallest set of tokens with this probability."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Keep tokens with at least this share of the likeliest one's probability."""
-    typical_p: float = 1.0
+    typical_p: PositiveShare = 1.0
     """Keep the tokens of this mass whose surprise is nearest to the entropy (2202.00666)."""
-    eta: float = 0.0
+    eta: BelowOne = 0.0
     """Keep tokens above min(eta, sqrt(eta) exp(-entropy)) (2210.15191); 0 keeps all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: PositiveFloat = 1.0
     """Divide positive and multiply negative logits of tokens that occurred; 1 changes nothing."""
-
-    def __post_init__(self) -> None:
-        check_limits(self, "sampler.", temperature="[0, inf)", top_k="[0, inf)", repetition_penalty="(0, inf)")
-        check_limits(self, "sampler.", top_p="(0, 1]", min_p="[0, 1]", typical_p="(0, 1]", eta="[0, 1)")
 
     @property
     def greedy(self) -> bool:

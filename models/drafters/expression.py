@@ -9,9 +9,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from drafthead.data.answers.store import open_answers
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
@@ -89,19 +93,18 @@ class Expression:
             yield from part.walk()
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class DrafterConfig:
     """The drafter that is built around a command's head."""
 
     drafter: str = "head"
     """Expression of drafters in which ``head`` is the command's head: ``head+prompt_lookup:8:2``,
     ``relay:head@2+prompt_lookup@4`` or ``nested:early_exit:12@6+head``."""
-    tree_nodes: int | None = None
+    tree_nodes: Annotated[int, Field(ge=2)] | None = None
     """Nodes of a combined tree (``A+B``), root included: the other drafters draft first, and the head's likeliest
     drafts fill the rest. null: as many nodes as the head's own tree has."""
 
     def __post_init__(self) -> None:
-        check_limits(self, "eval.", tree_nodes="[2, inf)")
         parse_drafter(self.drafter)
 
     def build(self, base: BaseModel, head: Drafter, head_config: DraftConfig) -> tuple[Drafter, DraftConfig]:

@@ -9,14 +9,15 @@ Shape legend: B batch, T time, D width, W draft vocabulary.
 """
 
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
@@ -26,22 +27,20 @@ from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class DraftLMConfig(AutoregressiveConfig):
     """Settings of :class:`DraftLM`."""
 
     num_draft_tokens: int = 5
-    num_layers: int = 2
+    num_layers: Annotated[int, Field(ge=1, le=16)] = 2
     """Decoder layers."""
     from_layers: list[int] | None = None
     """Layers of the base to start from, in order; None: spread evenly from the first to the last."""
-    intermediate_size: int | None = None
+    intermediate_size: Annotated[int, Field(ge=16)] | None = None
     """Channels of every layer's MLP: the largest of the base's, or the base's and more that add nothing yet. None: the
     base's. For drafts that are wider and shallower, or narrower and deeper, at equal parameters (2402.01528)."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_limits(self, "head.", num_layers="[1, 16]", intermediate_size="[16, inf)")
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:
             raise ValueError(
                 f"head.from_layers must name {self.num_layers} layers (head.num_layers), got {self.from_layers}"

@@ -23,16 +23,18 @@ Shape legend: B batch, T time, S anchors, P slots of a block, F frontier nodes, 
 D width, r Markov rank, W draft vocabulary.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
@@ -50,20 +52,20 @@ from drafthead.models.kernels.linear import joined_linear, reads_in
 from drafthead.models.token_tree import causal_mask
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class DSparkConfig(DraftHeadConfig):
     """Settings of :class:`DSparkHead`."""
 
     num_draft_tokens: int = 7
-    num_layers: int = 2
+    num_layers: Annotated[int, Field(ge=1, le=16)] = 2
     layers: list[int] | None = None
     """Whose outputs (1 is the first layer) make the context; null: as published, as many as the head has layers,
     spread from the second to the third last."""
-    markov_rank: int = 64
+    markov_rank: Annotated[int, Field(ge=0, le=1024)] = 64
     """Rank of the correction by the token before; 0: none, as in DFlash (DeepSpec: 256)."""
     tied_markov: bool = True
     """True: the Markov table is a projection of the base's embedding, [D, r]. False: a table [V, r] of its own."""
-    induction_rank: int = 0
+    induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of an induction head beside the Markov head (ours; no format has it); 0: none."""
     causal: bool = False
     """A slot sees the slots before it only, as in JetSpec."""
@@ -77,15 +79,12 @@ class DSparkConfig(DraftHeadConfig):
     """Start as the base's last layers. False: at random, but adding nothing."""
     reads_state: bool = False
     """Slots begin as the base's last state, and the untrained head as its next-token head (ours; no format has it)."""
-    intermediate_size: int | None = None
+    intermediate_size: Positive | None = None
     """Inner width of the MLPs; null: the base's."""
-    places: int | None = None
+    places: Positive | None = None
     """Most places of a micro-batch that are drafted from in training, drawn at random; null: all."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_limits(self, "head.", num_layers="[1, 16]", markov_rank="[0, 1024]", induction_rank="[0, 1024]")
-        check_limits(self, "head.", intermediate_size="[1, inf)", places="[1, inf)")
         if self.layers is not None and not self.layers:
             raise ValueError("head.layers must name at least one layer, or be null")
         if self.copy_layers and (self.reads_state or self.intermediate_size is not None):

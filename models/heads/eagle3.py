@@ -21,7 +21,7 @@ Shape legend: B batch, T time, S anchors, F frontier nodes, K draft positions, n
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
@@ -145,7 +146,7 @@ class EagleLayer(nn.Module):
         return out
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class Eagle3Config(CopyingConfig):
     """Settings of :class:`Eagle3Head`."""
 
@@ -158,7 +159,7 @@ class Eagle3Config(CopyingConfig):
     empty list takes the final hidden state instead, which EAGLE-1 reads."""
     own_lm_head: bool = True
     """True: a projection of its own, which starts as the base's. False: the base's, frozen and shared."""
-    intermediate_size: int | None = None
+    intermediate_size: Positive | None = None
     """Inner width of the MLP; null: the base's."""
     norm_before_fc: bool = False
     """Norm the concatenated states before they are projected, as later checkpoints do."""
@@ -193,7 +194,6 @@ class Eagle3Config(CopyingConfig):
             raise ValueError(
                 f"head.ttt_steps must be in [1, head.num_draft_tokens={self.num_draft_tokens}], got {self.ttt_steps}"
             )
-        check_limits(self, "head.", intermediate_size="[1, inf)")
 
     @property
     def trained_positions(self) -> int:
@@ -207,7 +207,7 @@ class Eagle3Config(CopyingConfig):
         return Eagle3Head(self, base, d2t)
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class EagleState(HeadState):
     """State of EAGLE-3's layer between steps."""
 

@@ -16,15 +16,16 @@ Differences from the reference code:
 Shape legend: B batch, T time, F frontier nodes, K heads, n picked targets, D width, W draft vocabulary.
 """
 
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import check_limits
+from drafthead.data.utils.settings import BelowOne, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.heads.medusa import ResBlock
@@ -36,16 +37,16 @@ from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.attention import document_mask
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class HydraConfig(CopyingConfig):
     """Settings of :class:`HydraHead`."""
 
     num_draft_tokens: int = 4
-    num_layers: int = 1
+    num_layers: Annotated[int, Field(ge=1, le=8)] = 1
     """Blocks per head (Hydra++: 4)."""
     prefix_layer: bool = False
     """True: Hydra++, with a decoder layer over the base's hidden states."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
     """Before every block and projection, while training (Hydra++: 0.2)."""
     projection_bias: bool = False
     """True: own projections have a bias, as in the weights that the authors released."""
@@ -56,7 +57,6 @@ class HydraConfig(CopyingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_limits(self, "head.", num_layers="[1, 8]", dropout="[0, 1)")
         if self.projection_bias and not self.own_lm_head:
             raise ValueError("head.projection_bias needs head.own_lm_head: true; the base's projection has none")
 

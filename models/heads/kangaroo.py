@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import BelowOne, Positive, settings
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
 from drafthead.models.base.parity import has_passed, note_passed, relative_error, tolerance
@@ -151,19 +152,15 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
     note_passed(base, check)
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class KangarooConfig(AutoregressiveConfig):
     """Settings of :class:`KangarooHead`."""
 
-    exit_layer: int = 2
+    exit_layer: Positive = 2
     """Layers of the base that draft (the paper: 2 of 32 for 7B, 3 of 40 for 13B)."""
     num_draft_tokens: int = 6
-    confidence_threshold: float = 0.6
+    confidence_threshold: BelowOne = 0.6
     """Nothing is drafted after a draft with less confidence, unless decoding sets another one; 0 never stops."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_limits(self, "head.", exit_layer="[1, inf)", confidence_threshold="[0, 1)")
 
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:

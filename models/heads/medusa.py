@@ -15,15 +15,15 @@ does (2402.05109). The heads remain independent of each other, so drafting is st
 Shape legend: B batch, T time, K heads, n targets, D width, W draft vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import cast
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import check_limits
+from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
@@ -32,11 +32,11 @@ from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.linear import inference_copy, joined_linear
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class MedusaConfig(CopyingConfig):
     """Settings of :class:`MedusaHead`."""
 
-    num_layers: int = 1
+    num_layers: Annotated[int, Field(ge=1, le=8)] = 1
     """Residual blocks per head."""
     tie_blocks: bool = False
     """True: one block, applied ``num_layers`` times, as in the reference code and the weights it released."""
@@ -47,7 +47,6 @@ class MedusaConfig(CopyingConfig):
         super().__post_init__()
         if self.tie_blocks and self.reads_last_token:
             raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
-        check_limits(self, "head.", num_layers="[1, 8]")
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
         return MedusaHead(self, base, d2t)

@@ -20,22 +20,25 @@ Shape legend: B batch, T time, n trained positions, D width, V vocabulary.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import BelowOne, NonNegativeFloat, PositiveFloat, settings
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lora import LM_HEAD, LoraBase, LoraSettings
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.losses import STATS, LossConfig, Targets, heads_loss
 
-CROSS_ENTROPY, SELF_DISTILLATION = "ce", "self_distillation"
+CROSS_ENTROPY: Final = "ce"
+SELF_DISTILLATION: Final = "self_distillation"
 BASE_LOSSES = {
     CROSS_ENTROPY: LossConfig(ce=1.0, kl=0.0, decay=1.0),
     SELF_DISTILLATION: LossConfig(ce=0.0, kl=1.0, decay=1.0),
@@ -51,26 +54,26 @@ MERGED = "merged"
 """Folder for the tuned base as a whole model, in the head's folder."""
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class Medusa2Config(MedusaConfig):
     """Settings of :class:`Medusa2Head`."""
 
-    lora_rank: int = 32
-    lora_alpha: float = 16.0
+    lora_rank: Annotated[int, Field(ge=1, le=1024)] = 32
+    lora_alpha: PositiveFloat = 16.0
     """An adapter adds ``lora_alpha / lora_rank * B A`` to its weight."""
-    lora_dropout: float = 0.05
+    lora_dropout: BelowOne = 0.05
     """Of the adapters' inputs."""
     lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
     """Linear layers of every decoder layer that get an adapter."""
     lora_lm_head: bool = False
     """An adapter on the output head, too; not where it is tied to the embedding. Its own input has no dropout."""
-    base_loss: str = SELF_DISTILLATION
+    base_loss: Literal["ce", "self_distillation"] = SELF_DISTILLATION
     """What holds the base: ``ce`` (the corpus) or ``self_distillation`` (KL to the base with adapters off)."""
-    heads_weight: float = 0.2
+    heads_weight: NonNegativeFloat = 0.2
     """Weight of the heads' loss beside the base's (lambda_0 in the paper)."""
-    heads_schedule: str = "constant"
+    heads_schedule: Literal["constant", "linear", "sine"] = "constant"
     """Of that weight over the phase: ``constant``, ``linear`` or ``sine``, both from 0 to it."""
-    heads_lr_mult: float = 4.0
+    heads_lr_mult: PositiveFloat = 4.0
     """The heads' learning rate over the adapters', which is the phase's, while both are trained."""
     checkpointing: bool = False
     """Compute the base's activations again in the backward pass instead of keeping them: less memory, slower."""
@@ -85,9 +88,6 @@ class Medusa2Config(MedusaConfig):
             )
         if not self.lora_targets:
             raise ValueError("head.lora_targets must be at least one layer's name, got none")
-        check_limits(self, "head.", lora_rank="[1, 1024]", lora_alpha="(0, inf)", lora_dropout="[0, 1)")
-        check_limits(self, "head.", base_loss=tuple(BASE_LOSSES), heads_schedule=tuple(HEAD_SCHEDULES))
-        check_limits(self, "head.", heads_weight="[0, inf)", heads_lr_mult="(0, inf)")
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Medusa2Head":
         return Medusa2Head(self, base, d2t)

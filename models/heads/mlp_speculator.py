@@ -15,15 +15,15 @@ vocabulary.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from typing import Annotated, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import check_limits
+from drafthead.data.utils.settings import NonNegative, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
@@ -147,18 +147,18 @@ def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
             nn.init.normal_(module.weight, 0, deviation(module.weight.shape))
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class MLPSpeculatorConfig(CopyingConfig):
     """Settings of :class:`MLPSpeculatorHead`."""
 
-    num_draft_tokens: int = 3
-    inner_dim: int = 0
+    num_draft_tokens: Annotated[int, Field(ge=1, le=8)] = 3
+    inner_dim: NonNegative = 0
     """Width E of the state; 0: the base's."""
     tie_weights: bool = False
     """True: all positions share embedding, norm and projections, but for the one that reads the base's state."""
     scale_input: bool = False
     """True: the base's state is read at an RMS of ``1 / sqrt(2)``."""
-    cell: str = "rnn"
+    cell: Literal["rnn", "lstm"] = "rnn"
     """``rnn`` (IBM) or ``lstm`` (Arctic, which needs ``tie_weights``)."""
     tie_lstm_embs: bool = False
     """True: the gates of the LSTM share one embedding."""
@@ -167,7 +167,6 @@ class MLPSpeculatorConfig(CopyingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_limits(self, "head.", num_draft_tokens="[1, 8]", inner_dim="[0, inf)", cell=("rnn", "lstm"))
         if self.cell == "lstm" and not self.tie_weights:
             raise ValueError("head.cell: lstm needs head.tie_weights: true; its positions share their weights")
         if self.tie_lstm_embs and self.cell != "lstm":

@@ -6,8 +6,8 @@ import pytest
 from hydra import compose, initialize, initialize_config_module
 
 from drafthead.commands import eval as command
+from drafthead.data.utils.compose import parse
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import parse
 from drafthead.eval.config import EvalConfig, EvalRunConfig
 from drafthead.eval.timing.methods import check_methods
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree

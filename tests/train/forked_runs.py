@@ -31,8 +31,8 @@ from omegaconf import OmegaConf
 from drafthead import cli
 from drafthead.data.answers import store as answers
 from drafthead.data.utils import files
+from drafthead.data.utils.compose import say
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import say
 from drafthead.eval.engines.served import free_port
 from drafthead.models.decoding import corpus as batched_generation
 from drafthead.train import adapt, pipeline

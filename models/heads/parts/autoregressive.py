@@ -7,12 +7,12 @@ Shape legend: B batch, T time, K draft positions, D width.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
+from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
@@ -21,7 +21,7 @@ from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_out
 from drafthead.models.heads.parts.targets import DraftTargets, rank_of
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class AutoregressiveConfig(DraftHeadConfig):
     """Settings of an :class:`AutoregressiveHead`."""
 

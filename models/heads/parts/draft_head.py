@@ -11,22 +11,21 @@ import json
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
-from drafthead.data.utils.errors import UserError, check_limits, one_line
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, write_json
-from drafthead.data.utils.settings import schema
+from drafthead.data.utils.settings import check, settings
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
@@ -52,22 +51,18 @@ from drafthead.models.token_tree import TokenTree
 PACKAGE = "drafthead.models.heads"
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class DraftHeadConfig(ABC):
     """Settings of a head. A module of ``models/heads/`` has one subclass, and recipes name it by ``head_type``."""
 
-    num_draft_tokens: int = 5
+    num_draft_tokens: Annotated[int, Field(ge=1, le=16)] = 5
     """Draft positions K: the most drafts on a path."""
-    draft_vocab_size: int | None = None
+    draft_vocab_size: Annotated[int, Field(ge=16)] | None = None
     """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
-    draft_dtype: str | None = "auto"
+    draft_dtype: Literal["auto", "bfloat16", "int8"] | None = "auto"
     """``bfloat16`` or ``int8``: draft with copies of the weights in it, which are read in a half or a quarter of the
     time. Verification does not see them, so exact rules stay exact; drafts near a tie may differ. ``auto``: what was
     measured to be faster when the base was loaded. null: as trained, in float32."""
-
-    def __post_init__(self) -> None:
-        check_limits(self, "head.", num_draft_tokens="[1, 16]", draft_vocab_size="[16, inf)")
-        check_limits(self, "head.", draft_dtype=("auto", *DRAFT_DTYPES))
 
     @property
     def head_type(self) -> str:
@@ -330,11 +325,7 @@ def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
             f"misspelt (it has {', '.join(known)}). Choose a recipe of this head, or leave them out: "
             f"{' '.join(f'~head.{name}' for name in unknown)}"
         )
-    try:
-        return cast(DraftHeadConfig, OmegaConf.to_object(OmegaConf.merge(schema(kind), settings)))
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
-        message = one_line(error)
-        raise UserError(message if message.startswith("head.") else f"head: {message}") from None
+    return check(settings, kind, prefix="head")
 
 
 def _settings(folder: Path, config: dict[str, Any]) -> DraftHeadConfig:

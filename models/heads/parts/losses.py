@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import LossOutput
-from drafthead.data.utils.errors import UserError, check_limits
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import NonNegativeFloat, settings
 from drafthead.models.base.lm_head import LMHead
 
 SHARPNESS = 3.0
@@ -38,27 +39,27 @@ CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 is about three such matrices."""
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class LossConfig:
     """What a phase minimises: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens."""
 
-    ce: float = 1.0
+    ce: NonNegativeFloat = 1.0
     """Weight of the hard cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
-    kl: float = 0.0
+    kl: NonNegativeFloat = 0.0
     """Weight of KL(p || q). This and the terms below train on all targets, also those outside the draft vocabulary."""
-    reverse_kl: float = 0.0
+    reverse_kl: NonNegativeFloat = 0.0
     """Weight of KL(q || p), which asks for no mass where the base has none. 0.9 ``kl`` with 0.1 of it is the mixture
     that Online Speculative Decoding (2310.07177) calls JSD in its code."""
-    jsd: float = 0.0
+    jsd: NonNegativeFloat = 0.0
     """Weight of the Jensen-Shannon divergence, (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
-    tv: float = 0.0
+    tv: NonNegativeFloat = 0.0
     """Weight of the total variation 1 - alpha. Its gradient vanishes where alpha is small: not for a fresh head."""
-    lk: float = 0.0
+    lk: NonNegativeFloat = 0.0
     """Weight of -log(alpha) (LK, 2602.23881): the gradient of ``tv`` divided by alpha, which does not vanish."""
-    lk_adaptive: float = 0.0
+    lk_adaptive: NonNegativeFloat = 0.0
     """Weight of s KL + (1 - s) TV with s = exp(-3 alpha) held constant (2602.23881). s is that of each target; the
     authors' code takes the batch's mean alpha."""
-    confidence: float = 1.0
+    confidence: NonNegativeFloat = 1.0
     """Weight of the cross-entropy of a confidence head (DSpark) against alpha; for heads that have one."""
     decay: float | int | str = 0.8
     """Weight w_k of draft position k is ``decay ** k``, k from 1 (Medusa, 2401.10774). ``dpace`` (D-PACE): what the
@@ -68,7 +69,6 @@ class LossConfig:
     """The weights w_k themselves, one per draft position; null takes ``decay``."""
 
     def __post_init__(self) -> None:
-        check_limits(self, "loss.", **dict.fromkeys((*TERMS, "confidence"), "[0, inf)"))
         if not any(getattr(self, key) for key in TERMS):
             raise ValueError(f"loss.{', loss.'.join(TERMS)} are all 0: nothing would be trained; set one of them")
         if self.decay != DPACE and (isinstance(self.decay, str) or not 0 < self.decay <= 1):

@@ -11,12 +11,14 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
-from drafthead.data.utils.errors import check_limits
+from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
@@ -103,19 +105,17 @@ class MultiPositionHead(DraftHead):
         return HeadState(hidden=last_valid(base_hidden.final, counts), copied=copied)
 
 
-@dataclass(kw_only=True)
+@settings(kw_only=True)
 class CopyingConfig(DraftHeadConfig):
     """Settings of heads that may have an induction head beside them."""
 
     own_lm_head: bool = True
     """True: every position trains its own copy of the base's projection (MLP speculators: one of their width). False:
     all share the base's, frozen (of an MLP speculator: over ``h`` and a trained matrix of the state, ours)."""
-    induction_rank: int = 0
+    induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of an induction head that all positions share (ours; no format has it); 0: none."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_limits(self, "head.", induction_rank="[0, 1024]")
         if self.induction_rank and self.own_lm_head:
             raise ValueError("head.induction_rank adds to the base's projection; set head.own_lm_head=false")
 

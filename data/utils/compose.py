@@ -1,0 +1,154 @@
+"""Hydra composes the settings of a command, a settings class checks them, and errors become one line."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, field, fields, make_dataclass
+from functools import cache, partial
+from typing import Any, TypeVar, get_args, get_origin
+
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.help import help_text
+from drafthead.data.utils.settings import check, field_at, is_settings, types_of, unknown_key, without_none
+
+T = TypeVar("T")
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 and the number of SIGINT, as shells count."""
+
+
+def parse(cfg: DictConfig, cls: type[T]) -> T:
+    """Return a composed config as an instance of the settings class ``cls``, with all its checks run.
+
+    Raises:
+        UserError: names the dotted key, what was expected and what was found.
+    """
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"the settings cannot be resolved: {_one_line(error)}") from None
+    assert isinstance(values, dict)
+    return check(_without_missing(values), cls)
+
+
+def _without_missing(value: Any) -> Any:
+    """Return nested settings without those that are required and not set ("???")."""
+    if isinstance(value, dict):
+        return {key: _without_missing(inner) for key, inner in value.items() if inner != MISSING}
+    return value
+
+
+@cache
+def schema(cls: Any) -> type[Any]:
+    """Return a plain dataclass with the keys and defaults of a settings class, for Hydra.
+
+    Hydra then knows every key. Values are of type ``Any``: the settings class checks them, with better messages.
+    """
+    plain: list[tuple[str, Any, Any]] = []
+    for f in fields(cls):
+        kind = without_none(types_of(cls)[f.name])
+        inner = get_args(kind)[-1] if get_origin(kind) is dict else None
+        if is_settings(kind):
+            kind = schema(kind)
+        elif inner is not None:
+            kind = dict.__class_getitem__((str, schema(inner) if is_settings(inner) else Any))
+        else:
+            kind = Any
+        plain.append((f.name, kind, field(default_factory=partial(_plain_default, f))))
+    return make_dataclass(cls.__name__, plain)
+
+
+def _plain_default(f: Field[Any]) -> Any:
+    if f.default_factory is not NO_DEFAULT:
+        return _plain(f.default_factory())
+    return MISSING if f.default is NO_DEFAULT else _plain(f.default)
+
+
+def _plain(value: Any) -> Any:
+    """Return a default as OmegaConf takes it: settings as instances of their schema, tuples as lists."""
+    if is_settings(value):
+        cls: Any = type(value)
+        return schema(cls)(**{f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init})
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def say(line: str) -> None:
+    """Write a line for people to standard error; with several processes only the first one writes."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{line}\n")
+
+
+@contextmanager
+def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
+    """Turn expected errors into one line and an exit code: 1 for bad input, 130 for Ctrl-C.
+
+    Errors of Hydra itself (an unknown key or group) are explained with the keys of the settings class ``cls``.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise SystemExit(f"error: {_explain(error, cls)}") from None
+    except OSError as error:  # a folder that cannot be made, a full disk: the message names the path
+        raise SystemExit(f"error: {error}; choose another folder (out=..., data.folder=...)") from None
+    except KeyboardInterrupt:
+        say("interrupted; finished work is kept, and the same command resumes from it")
+        raise SystemExit(INTERRUPTED) from None
+
+
+def hydra_task(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
+    """Decorate a Hydra task with ``one_line_errors``.
+
+    The errors must be handled inside ``hydra.main``, which reports every exception that passes it.
+    """
+
+    def guarded(cfg: DictConfig) -> None:
+        with one_line_errors():
+            task(cfg)
+
+    guarded.__module__, guarded.__name__ = task.__module__, task.__name__
+    return guarded
+
+
+def run_main(main: Callable[[], None], cls: type[Any], usage: str = "") -> None:
+    """Run a Hydra entry point whose settings are checked by ``cls``; ``--help`` prints ``usage`` and the settings."""
+    if usage and {"--help", "-h"} & {*sys.argv[1:]}:
+        sys.stdout.write(help_text(usage, cls))
+        raise SystemExit(0)
+    for argument in sys.argv[1:]:
+        if argument.startswith("="):
+            raise SystemExit(f"error: {argument!r} names no setting; settings are key=value, see --help")
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra ends the process itself, with its own traceback
+    with one_line_errors(cls):
+        main()
+
+
+_NOISE = ("reference_type", "object_type", "full_key", "See https", "To append to your", "Config search", "provider=")
+
+
+def _explain(error: BaseException, cls: type[Any] | None) -> str:
+    """Return what Hydra rejected; for an unknown key its path and near matches."""
+    text = f"{error} {error.__cause__ or ''}"
+    unknown = re.search(r"Key '([^']+)' (?:is )?not in", text)
+    path = re.search(r"full_key: (\S+)", text)
+    if unknown and path and cls is not None:
+        parent = without_none(field_at(cls, [*path[1].split(".")[:-1]]))
+        return unknown_key(path[1], unknown[1], parent, cls)
+    return _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    """Return message and cause without the lines that only concern Hydra."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    message = " ".join(line for line in lines if line and not line.startswith(_NOISE))
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read ({message}); quote the value"
+    cause = error.__cause__
+    return f"{message}: {_one_line(cause)}" if isinstance(cause, OmegaConfBaseException) else message

@@ -1,0 +1,103 @@
+"""Settings classes: limits, types, misspelt keys and help, each with the dotted key that users type."""
+
+from dataclasses import field, replace
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.help import describe, first_sentence, help_text
+from drafthead.data.utils.settings import NonNegative, Positive, check, require, settings
+
+
+@settings(kw_only=True)
+class Optim:
+    """The optimiser."""
+
+    lr: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    """Peak learning rate. A second sentence."""
+    name: Literal["adamw", "muon"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    steps: Positive | None = None
+    window: int = 3
+
+    def __post_init__(self) -> None:
+        require(self.window < 10, "window", "below 10", self.window)
+
+
+@settings(kw_only=True)
+class Phase:
+    """A phase."""
+
+    corpus: str
+    """``text`` or ``answers``."""
+    optim: Optim = field(default_factory=Optim)
+    decay: float | int | str = 0.8
+    lengths: list[NonNegative] = field(default_factory=list)
+
+
+@settings(kw_only=True)
+class Run:
+    """A run."""
+
+    name: str
+    phases: dict[str, Phase] = field(default_factory=dict)
+    more: list[Optim] = field(default_factory=list)
+
+
+def run(**phase: Any) -> Run:
+    return check({"name": 3, "phases": {"distill": {"corpus": "text", **phase}}}, Run)
+
+
+def test_values_are_converted_as_yaml_writes_them() -> None:
+    made = run(optim={"lr": "1e-2", "betas": [0.5, 1]})
+    assert made.name == "3" and made.phases["distill"].optim == Optim(lr=0.01, betas=(0.5, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        ({"optim": {"lr": 7}}, "phases.distill.optim.lr must be above 0 and below 1, got 7"),
+        ({"optim": {"lr": "fast"}}, "phases.distill.optim.lr must be above 0 and below 1, got 'fast'"),
+        ({"optim": {"lr": float("nan")}}, "phases.distill.optim.lr must be above 0 and below 1, got nan"),
+        ({"optim": {"name": "sgd"}}, "phases.distill.optim.name must be one of adamw, muon, got 'sgd'"),
+        ({"optim": {"steps": 0}}, "phases.distill.optim.steps must be at least 1 or null, got 0"),
+        ({"optim": {"window": 12}}, "phases.distill.optim.window must be below 10, got 12"),
+        ({"optim": {"betas": [1]}}, r"phases.distill.optim.betas must be a list of 2 values, got \["),
+        ({"decay": [1]}, r"phases.distill.decay must be a number or a whole number or text, got \[1\]"),
+        ({"lengths": [1, -1]}, r"phases.distill.lengths\[1\] must be at least 0, got -1"),
+        ({"optim": {"lrr": 1}}, "phases.distill.optim.lrr is not a setting; did you mean lr?"),
+        ({"corpsu": "text", "corpus": None}, "phases.distill.corpsu is not a setting; did you mean corpus?"),
+        ({"corpus": None}, "phases.distill.corpus must be text, got None"),
+    ],
+)
+def test_bad_values_are_named_by_their_dotted_key(phase: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=f"^{says}"):
+        run(**phase)
+
+
+def test_a_misspelt_required_key_is_named_rather_than_the_missing_one() -> None:
+    with pytest.raises(UserError, match="^nmae is not a setting; did you mean name"):
+        check({"nmae": "x"}, Run)
+    with pytest.raises(UserError, match="^name is missing"):
+        check({}, Run)
+
+
+def test_python_callers_get_the_same_errors() -> None:
+    for make in (lambda: Optim(lr=2), lambda: replace(Optim(), lr=2)):
+        with pytest.raises(UserError, match="^lr must be above 0 and below 1, got 2$"):
+            make()
+
+
+def test_help_has_a_line_for_every_setting() -> None:
+    keys = [setting.key for setting in describe(Run)]
+    assert keys[:3] == ["name", "phases.NAME.corpus", "phases.NAME.optim.lr"] and keys[-1] == "more"
+    text = help_text("usage: x\n", Run, {"name": "title"})
+    assert all(any(line.lstrip().startswith(f"{key}=") for line in text.splitlines()) for key in keys[1:])
+    assert "  title=..." in text and "phases.NAME.optim.lr=0.001" in text
+    assert "Peak learning rate (above 0 and below 1)" in text and "second" not in text
+
+
+def test_first_sentence() -> None:
+    assert first_sentence("Use ``a.b`` for 0.5 of it. Then more.") == "Use a.b for 0.5 of it"
