@@ -1,5 +1,6 @@
 """The ``drafthead`` command: one word per entry point, each imported only when it is called."""
 
+import gc
 import sys
 from importlib import import_module
 
@@ -72,7 +73,12 @@ def main() -> None:
         raise SystemExit(2)
     sys.argv = [f"drafthead {command}", *rest]
     try:
-        import_module(COMMANDS[command][0]).main()
+        # Imports create no garbage, and searching for it takes a tenth of their time.
+        gc.disable()
+        module = import_module(COMMANDS[command][0])
+        gc.freeze()
+        gc.enable()
+        module.main()
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:

@@ -10,6 +10,7 @@ from drafthead.data.utils.machine import OtherProcesses, cores_used
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import FailedDecode, ResultLog, prompt_key
 from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 
 Decoder = Callable[[list[int]], DecodeResult]
 """Function that decodes an answer to prompt ids. It must synchronise the device before it stops its clock."""
@@ -62,6 +63,7 @@ def run_interleaved(
         on_progress: called with the number of finished (turn, decoder) pairs and of all pairs.
         made_of: mark per decoder, such as a hash of weights. Results with another mark are not used.
     """
+    wait_for_huge_pages()
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     count = sum(prompt.turns for prompt in prompts)

@@ -17,6 +17,7 @@ from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode_batch
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.decoding.step_log import StepRecord
+from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.models.token_tree import TokenTree
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -126,6 +127,7 @@ def measure_costs(
     noise. If the base's maximum context is below twice ``context``, it is timed after half its maximum, and larger
     trees than fit into the other half are extrapolated.
     """
+    wait_for_huge_pages()
     generator = torch.Generator().manual_seed(0)
     context = min(context, base.max_context // 2)
     sizes = [n for n in sizes if n <= context]

@@ -151,11 +151,14 @@ class BaseModel:
     def _choose_kernels(self, table: KernelTable) -> None:
         """Fill ``table`` by timing verification with a short context."""
         context = min(TRIAL_CONTEXT, self.max_context // 2)
-        cache = self.new_cache(context + max(MEASURED_ROWS))
         tokens = torch.zeros(1, context, dtype=torch.long, device=self.device)
-        self.forward(tokens, cache)
+        cache: KVCache | None = None
 
         def verify(rows: int) -> None:
+            nonlocal cache
+            if cache is None:  # only when something is measured: a stored choice needs no pass
+                cache = self.new_cache(context + max(MEASURED_ROWS))
+                self.forward(tokens, cache)
             self.verify_logits(tokens[:, :rows], chain_shape(rows), cache)
             cache.crop()
 

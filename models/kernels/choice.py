@@ -16,6 +16,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import cache_dir, exclusive, read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.models.kernels.compiled import skinny_library
+from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.models.kernels.linear import (
     DRAFT_DTYPES,
     MEASURED_ROWS,
@@ -87,6 +88,7 @@ Choice = tuple[dict[int, Kernel], bool, torch.dtype | None]
 
 
 def _measured_choice(table: KernelTable, module: nn.Module, run: Pass) -> Choice:
+    wait_for_huge_pages()
     kernels = _measure(table, run)
     reads = _fastest(module, READ_ROWS, [torch.bfloat16]) == torch.bfloat16
     # Heads draft between two passes of the base, which evict the head's weights from the CPU's caches.

@@ -54,7 +54,7 @@ class CompiledWeight:
         if bias is not None:
             self._bias[: self._outputs] = bias.detach()
         self._packed = padded.view(blocks, width, self._inputs).transpose(1, 2).contiguous()
-        use_huge_pages(self._packed.data_ptr(), self._packed.nbytes)
+        use_huge_pages(self._packed.data_ptr(), self._packed.nbytes, self._packed)
         self._addresses = self._packed.data_ptr(), self._scale.data_ptr(), self._bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:

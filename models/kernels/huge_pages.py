@@ -1,8 +1,15 @@
-"""Memory in huge pages: without them, address translation adds a twentieth to a pass that reads weights."""
+"""Memory in huge pages: without them, address translation adds a twentieth to a pass that reads weights.
+
+Gathering small pages into huge ones takes up to four seconds for SmolLM2, so a thread does it while loading continues.
+"""
 
 import ctypes
 import mmap
+import os
 import sys
+from functools import cache
+from queue import Queue
+from threading import Thread
 
 HUGE_PAGE = 2**21
 """Bytes of a huge page."""
@@ -10,16 +17,42 @@ MADV_COLLAPSE = 25
 """Advice of Linux 6.1 to gather pages into huge ones at once; the ``mmap`` module does not define it."""
 
 
-def use_huge_pages(address: int, size: int) -> None:
-    """Ask Linux to back ``size`` bytes from ``address`` by huge pages; does nothing elsewhere.
+def use_huge_pages(address: int, size: int, owner: object) -> None:
+    """Ask Linux to back ``size`` bytes from ``address`` by huge pages, in the background; do nothing elsewhere.
 
-    The kernel may decline. Neighbouring data on the same huge pages is included.
+    The kernel may decline. Neighbouring data on the same huge pages is included. ``owner`` is kept alive until then,
+    so that the memory is not freed and used for something else meanwhile.
     """
-    if sys.platform != "linux":
-        return
-    start = address // HUGE_PAGE * HUGE_PAGE
-    length = -(-(address + size - start) // HUGE_PAGE) * HUGE_PAGE
+    if sys.platform == "linux":
+        _regions().put((address, size, owner))
+
+
+def wait_for_huge_pages() -> None:
+    """Return when all regions have been processed, so that a measurement is not disturbed."""
+    if sys.platform == "linux":
+        _regions().join()
+
+
+@cache
+def _regions() -> "Queue[tuple[int, int, object]]":
+    """Return the queue of regions, and start the thread that processes them."""
+    regions: Queue[tuple[int, int, object]] = Queue()
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for advice in (mmap.MADV_HUGEPAGE, MADV_COLLAPSE):
-        advise(start, length, advice)
+
+    def process() -> None:
+        while True:
+            address, size, owner = regions.get()
+            start = address // HUGE_PAGE * HUGE_PAGE
+            length = -(-(address + size - start) // HUGE_PAGE) * HUGE_PAGE
+            for advice in (mmap.MADV_HUGEPAGE, MADV_COLLAPSE):
+                advise(start, length, advice)
+            del owner
+            regions.task_done()
+
+    Thread(target=process, name="huge pages", daemon=True).start()
+    return regions
+
+
+if sys.platform == "linux":
+    os.register_at_fork(after_in_child=_regions.cache_clear)  # a forked process has no thread to empty the queue

@@ -120,7 +120,7 @@ class PrepackedLinear(nn.Module):
         # Not buffers: an opaque oneDNN tensor cannot be saved, moved or cast.
         self._packed: Tensor | None = _onednn("_reorder_linear_weight")(weight.detach().to(dtype), ROWS_HINT)
         if (address := _onednn("data_ptr")) and (size := _onednn("_nbytes")):
-            use_huge_pages(address(self._packed), size(self._packed))
+            use_huge_pages(address(self._packed), size(self._packed), self._packed)
         self._bias = None if bias is None else bias.detach().to(dtype)
         self._product = _onednn("_linear_pointwise").default
 
