@@ -7,6 +7,7 @@ from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import drafthead
 from drafthead import cli
@@ -36,7 +37,7 @@ def test_every_command_explains_and_prints_its_settings(command: str, capsys: py
     with pytest.raises(SystemExit, match="0"):
         call(command, "--help")
     shown = capsys.readouterr().out
-    assert f"drafthead {'train' if command == 'data' else command}" in shown and "== settings ==" in shown
+    assert f"drafthead {'train' if command == 'data' else command}" in shown and "settings (key=default):" in shown
     call(command, *SETTINGS[command], "--cfg", "job")
     assert capsys.readouterr().out.count(": ") >= 2
 
@@ -46,7 +47,7 @@ def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
     known = dict.fromkeys(("train", "data"), "seed")
     known |= {"certify": "each", "import": "revision", "push": "private", "engines": "folder"}
     key = known.get(command, "base")
-    with pytest.raises(SystemExit, match=rf"^error: .*'{key}x'.*; did you mean {key}") as stop:
+    with pytest.raises(SystemExit, match=f"^error: {key}x is not a setting; did you mean {key}") as stop:
         call(command, *SETTINGS[command], f"{key}x=1")
     assert "\n" not in str(stop.value)
 
@@ -70,40 +71,24 @@ def test_an_unknown_command_is_one_line_with_the_list(capsys: pytest.CaptureFixt
     assert shown.out == ""
 
 
-OLD_SPELLINGS = {
-    "generate --head a/b {prompt} --max-new-tokens 9 --no-compare --raw": "generate head=a/b {prompt} max_new_tokens=9 "
-    "compare=false raw=true",
-    "replay --head x --base embedded:smollm2 --nodes 6,16 --siblings with_replacement": "replay head=x "
-    "base=embedded:smollm2 nodes=[6,16] draft_sampling=with_replacement",
-    "certify --each --only=block --json=rows.json": "certify each=true only=block json=rows.json",
-}
-
-
-@pytest.mark.parametrize("old", OLD_SPELLINGS)
-def test_options_of_version_0_1_0_still_work(old: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """For one version more, with a line each that says the new spelling."""
-    prompt = "it's \\'2 + 2=4', ${PATH}, {a}, [b"
-    call(*(word.format(prompt=prompt) for word in old.split()), "--cfg", "job")
-    shown = capsys.readouterr()
-    call(*(word.format(prompt=prompt) for word in OLD_SPELLINGS[old].split()), "--cfg", "job")
-    again = capsys.readouterr()
-    assert shown.out == again.out and again.err == ""
-    assert shown.err.count(" is now ") >= old.count("--")
-
-
-def test_words_are_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
-    call("generate", "What", "is", "head=x", "x + y = z?", "--cfg", "job")
-    assert "prompt: What is x + y = z?\n" in capsys.readouterr().out
-    call("generate", "--head", "x", "-", "--cfg", "job")
-    assert "prompt: '-'\n" in capsys.readouterr().out, "standard input"
-    call("generate", "head=x", "- a list?", "--cfg", "job")
-    assert "prompt: '- a list?'\n" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("words", "prompt"),
+    [
+        (["What", "is", "head=x", "x + y = z?"], "What is x + y = z?"),
+        (["head=x", "-"], "-"),  # standard input
+        (["head=x", "- a list?"], "- a list?"),
+        (["head=x", "it's \\'2 + 2=4', ${PATH}, {a}, [b"], "it's \\'2 + 2=4', ${PATH}, {a}, [b"),
+    ],
+)
+def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    call("generate", *words, "--cfg", "job")
+    assert OmegaConf.create(capsys.readouterr().out).prompt == prompt
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["only"], "'only' is no setting"),
+        (["only"], "'only' is not a setting"),
         (["only="], "only= has no value"),
         (["only=[x"], "only=.x cannot be read"),
         (["=5"], "'=5' names no setting"),
@@ -117,7 +102,7 @@ def test_what_is_no_setting_is_one_line(settings: list[str], says: str) -> None:
 
 @pytest.mark.parametrize("key", ["out", "data.folder"])
 def test_a_run_needs_folders_with_names(key: str) -> None:
-    with pytest.raises(SystemExit, match=f"^error: config: {key} must be the name of a folder, got ''$"):
+    with pytest.raises(SystemExit, match=f"^error: {key} must be the name of a folder"):
         call("train", "recipe=medusa_smollm2", "mode=estimate", f"{key}=")
 
 

@@ -29,7 +29,6 @@ from drafthead.data.text.streaming import WINDOW, StreamedRows
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
     read_checksummed_json,
-    read_json,
     read_json_lines,
     read_manifest,
     write_checksummed_json,
@@ -46,12 +45,12 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_trees
 from drafthead.models.token_tree import TokenTree
-from drafthead.train import pipeline
-from drafthead.train.config import AnswersConfig
+from drafthead.train.config import AnswersConfig, RunConfig
 from drafthead.train.corpora.answers import AnswerGenerator
+from drafthead.train.run_folder import SETTINGS, check_settings, training_settings
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest
-from support import TINY, fuzz, small_head, tiny_checkpoint
+from support import TINY, composed, fuzz, small_head, tiny_checkpoint
 
 SHAPE = TINY | {"hidden_size": 16, "num_hidden_layers": 1}
 PLAIN: dict[str, Any] = {"tokenizer": "builtin:tiny", "dtype": "float32", "prepack": False}
@@ -169,14 +168,14 @@ def read_prompts(folder: Path) -> Any:
     return AnswerGenerator(base(), config, 0, folder, ProcessGroup(), lambda *progress: None).prompts.conversations
 
 
+@cache
+def run_config() -> RunConfig:
+    return composed(Path("run"), "recipe=medusa_smollm2")[0]
+
+
 def make_run(folder: Path) -> None:
     (folder / "checkpoints" / "step-1").mkdir(parents=True)
-    write_json(folder / "training-settings.json", MADE_BY)
-
-
-def read_settings(folder: Path) -> Any:
-    pipeline.check_settings(folder / "training-settings.json", json.loads(json.dumps(MADE_BY)))
-    return read_json(folder / "training-settings.json")
+    write_json(folder / SETTINGS, training_settings(run_config()))
 
 
 def make_tracked(folder: Path) -> None:
@@ -227,7 +226,7 @@ READERS = {
     ),
     "stream positions": Reader(read_stream, read_stream),
     "prompts": Reader(read_prompts, read_prompts),
-    "training settings": Reader(make_run, read_settings),
+    "training settings": Reader(make_run, lambda folder: check_settings(folder / SETTINGS, run_config())),
     "wandb run": Reader(make_tracked, read_run_id),
     "manifest": Reader(lambda folder: write_manifest(folder, MADE_BY), read_manifest, exact=False),
     "tree": Reader(

@@ -16,7 +16,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import safe_join, write_atomic
-from drafthead.data.utils.settings import settings
+from drafthead.data.utils.settings import SettingError, settings
 
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
 """Suffixes of files that can run code when loaded; they are never downloaded or read."""
@@ -48,7 +48,7 @@ class HubConfig:
             try:
                 validate_repo_id(self.repo)
             except HFValidationError as error:
-                raise ValueError(f"hub.repo must be like user/name, got {self.repo!r} ({one_line(error)})") from None
+                raise SettingError("repo", f"like user/name ({one_line(error)})", self.repo) from None
 
 
 def require_login(purpose: str) -> None:

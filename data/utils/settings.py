@@ -128,7 +128,7 @@ def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
         return unknown_key(key, str(location[-1]), without_none(field_at(cls, location[:-1])), cls)
     if fault["type"].startswith("missing") and get_origin(kind) is not tuple:
         return f"{key} is missing; set it ({key}=...)"
-    limit = limit_of(kind) or _type_name(kind)
+    limit = "a finite number" if fault["type"] == "finite_number" else limit_of(kind) or _type_name(kind)
     return f"{key} must be {limit}{' or null' if is_optional(kind) else ''}, got {fault['input']!r}"
 
 
@@ -137,7 +137,7 @@ def _in_settings(cls: Any, location: Sequence[int | str]) -> list[int | str]:
     typed: list[int | str] = []
     kind = cls
     for part in location:
-        kind = without_none(kind)
+        kind = _container(kind)
         if is_settings(kind) or get_origin(kind) in (list, dict):
             typed.append(part)
             kind = field_at(kind, [part])
@@ -146,7 +146,7 @@ def _in_settings(cls: Any, location: Sequence[int | str]) -> list[int | str]:
 
 def _type_name(kind: Any) -> str:
     """Return what a field without a limit takes, in words."""
-    kind = without_none(kind)
+    kind = _container(kind)
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} values"
     if get_origin(kind) in (Union, UnionType):
@@ -193,12 +193,15 @@ def limit_of(kind: Any) -> str:
         return ""
     metadata = [item for extra in get_args(kind)[1:] if isinstance(extra, FieldInfo) for item in extra.metadata]
     bounds = [
-        (words, getattr(limit, name)) for limit in metadata for name, words in _LIMITS.items() if hasattr(limit, name)
+        f"{words} {getattr(limit, name):g}"
+        for limit in metadata
+        for name, words in _LIMITS.items()
+        if hasattr(limit, name)
     ]
-    return " and ".join(f"{words} {bound:g}" for words, bound in bounds)
+    return ", ".join(filter(None, [limit_of(get_args(kind)[0]), " and ".join(bounds)]))
 
 
-_LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+_LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "min_length": "of length at least"}
 """Attributes of the limits of pydantic's ``Field``, in words."""
 
 
@@ -218,6 +221,12 @@ def without_none(kind: Any) -> Any:
     return members[0] if is_optional(kind) and len(members) == 1 else kind
 
 
+def _container(kind: Any) -> Any:
+    """Return a type without None and without its limits."""
+    kind = without_none(kind)
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
 @cache
 def types_of(cls: Any) -> dict[str, Any]:
     """Return the types of a settings class by field, with their limits."""
@@ -228,7 +237,7 @@ def field_at(cls: Any, location: Sequence[int | str]) -> Any:
     """Return the type of the value at ``location`` below the settings class ``cls``."""
     kind = cls
     for part in location:
-        kind = without_none(kind)
+        kind = _container(kind)
         if is_settings(kind):
             kind = types_of(kind).get(str(part), Any)
         elif get_origin(kind) in (list, tuple, dict):

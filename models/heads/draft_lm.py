@@ -23,6 +23,7 @@ from drafthead.models.base.layers import with_layers
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig, AutoregressiveHead
+from drafthead.models.heads.parts.draft_head import DraftPositions
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears
 
@@ -31,7 +32,7 @@ from drafthead.models.kernels.linear import prepack_linears
 class DraftLMConfig(AutoregressiveConfig):
     """Settings of :class:`DraftLM`."""
 
-    num_draft_tokens: int = 5
+    num_draft_tokens: DraftPositions = 5
     num_layers: Annotated[int, Field(ge=1, le=16)] = 2
     """Decoder layers."""
     from_layers: list[int] | None = None

@@ -40,7 +40,7 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
-from drafthead.models.heads.parts.draft_head import DraftHeadConfig
+from drafthead.models.heads.parts.draft_head import DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.induction import InductionAnchors, InductionHead, InductionReader
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
@@ -56,7 +56,7 @@ from drafthead.models.token_tree import causal_mask
 class DSparkConfig(DraftHeadConfig):
     """Settings of :class:`DSparkHead`."""
 
-    num_draft_tokens: int = 7
+    num_draft_tokens: DraftPositions = 7
     num_layers: Annotated[int, Field(ge=1, le=16)] = 2
     layers: list[int] | None = None
     """Whose outputs (1 is the first layer) make the context; null: as published, as many as the head has layers,

@@ -42,6 +42,7 @@ from drafthead.models.heads.parts.attention_layer import (
     HeadMLP,
     HeadRMSNorm,
 )
+from drafthead.models.heads.parts.draft_head import DraftPositions
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of, has_next
@@ -150,7 +151,7 @@ class EagleLayer(nn.Module):
 class Eagle3Config(CopyingConfig):
     """Settings of :class:`Eagle3Head`."""
 
-    num_draft_tokens: int = 7
+    num_draft_tokens: DraftPositions = 7
     ttt_steps: int = 7
     """Steps of the training-time test: how many of the K positions are trained. Deeper drafts read the layer's own
     output more often than it was trained for."""

@@ -30,6 +30,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import KVCache, RaggedCache
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm
+from drafthead.models.heads.parts.draft_head import DraftPositions
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
 from drafthead.models.heads.parts.multi_position import CopyingConfig, HeadState, RecurrentHead, States
@@ -41,7 +42,7 @@ from drafthead.models.kernels.attention import document_mask
 class HydraConfig(CopyingConfig):
     """Settings of :class:`HydraHead`."""
 
-    num_draft_tokens: int = 4
+    num_draft_tokens: DraftPositions = 4
     num_layers: Annotated[int, Field(ge=1, le=8)] = 1
     """Blocks per head (Hydra++: 4)."""
     prefix_layer: bool = False

@@ -31,6 +31,7 @@ from drafthead.models.decoding.drafter import DraftConfig, DraftState, DynamicTr
 from drafthead.models.decoding.growth import DraftPass, EarlyExit
 from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm
 from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig, AutoregressiveHead
+from drafthead.models.heads.parts.draft_head import DraftPositions
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.token_tree import TokenTree
@@ -158,7 +159,7 @@ class KangarooConfig(AutoregressiveConfig):
 
     exit_layer: Positive = 2
     """Layers of the base that draft (the paper: 2 of 32 for 7B, 3 of 40 for 13B)."""
-    num_draft_tokens: int = 6
+    num_draft_tokens: DraftPositions = 6
     confidence_threshold: BelowOne = 0.6
     """Nothing is drafted after a draft with less confidence, unless decoding sets another one; 0 never stops."""
 

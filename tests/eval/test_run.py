@@ -24,9 +24,9 @@ def test_evaluates_a_saved_head(tiny_base: TinyBase, tmp_path: Path) -> None:
     [
         (["head=/nowhere/head"], r"no draft head at /nowhere/head: give a run's head folder .*or a Hub repository"),
         ([], "name a head: head=outputs/NAME/head or head=user/repo"),
-        (["head=x", "max_new_tokens=1"], "eval.max_new_tokens must be at least 2, got 1"),
-        (["head=x", "limit=0"], "eval.limit must be at least 1 or null, got 0"),
-        (["head=x", "suit=builtin"], "'suit' .* did you mean suite"),
+        (["head=x", "max_new_tokens=1"], "max_new_tokens must be"),
+        (["head=x", "limit=0"], "limit must be"),
+        (["head=x", "suit=builtin"], "suit is not a setting; did you mean suite"),
     ],
 )
 def test_bad_settings(settings: list[str], says: str) -> None:

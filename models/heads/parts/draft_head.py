@@ -49,13 +49,15 @@ from drafthead.models.kernels.linear import DRAFT_DTYPES, InferenceWeights, infe
 from drafthead.models.token_tree import TokenTree
 
 PACKAGE = "drafthead.models.heads"
+DraftPositions = Annotated[int, Field(ge=1, le=16)]
+"""Draft positions K: the most drafts on a path."""
 
 
 @settings(kw_only=True)
 class DraftHeadConfig(ABC):
     """Settings of a head. A module of ``models/heads/`` has one subclass, and recipes name it by ``head_type``."""
 
-    num_draft_tokens: Annotated[int, Field(ge=1, le=16)] = 5
+    num_draft_tokens: DraftPositions = 5
     """Draft positions K: the most drafts on a path."""
     draft_vocab_size: Annotated[int, Field(ge=16)] | None = None
     """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""

@@ -313,18 +313,18 @@ def test_requests() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"url": "localhost:8000"}, "server.url must be like http://host:8000, got 'localhost:8000'"),
-        ({"url": "http://host:80a"}, "server.url must be like http://host:8000"),
-        ({"url": "http://me:sk-1@host"}, "must not hold a name or a password; put the key into OPENAI_API_KEY"),
-        ({"concurrency": 0}, "server.concurrency must be at least 1, got 0"),
-        ({"min_greedy_match_rate": 1.5}, r"server.min_greedy_match_rate must be in \[0, 1\], got 1.5"),
-        ({"temperature": -1.0}, "sampler.temperature must be at least 0 and finite, got -1.0"),
-        ({"top_p": 0.0}, r"sampler.top_p must be in \(0, 1\], got 0.0"),
+        ({"url": "localhost:8000"}, "url must be like http://host:8000"),
+        ({"url": "http://host:80a"}, "url must be like http://host:8000"),
+        ({"url": "http://me:sk-1@host"}, "password; .*OPENAI_API_KEY"),
+        ({"concurrency": 0}, "concurrency must be"),
+        ({"min_greedy_match_rate": 1.5}, "min_greedy_match_rate must be"),
+        ({"temperature": -1.0}, "temperature must be"),
+        ({"top_p": 0.0}, "top_p must be"),
     ],
 )
 def test_limits(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says) as error:
-        (SamplerConfig if "sampler" in says else ServerConfig)(**settings)
+        (SamplerConfig if {"temperature", "top_p"} & {*settings} else ServerConfig)(**settings)
     assert "sk-1" not in str(error.value)
 
 

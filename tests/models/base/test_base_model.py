@@ -106,7 +106,7 @@ def test_bases_that_cannot_be_read_are_refused(settings: dict[str, Any], says: s
 
 
 def test_bad_base_settings() -> None:
-    with pytest.raises(ValueError, match="base.dtype must be one of auto, float32, bfloat16, float16"):
+    with pytest.raises(ValueError, match="dtype must be one of"):
         BaseConfig(dtype="float8")
     with pytest.raises(UserError, match="model_type 'lama' is not known"):
         BaseConfig(shape={"model_type": "lama"}).transformers_config()

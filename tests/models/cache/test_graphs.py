@@ -60,7 +60,7 @@ def medusa(base: BaseModel) -> MedusaHead:
 
 
 def test_settings(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:
-    with pytest.raises(ValueError, match="base.graphs must be one of auto, always, never, got 'off'"):
+    with pytest.raises(ValueError, match="graphs must be one of"):
         BaseConfig(name="x", graphs="off")
     plain, static = bases
     assert not isinstance(plain.new_cache(8), StaticKVCache)

@@ -30,11 +30,11 @@ def assert_same_corpora(found: Path, wanted: Path) -> None:
 def test_every_node_makes_its_own(runs: Any, tmp_path: Path) -> None:
     """Two nodes of one process each: neither sees the other's folder."""
     one, two = tmp_path / "one", tmp_path / "two"
-    assert runs.all(one, "stages=[corpora]") == [0], runs.said(one)
+    assert runs.all(one, "stages=[corpora]") == [0], runs.output(one)
     options = ("per_node_data=true", f"data.folder={two}/node${{oc.env:RANK}}")
     nodes = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     codes = runs.all(two, *options, "stages=[corpora]", processes=2, environment=nodes)
-    assert codes == [0, 0], runs.said(two) + runs.said(two, rank=1)
+    assert codes == [0, 0], runs.output(two) + runs.output(two, rank=1)
     for node in range(2):
         assert_same_corpora(two / f"node{node}", one / "corpora")
 
@@ -48,8 +48,8 @@ def test_two_processes_make_the_corpora_of_one(runs: Any, tmp_path: Path) -> Non
     named = (f"base.name={tmp_path}/base", "base.random=false", "base.tokenizer=null", "base.prepack=false")
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_VERSION": "2"}
     one, two = tmp_path / "one", tmp_path / "two"
-    assert runs.all(one, *named, "stages=[corpora]") == [0], runs.said(one)
+    assert runs.all(one, *named, "stages=[corpora]") == [0], runs.output(one)
     codes = runs.all(two, *named, "stages=[corpora]", processes=2, environment=fsdp)
-    assert codes == [0, 0], runs.said(two) + runs.said(two, rank=1)
-    assert "generating answers (process 1 of 2)" in runs.said(two)
+    assert codes == [0, 0], runs.output(two) + runs.output(two, rank=1)
+    assert "generating answers (process 1 of 2)" in runs.output(two)
     assert_same_corpora(two / "corpora", one / "corpora")

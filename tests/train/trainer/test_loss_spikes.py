@@ -57,7 +57,7 @@ def test_the_filter_survives_a_resume() -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("spike", 0.5), ("spike", math.nan), ("limit", 100)])
 def test_bad_settings(key: str, value: float) -> None:
-    with pytest.raises(UserError, match=f"loss_spikes.{key} must be "):
+    with pytest.raises(UserError, match=f"{key} must be "):
         LossSpikeConfig(**{key: value})
 
 

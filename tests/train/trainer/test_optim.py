@@ -124,16 +124,9 @@ def test_a_step_takes_the_factor_into_account() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("lr", -1.0, r"optim.lr must be in \(0, 1\), got -1.0"),
-        ("betas", (0.9, 1.0), r"optim.betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
-        ("schedule", "cosin", r"optim.schedule must be one of cosine, linear, constant, got 'cosin'"),
-    ],
-)
-def test_a_value_out_of_its_limits_says_so(key: str, value: object, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize(("key", "value"), [("lr", -1.0), ("betas", (0.9, 1.0)), ("schedule", "cosin")])
+def test_a_value_out_of_its_limits_says_so(key: str, value: object) -> None:
+    with pytest.raises(UserError, match=f"{key} must be"):
         OptimConfig(**{key: value})
 
 
