@@ -127,8 +127,8 @@ def causal_mask(count: int, device: torch.device) -> Tensor:
 
     On a CPU, torch's ``tril`` starts all threads even for one value, and a comparison of few values does not.
     """
-    places = torch.arange(count, device=device)
-    return places[:, None] >= places
+    positions = torch.arange(count, device=device)
+    return positions[:, None] >= positions
 
 
 @dataclass(frozen=True, kw_only=True)

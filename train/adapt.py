@@ -186,8 +186,8 @@ def join(parts: list[HiddenStates], length: int) -> HiddenStates:
         whole = torch.cat(pieces, 1)[:, :length]
         return torch.nn.functional.pad(whole, (0, 0, 0, length - whole.shape[1]))
 
-    layers = [part.layers for part in parts if part.layers is not None]
-    return HiddenStates(final=joined([part.final for part in parts]), layers=joined(layers) if layers else None)
+    layers = [states.layers for states in parts if states.layers is not None]
+    return HiddenStates(final=joined([states.final for states in parts]), layers=joined(layers) if layers else None)
 
 
 def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tuple[int, int, tuple[int, ...]] | None:
@@ -265,10 +265,10 @@ class OnlineLearner:
         """Take optimiser steps on the stored answers and discard them."""
         started = perf_counter()
         with torch.inference_mode(False), torch.enable_grad():
-            wanted = self.config.positions
-            lessons = [each for each in self.buffer if wanted == "all" or each.rejected]
+            positions = self.config.positions
+            lessons = [each for each in self.buffer if positions == "all" or each.rejected]
             rows = [
-                (each.batch(self.head.depth, wanted).to(self.head.base.device), each.hidden.map(torch.clone))
+                (each.batch(self.head.depth, positions).to(self.head.base.device), each.hidden.map(torch.clone))
                 for each in lessons
             ]
             self.head.train()  # drops the copies that it drafts with

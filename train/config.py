@@ -197,10 +197,10 @@ class AnswersConfig:
     def manifest(self) -> dict[str, Any]:
         """What decides on the answers; not how many are made at a time, and where."""
         without = ("batch_size", "server", "precomputed", "fresh")
-        kept = {key: value for key, value in asdict(self).items() if key not in without}
+        manifest = {key: value for key, value in asdict(self).items() if key not in without}
         if not self.exclude_suites:
-            del kept["exclude_suites"]  # manifests of older corpora lack it
-        return kept | {"sources": [source.manifest() for source in self.sources]}
+            del manifest["exclude_suites"]  # manifests of older corpora lack it
+        return manifest | {"sources": [source.manifest() for source in self.sources]}
 
 
 @settings(kw_only=True)

@@ -135,11 +135,11 @@ class StoredHiddenStates:
         A cache beside ``answers`` has early layers only; without ``answers`` its rows start with the final state.
         """
         self._cache = cache
-        self._parts = [part for part in (answers, cache) if part is not None]
+        self._parts = [source for source in (answers, cache) if source is not None]
 
     def read(self, row_numbers: list[int]) -> Tensor:
         """Return the rows ``row_numbers`` as [b, T, D (1 + L)] float32: the final state, then the early layers."""
-        return torch.cat([part.read(row_numbers) for part in self._parts], -1)
+        return torch.cat([source.read(row_numbers) for source in self._parts], -1)
 
     def missing_rows(self) -> list[int]:
         """Return the numbers of the rows that cannot be read yet, ascending."""

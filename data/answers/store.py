@@ -331,4 +331,4 @@ def _join_hidden_states(answers: list[Answer]) -> npt.NDArray[np.float16] | None
     if not present:
         return None
     gap = np.full((1, present[0].shape[1]), np.nan, dtype=np.float16)
-    return np.concatenate([part for states in present for part in (states.astype(np.float16, copy=False), gap)])
+    return np.concatenate([block for states in present for block in (states.astype(np.float16, copy=False), gap)])

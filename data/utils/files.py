@@ -200,15 +200,15 @@ def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "")
 
     Folders are found by content, because earlier versions named them by other digests. An entry ``cache`` is ignored.
     """
-    wanted = json.loads(json.dumps(manifest))
-    named = parent / f"{prefix}{_digest(wanted)[:8]}"
+    expected = json.loads(json.dumps(manifest))
+    named = parent / f"{prefix}{_digest(expected)[:8]}"
     others = (path.parent for path in sorted(parent.glob(f"{prefix}*/{MANIFEST_NAME}")))
     for folder in [named] if named.exists() else others:
         try:
             entries = read_manifest(folder)
         except UserError:  # a damaged manifest in another folder is no obstacle here
             continue
-        if {key: value for key, value in entries.items() if key != "cache"} == wanted:
+        if {key: value for key, value in entries.items() if key != "cache"} == expected:
             return folder
     return named
 
@@ -222,8 +222,8 @@ def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
         return False
     different = difference(read_manifest(folder), json.loads(json.dumps(expected)))
     if different:
-        key, saved, wanted = different
-        raise UserError(f"{folder} was made with {key} = {saved}, expected {wanted}; {remedy}")
+        key, saved, expected_value = different
+        raise UserError(f"{folder} was made with {key} = {saved}, expected {expected_value}; {remedy}")
     return True
 
 

@@ -109,10 +109,10 @@ def _cpu_of_others() -> float | None:
         pid = int(stat.parent.name)
         # Times in user and kernel mode, its own and those of children that it has waited for.
         parents[pid], times[pid] = int(fields[1]), sum(map(int, fields[11:15]))
-    own = 0
+    own_ticks = 0
     for pid, ticks in times.items():
         ancestor = pid
         while ancestor and ancestor != os.getpid():
             ancestor = parents.get(ancestor, 0)
-        own += ticks if ancestor else 0
-    return float(user + nice + system + irq + softirq + steal - own) / os.sysconf("SC_CLK_TCK")
+        own_ticks += ticks if ancestor else 0
+    return float(user + nice + system + irq + softirq + steal - own_ticks) / os.sysconf("SC_CLK_TCK")

@@ -136,11 +136,11 @@ def _in_settings(cls: Any, location: Sequence[int | str]) -> list[int | str]:
     """Return the part of a location that users can type: pydantic appends members of unions and tuples."""
     typed: list[int | str] = []
     kind = cls
-    for part in location:
+    for step in location:
         kind = _container(kind)
         if is_settings(kind) or get_origin(kind) in (list, dict):
-            typed.append(part)
-            kind = field_at(kind, [part])
+            typed.append(step)
+            kind = field_at(kind, [step])
     return typed
 
 
@@ -164,8 +164,8 @@ def unknown_key(key: str, name: str, parent: Any, root: Any) -> str:
 def dotted(location: Sequence[int | str]) -> str:
     """Return the location of a value as it is written on the command line."""
     key = ""
-    for part in location:
-        key += f"[{part}]" if isinstance(part, int) else f".{part}" if part else ""
+    for step in location:
+        key += f"[{step}]" if isinstance(step, int) else f".{step}" if step else ""
     return key.removeprefix(".")
 
 
@@ -236,10 +236,10 @@ def types_of(cls: Any) -> dict[str, Any]:
 def field_at(cls: Any, location: Sequence[int | str]) -> Any:
     """Return the type of the value at ``location`` below the settings class ``cls``."""
     kind = cls
-    for part in location:
+    for step in location:
         kind = _container(kind)
         if is_settings(kind):
-            kind = types_of(kind).get(str(part), Any)
+            kind = types_of(kind).get(str(step), Any)
         elif get_origin(kind) in (list, tuple, dict):
             kind = get_args(kind)[-1]
     return kind

@@ -69,13 +69,13 @@ def main(config: CertifyConfig) -> None:
 
 def worst_samplers(rows: Sequence[Row]) -> list[Row]:
     """The worst row of each rule, draft sampling and shape, with all of their outcomes."""
-    found = []
+    worst_rows = []
     for _, group in groupby(rows, lambda row: (row.rule, row.draft_sampling, row.shape, row.vocabulary)):
         alike = list(group)
         worst = max(alike, key=lambda row: (row.result == "FAILED", row.total_variation or 0.0))
         several = worst.sampler if len(alike) == 1 or worst.result == "FAILED" else f"{len(alike)} samplers"
-        found.append(replace(worst, sampler=several, outcomes=sum(row.outcomes for row in alike)))
-    return found
+        worst_rows.append(replace(worst, sampler=several, outcomes=sum(row.outcomes for row in alike)))
+    return worst_rows
 
 
 def table(rows: Sequence[Row]) -> Table:

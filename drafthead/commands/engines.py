@@ -51,15 +51,15 @@ def main(config: EnginesCommandConfig) -> None:
     elif config.install == "llamacpp":
         _run([sys.executable, "-m", "pip", "install", "-q", LLAMACPP], f"installing {LLAMACPP}")
     display.line(f"vllm: {_vllm(folder) or f'absent; drafthead engines install=vllm ({VLLM_SIZE})'}")
-    there = "here" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
-    display.line(f"llamacpp: {there}")
+    llamacpp = "here" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
+    display.line(f"llamacpp: {llamacpp}")
 
 
 def install_vllm(folder: Path, package: str, log: Callable[[str], None]) -> None:
     """An environment with vLLM, without the packages that come with it and do not fit its torch."""
     python = folder / "bin" / "python"
-    if found := _vllm(folder):
-        log(f"{folder} has it already: {found}")
+    if version := _vllm(folder):
+        log(f"{folder} has it already: {version}")
         return
     log(f"{package} into {folder}: {VLLM_SIZE}, some minutes")
     require_space(folder, SPACE, package)

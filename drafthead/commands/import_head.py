@@ -55,14 +55,14 @@ def main(config: ImportConfig) -> None:
     """Read the published head, attach it to the base, and save it as one of ours."""
     folder = _published_folder(config.source, config.revision)
     content = {**_published_config(folder), **config.config}
-    found = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
-    checkpoint = found.read(folder, config.config)
+    file_format = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
+    checkpoint = file_format.read(folder, config.config)
     display = Display()
     with new_folder(Path(config.out)) as tmp_path:
         with display.stage(f"base {config.base.name or 'random'}"):
             base = BaseModel.load(config.base, default_device(), display.line)
-        with display.stage(f"{found.title} from {config.source}"):
-            head = found.attach(checkpoint, base)
+        with display.stage(f"{file_format.title} from {config.source}"):
+            head = file_format.attach(checkpoint, base)
             read_trees(folder, head)
             head.save_pretrained(tmp_path)
     for note in checkpoint.notes:

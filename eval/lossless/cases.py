@@ -71,22 +71,22 @@ class Shape:
     @property
     def depth(self) -> int:
         """Number of drafts on the longest path."""
-        depths = [part.tree.depth for part in self.parts]
+        depths = [drafter.tree.depth for drafter in self.parts]
         return sum(depths) if self.relay else max(depths)
 
     def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
         """Return drafting of this shape from tables near ``target``; ``sampler`` is the drafters'."""
         drafts: list[TableDraft] = []
-        for number, part in enumerate(self.parts):
+        for number, drafter in enumerate(self.parts):
             draft_config = DraftConfig(
-                tree=part.tree,
-                confidence_threshold=part.confidence_threshold,
-                prefix_threshold=part.prefix_threshold,
+                tree=drafter.tree,
+                confidence_threshold=drafter.confidence_threshold,
+                prefix_threshold=drafter.prefix_threshold,
             )
-            if sampler is not None and not part.top_k:
+            if sampler is not None and not drafter.top_k:
                 draft_config = replace(draft_config, draft_sampling=draft_sampling, sampler=sampler)
             table = target.near(seed + number, DRAFT_SPREAD)
-            drafts.append(TableDraft(table, draft_config, part.shared, part.draft_vocabulary))
+            drafts.append(TableDraft(table, draft_config, drafter.shared, drafter.draft_vocabulary))
         if self.relay:
             return partial(relay_draft, drafts)
         return drafts[0] if len(drafts) == 1 else partial(combined_draft, drafts)

@@ -133,7 +133,7 @@ class TableDraft:
 
 def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource) -> Proposal:
     """Return the union of what several drafters draft after ``last_token`` ([B])."""
-    return combine([part(last_token, rng) for part in parts])
+    return combine([draft(last_token, rng) for draft in parts])
 
 
 def relay_draft(parts: Sequence[TableDraft], last_token: Tensor, rng: RandomSource) -> Proposal:

@@ -99,10 +99,10 @@ class BaseConfig:
     def saved(self) -> dict[str, Any]:
         """The settings by which a saved head finds this base again. Nothing about device or speed."""
         only_random = () if self.random else ("random", "seed", "shape", "dtype")
-        found = {key: getattr(self, key) for key in SAVED_KEYS if key not in only_random}
+        settings = {key: getattr(self, key) for key in SAVED_KEYS if key not in only_random}
         # Only where they are set: manifests of older corpora have no such keys.
         later = {"adapter": self.adapter, "chat_template_kwargs": self.chat_template_kwargs}
-        return found | {key: value for key, value in later.items() if value}
+        return settings | {key: value for key, value in later.items() if value}
 
     def transformers_config(self) -> PreTrainedConfig:
         """The transformers config, from ``shape`` when given (no network), else from ``name``."""

@@ -86,21 +86,21 @@ class CacheShape:
         """
         stacks: dict[tuple[LayerSizes, bool, int], int] = {}
         counts: list[int] = []
-        places: list[Place | None] = []
+        layer_places: list[Place | None] = []
         for layer, sizes in enumerate(self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers):
             trimmed = self.trim is not None and self.trim.layers[layer]
             if sizes is None:
-                places.append(None)
+                layer_places.append(None)
                 continue
             at = []
-            for part in (0, 1):
-                stack = stacks.setdefault((sizes, trimmed, part), len(stacks))
+            for side in (0, 1):
+                stack = stacks.setdefault((sizes, trimmed, side), len(stacks))
                 counts += [0] * (stack == len(counts))
                 at += [stack, counts[stack]]
                 counts[stack] += 1
-            places.append((at[0], at[1], at[2], at[3]))
-        widths = [(sizes[2 * part], sizes[2 * part + 1], trimmed) for sizes, trimmed, part in stacks]
-        return tuple(places), tuple((n, *width) for n, width in zip(counts, widths, strict=True))
+            layer_places.append((at[0], at[1], at[2], at[3]))
+        widths = [(sizes[2 * side], sizes[2 * side + 1], trimmed) for sizes, trimmed, side in stacks]
+        return tuple(layer_places), tuple((n, *width) for n, width in zip(counts, widths, strict=True))
 
     def zeros(self, rows: int, capacity: int) -> tuple[Tensor, ...]:
         """Return empty stacks [L, B, H, C, E]: one of keys and one of values if all layers are equal."""
@@ -151,9 +151,9 @@ class _Stacks:
         """Return True for each stack of trimmed layers."""
         stack_trimmed = [False] * len(self.stacks)
         if self.trim is not None:
-            for place, trimmed in zip(self.places, self.trim.layers, strict=False):
-                if place is not None:
-                    stack_trimmed[place[0]] = stack_trimmed[place[2]] = trimmed
+            for layer_place, trimmed in zip(self.places, self.trim.layers, strict=False):
+                if layer_place is not None:
+                    stack_trimmed[layer_place[0]] = stack_trimmed[layer_place[2]] = trimmed
         return stack_trimmed
 
     def resize(self, capacity: int) -> Self:
@@ -166,12 +166,12 @@ class _Stacks:
 
     def _first_layers(self, count: int) -> tuple[tuple[Tensor, ...], tuple[Place | None, ...]]:
         """Return views of the stacks for the first ``count`` layers, and the places of these layers."""
-        places = self.places[:count]
+        layer_places = self.places[:count]
         used = [0] * len(self.stacks)
-        for place in places:
-            if place is not None:
-                used[place[0]], used[place[2]] = place[1] + 1, place[3] + 1
-        return tuple(stack[:n] for stack, n in zip(self.stacks, used, strict=True)), places
+        for layer_place in layer_places:
+            if layer_place is not None:
+                used[layer_place[0]], used[layer_place[2]] = layer_place[1] + 1, layer_place[3] + 1
+        return tuple(stack[:n] for stack, n in zip(self.stacks, used, strict=True)), layer_places
 
 
 class KVCache(_Stacks):
@@ -265,10 +265,10 @@ class KVCache(_Stacks):
         first = max(self.dropped, self.length - trim.window + 1)
         if self.length - self.dropped + trim.room <= trim.held or first == self.dropped:
             return
-        kept = slice(first - self.dropped, self.length - self.dropped)
+        still_seen = slice(first - self.dropped, self.length - self.dropped)
         for stack, trimmed in zip(self.stacks, self._trimmed_stacks(), strict=True):
             if trimmed:
-                stack[:, :, :, : self.length - first] = stack[:, :, :, kept].clone()
+                stack[:, :, :, : self.length - first] = stack[:, :, :, still_seen].clone()
         self.dropped = first
 
     def _check_behind(self, length: int) -> None:
@@ -281,12 +281,12 @@ class KVCache(_Stacks):
 
     def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
         """Commit the path ``nodes[0, :counts[0]]`` ([1, P] int64, ascending) of the pending nodes; drop the others."""
-        kept = int(counts)
+        path_length = int(counts)
         for stack, trimmed in zip(self.stacks, self._trimmed_stacks(), strict=True):
             start = self.length - self.dropped if trimmed else self.length
             # index_select copies before the write, so overlapping source and destination are safe.
-            stack[:, :, :, start : start + kept] = stack.index_select(3, nodes[0, :kept] + start)
-        self.length += kept
+            stack[:, :, :, start : start + path_length] = stack.index_select(3, nodes[0, :path_length] + start)
+        self.length += path_length
         self.pending = 0
         if self.trim is not None:
             self._drop(self.trim)
@@ -302,9 +302,9 @@ class KVCache(_Stacks):
     def begin_with(self, other: "KVCache") -> None:
         """Copy the committed positions of ``other``, an untrimmed cache of the same model, and drop everything else."""
         first = 0 if self.trim is None else max(0, other.length - self.trim.window + 1)
-        for layer, (own, others) in enumerate(zip(self._layers, other._layers, strict=True)):
+        for layer, (layer_states, source_states) in enumerate(zip(self._layers, other._layers, strict=True)):
             start = first if self.trim is not None and self.trim.layers[layer] else 0
-            for states, source in zip(own, others, strict=True):
+            for states, source in zip(layer_states, source_states, strict=True):
                 states[:, :, : other.length - start] = source[:, :, start : other.length]
         self.length, self.pending, self.dropped = other.length, 0, first
 
@@ -453,10 +453,10 @@ class RaggedCache(_Stacks):
         if self.trim is None:
             return mask, keys
         assert mask is not None
-        places = self.dropped[:, None] + torch.arange(self._held, device=keys.device)  # of a row in the whole text
-        inside = places.clamp(max=self._reach - 1)
+        positions = self.dropped[:, None] + torch.arange(self._held, device=keys.device)  # of a row in the whole text
+        inside = positions.clamp(max=self._reach - 1)
         columns = mask.gather(3, inside[:, None, None].expand(-1, -1, mask.shape[2], -1))
-        return columns.masked_fill_((places >= self._reach)[:, None, None], -torch.inf), keys.gather(1, inside)
+        return columns.masked_fill_((positions >= self._reach)[:, None, None], -torch.inf), keys.gather(1, inside)
 
     def commit(self, counts: Tensor | None = None) -> None:
         """Commit the pending chain of every row, or its first ``counts`` ([B]) positions."""

@@ -94,9 +94,9 @@ def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) ->
     if score is not None:
         node = torch.where(reached == accepted[:, None], score, -torch.inf).argmax(1)
     on_path = ancestors.gather(1, node[:, None, None].expand(-1, 1, count))[:, 0]  # nodes are ordered along a path
-    place = torch.arange(count, device=passes.device)
+    index = torch.arange(count, device=passes.device)
     width = min(shape.depth, count - 1) + 1
-    order = torch.where(on_path, place, count).sort(1).values[:, :width]
+    order = torch.where(on_path, index, count).sort(1).values[:, :width]
     return order.masked_fill(order == count, 0), accepted, node
 
 
@@ -162,9 +162,9 @@ def speculative(
                 break
             token = tokens[rows, child]
             q = _candidate_probs(proposal, node, candidate, rows, token)
-            own = dist[rows, token]
-            q_own = torch.ones_like(own) if q is None else q[rows, token]
-            accepted = rng.bernoulli(own, q_own * lenience, live)
+            p = dist[rows, token]
+            q_token = torch.ones_like(p) if q is None else q[rows, token]
+            accepted = rng.bernoulli(p, q_token * lenience, live)
             moved, chosen = moved | accepted, torch.where(accepted, child, chosen)
             rejected = live & ~accepted
             if not on_host or rejected.any():
@@ -244,11 +244,11 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
         ends = children[rows, node] == NO_CHILD
         left = (weight[:, None] * dist - drafted).clamp(min=0)
         rest = left.sum(-1)
-        kept = rng.bernoulli(
+        accepts = rng.bernoulli(
             torch.where(ends, weight, rest), torch.where(ends, torch.ones_like(weight), rest + 1 - weight), exists
         )
-        accepted = torch.where(kept, level, accepted)
-        bonus = torch.where(kept[:, None], _residual(left, dist), bonus)
+        accepted = torch.where(accepts, level, accepted)
+        bonus = torch.where(accepts[:, None], _residual(left, dist), bonus)
         path.append(torch.where(exists, node, 0))
         probs.append(dist)
     within = torch.arange(len(path), device=tokens.device) <= accepted[:, None]
@@ -286,11 +286,11 @@ def typical(
     entropy = torch.special.entr(probs).sum(-1)
     threshold = torch.clamp(delta * torch.exp(-entropy), max=epsilon)
     above = parents.clamp(min=0)
-    own = probs.gather(1, above[..., None].expand(-1, -1, probs.shape[-1]))
-    own = own.gather(2, proposal.tokens[..., None])[..., 0]  # probability of each node after its parent
-    passes = (own > threshold.gather(1, above)) & (parents >= 0)
+    draft_probs = probs.gather(1, above[..., None].expand(-1, -1, probs.shape[-1]))
+    draft_probs = draft_probs.gather(2, proposal.tokens[..., None])[..., 0]  # probability of each node after its parent
+    passes = (draft_probs > threshold.gather(1, above)) & (parents >= 0)
     passes[:, 0] = True
-    surprise = torch.where(parents >= 0, own, 1.0).clamp(min=torch.finfo(torch.float32).tiny).log()
+    surprise = torch.where(parents >= 0, draft_probs, 1.0).clamp(min=torch.finfo(torch.float32).tiny).log()
     likelihood = (shape.ancestors.to(surprise.dtype) @ surprise[..., None])[..., 0].expand(rows, count)
     nodes, accepted, node = _longest(proposal, passes, likelihood)
     index = torch.arange(rows, device=node.device)

@@ -123,7 +123,7 @@ class BuiltInBackend:
         blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         random.Random(self.sampler.seed).shuffle(blocks)
         missing = [[prompt for prompt in block if prompt[0] not in done] for block in blocks]
-        for place, block in group.share(list(enumerate(block for block in missing if block))):
+        for number, block in group.share(list(enumerate(block for block in missing if block))):
             answers = []
             for answer in generate_answers(
                 self.base,
@@ -135,7 +135,7 @@ class BuiltInBackend:
             ):
                 answers.append(answer)
                 on_done()
-            yield place, sorted(answers, key=lambda a: a.prompt_number)
+            yield number, sorted(answers, key=lambda a: a.prompt_number)
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
         """Yield answers in the order in which they finish."""

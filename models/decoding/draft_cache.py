@@ -43,8 +43,8 @@ class TokenBuffer(DraftState):
         if counts is None:
             counts = torch.full_like(lengths, new)
         if rows == 1:
-            kept = tokens[:, : int(counts)]
-            return TokenBuffer(tokens=torch.cat([known, kept], 1), lengths=lengths + counts)
+            counted = tokens[:, : int(counts)]
+            return TokenBuffer(tokens=torch.cat([known, counted], 1), lengths=lengths + counts)
         wider = torch.cat([known, torch.zeros_like(tokens)], 1)
         # Tokens that do not count end up past the row's new length, and the next tokens overwrite them.
         wider.scatter_(1, lengths[:, None] + torch.arange(new, device=tokens.device), tokens)
@@ -199,9 +199,9 @@ class DraftCache(NodeCache):
         self._reserve(len(text.lengths), text.longest + room + ROW_BY_ROW)
         self._agree(text)
         start, counts = self._read.lengths, text.lengths - self._read.lengths
-        places = start[:, None] + torch.arange(int(counts.max()), device=start.device)
+        positions = start[:, None] + torch.arange(int(counts.max()), device=start.device)
         self._read = text
-        return self._read_chain(text.tokens.gather(1, places.clamp(max=text.longest - 1)), start, counts)
+        return self._read_chain(text.tokens.gather(1, positions.clamp(max=text.longest - 1)), start, counts)
 
     @torch.inference_mode()
     def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
@@ -222,9 +222,9 @@ class DraftCache(NodeCache):
         agreed = torch.minimum(common_prefix(self._read, text), text.lengths - 1)
         ancestors = self._nodes.ancestors
         if self._tokens.shape[1] and bool((agreed == self._read.lengths).all()):
-            places = self._read.lengths[:, None] + ancestors.sum(-1) - 1
-            follows = self._tokens == text.tokens.gather(1, places.clamp(max=text.longest - 1))
-            follows &= places < text.lengths[:, None] - 1
+            positions = self._read.lengths[:, None] + ancestors.sum(-1) - 1
+            follows = self._tokens == text.tokens.gather(1, positions.clamp(max=text.longest - 1))
+            follows &= positions < text.lengths[:, None] - 1
             depth = torch.where((ancestors & ~follows[:, None]).any(-1), 0, ancestors.sum(-1))
             counts, node = depth.max(1)
             path = ancestors[torch.arange(rows, device=node.device), node]

@@ -77,11 +77,11 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int)
         nodes = [n for n, path in enumerate(tree.paths) if len(path) == depth]
         parents = [frontier.index(tree.parents[n]) for n in nodes]
         if sampled:
-            ranks = [parents[:place].count(parent) for place, parent in enumerate(parents)]
+            ranks = [parents[:index].count(parent) for index, parent in enumerate(parents)]
         else:
             ranks = [min(tree.ranks[n], most - 1) for n in nodes]
         width = max(ranks) + 1
-        inner = [place for place, n in enumerate(nodes) if n in tree.parents]
+        inner = [index for index, n in enumerate(nodes) if n in tree.parents]
         levels.append(
             TreeLevel(
                 nodes=tensor(nodes),
@@ -90,10 +90,10 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int)
                 taken=tensor([parent * width + rank for parent, rank in zip(parents, ranks, strict=True)]),
                 taken_shared=tensor(ranks),
                 inner=tensor(inner),
-                above=tensor([parents[place] for place in inner]),
+                above=tensor([parents[index] for index in inner]),
             )
         )
-        frontier = [nodes[place] for place in inner]
+        frontier = [nodes[index] for index in inner]
     return tuple(levels)
 
 
@@ -103,15 +103,15 @@ def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[
     In the other rows they are padding. With ``sampled``, the width of the table of children stays that of the tree.
     """
     device, shape = active.device, tree.shape_on(active.device)
-    kept = active.any(0).nonzero()[:, 0]
+    nodes = active.any(0).nonzero()[:, 0]
     if bool(active.all()):
-        return kept, shape
-    place = torch.zeros(len(tree), dtype=torch.int64, device=device)
-    place[kept] = torch.arange(len(kept), device=device)
-    parents = place[torch.tensor((0, *tree.parents[1:]), device=device)[kept]]
-    parents = torch.where(active[:, kept], parents, -1)
+        return nodes, shape
+    new_number = torch.zeros(len(tree), dtype=torch.int64, device=device)
+    new_number[nodes] = torch.arange(len(nodes), device=device)
+    parents = new_number[torch.tensor((0, *tree.parents[1:]), device=device)[nodes]]
+    parents = torch.where(active[:, nodes], parents, -1)
     parents[:, 0] = -1
-    return kept, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
+    return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
 
 class DraftPass(Protocol):
@@ -262,8 +262,8 @@ def grow(
             parent_nodes = level.nodes.index_select(0, level.inner)
     shape = tree.shape_on(device)
     if stopping.cuts:
-        kept, shape = kept_nodes(tree, stopping.active, sampled=bool(probs))
-        tokens, prob_index = tokens[:, kept], prob_index[kept]
+        nodes, shape = kept_nodes(tree, stopping.active, sampled=bool(probs))
+        tokens, prob_index = tokens[:, nodes], prob_index[nodes]
     return Proposal(
         tokens=tokens,
         shape=shape,
@@ -370,12 +370,12 @@ def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d
         frontier_node = count + best
         count += scores[-1].shape[1]
     best = torch.cat(scores, 1).topk(min(tree.nodes - 1, count - 1), dim=1).indices + 1
-    kept = torch.nn.functional.pad(best.sort(1).values, (1, 0))  # the root, and parents before their children
-    place = torch.zeros(rows, count, dtype=torch.int64, device=device)
-    place.scatter_(1, kept, torch.arange(kept.shape[1], device=device).expand(rows, -1))
-    above = torch.cat(parents, 1).gather(1, kept)
+    nodes = torch.nn.functional.pad(best.sort(1).values, (1, 0))  # the root, and parents before their children
+    new_number = torch.zeros(rows, count, dtype=torch.int64, device=device)
+    new_number.scatter_(1, nodes, torch.arange(nodes.shape[1], device=device).expand(rows, -1))
+    above = torch.cat(parents, 1).gather(1, nodes)
     return Proposal(
-        tokens=torch.cat(tokens, 1).gather(1, kept),
-        shape=TreeShape.from_parents(torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))),
+        tokens=torch.cat(tokens, 1).gather(1, nodes),
+        shape=TreeShape.from_parents(torch.where(above < 0, -1, new_number.gather(1, above.clamp(min=0)))),
         draft_sampling=DraftSampling.TOP_K,
     )

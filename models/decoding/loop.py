@@ -303,7 +303,7 @@ def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_
     """Reject ids that the base cannot read and answer; ``where`` names the prompt in messages."""
     if not ids:
         raise UserError(f"{where} is empty; give it at least one token, or leave it out")
-    outside = next(((place, token) for place, token in enumerate(ids) if not 0 <= token < vocab_size), None)
+    outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise UserError(
             f"{where} holds token id {outside[1]} at place {outside[0]}, but the base's ids go from 0 to "

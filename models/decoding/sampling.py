@@ -95,12 +95,12 @@ class _TopP(TopPLogitsWarper):  # type: ignore[misc]
         values, ids = scores.topk(HEAD)
         probs = (values - scores.logsumexp(-1, keepdim=True)).exp()
         before = probs.cumsum(-1) - probs
-        kept = torch.full_like(scores, -torch.inf).scatter(
+        nucleus = torch.full_like(scores, -torch.inf).scatter(
             -1, ids, values.masked_fill(before >= self.top_p, -torch.inf)
         )
         if (wide := before[:, -1] < self.top_p).any():
-            kept[wide] = super().__call__(input_ids, scores[wide])
-        return kept
+            nucleus[wide] = super().__call__(input_ids, scores[wide])
+        return nucleus
 
 
 @lru_cache(maxsize=64)

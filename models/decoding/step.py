@@ -145,7 +145,7 @@ class DecodeState:
         """
         assert rows is None or self.drafter is None
         rows = list(range(len(prompts))) if rows is None else rows
-        read = [self._prefill(row, ids) for row, ids in zip(rows, prompts, strict=True)]
+        hidden_states = [self._prefill(row, ids) for row, ids in zip(rows, prompts, strict=True)]
         counts = torch.tensor([len(ids) for ids in prompts], device=self.base.device)
         tokens = pad_sequence([torch.tensor(ids, device=self.base.device) for ids in prompts], batch_first=True)
         if self._context is not None:
@@ -153,12 +153,12 @@ class DecodeState:
             self._context[rows], self._context_lengths[rows] = tokens[:, :1], 0
             self._remember(tokens, counts, rows)
         if self.drafter is not None:
-            self._update_drafter(tokens, pad_rows(read), counts)
+            self._update_drafter(tokens, pad_rows(hidden_states), counts)
         if first is None:
-            first = self._first_tokens(torch.cat([part.final[:, -1] for part in read]), rows, rng)
+            first = self._first_tokens(torch.cat([states.final[:, -1] for states in hidden_states]), rows, rng)
         self.last_token = self.last_token.index_copy(0, torch.tensor(rows, device=first.device), first)
         self._remember(first[:, None], torch.ones_like(counts), rows)
-        return [part.final[0] for part in read]
+        return [states.final[0] for states in hidden_states]
 
     def _prefill(self, row: int, ids: list[int]) -> HiddenStates:
         lent = self.cache if isinstance(self.cache, KVCache) else self.cache.slot(row)
@@ -168,12 +168,12 @@ class DecodeState:
         if self._prefix is not None and ids[: len(self._prefix[0])] == self._prefix[0]:
             start = len(self._prefix[0])
             lent.begin_with(self._prefix[1])
-        read = self.base.forward(torch.tensor([ids[start:]], device=self.base.device), lent, spec=self.spec)
+        hidden = self.base.forward(torch.tensor([ids[start:]], device=self.base.device), lent, spec=self.spec)
         if isinstance(self.cache, RaggedCache):
             self.cache.put_back(row, lent)
         if start and self._prefix is not None:
-            read = HiddenStates(final=torch.cat([self._prefix[2], read.final], 1))
-        return read
+            hidden = HiddenStates(final=torch.cat([self._prefix[2], hidden.final], 1))
+        return hidden
 
     def _first_tokens(self, hidden: Tensor, rows: list[int], rng: RandomSource | None) -> Tensor:
         logits, sampler = self.base.logits(hidden), self.config.sampler
@@ -261,8 +261,8 @@ class DecodeState:
         index = torch.tensor(range(len(self._context_lengths)) if rows is None else rows, device=tokens.device)
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         # Past a row's count its last token is repeated: a penalty depends only on the set of tokens.
-        kept = tokens.gather(1, torch.minimum(offsets.expand_as(tokens), counts[:, None] - 1))
-        self._context[index[:, None], self._context_lengths[index][:, None] + offsets] = kept
+        padded = tokens.gather(1, torch.minimum(offsets.expand_as(tokens), counts[:, None] - 1))
+        self._context[index[:, None], self._context_lengths[index][:, None] + offsets] = padded
         self._context_lengths = self._context_lengths.index_add(0, index, counts)
 
     def clear(self, rows: list[int]) -> None:
@@ -285,12 +285,12 @@ def target_probs(logits: Tensor, sampler: Sampler, context: Tensor | None, propo
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 
     def after(nodes: Tensor) -> Tensor:
-        own, text = logits[rows, nodes], None
+        node_logits, text = logits[rows, nodes], None
         if context is not None:
             tokens, ancestors = proposal.tokens[:, None], proposal.shape.ancestors
             seen = ancestors.expand(len(rows), -1, -1)[rows, nodes]
             path = torch.where(seen, tokens, tokens[..., :1])
             text = torch.cat([context[:, None].expand(-1, nodes.shape[1], -1), path], 2).flatten(0, 1)
-        return sampler.probs(own.flatten(0, 1), text).view(own.shape)
+        return sampler.probs(node_logits.flatten(0, 1), text).view(node_logits.shape)
 
     return after

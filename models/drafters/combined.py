@@ -62,14 +62,18 @@ class CombinedDrafter(CompositeDrafter):
     def draft(
         self, state: CompositeState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
     ) -> Proposal:
-        (head, own, part), *others = zip(self.drafters, self._draft_configs(draft_config), state.parts, strict=True)
+        (head, head_config, head_state), *others = zip(
+            self.drafters, self._draft_configs(draft_config), state.parts, strict=True
+        )
         proposals = [
             drafter.draft(drafter_state, last_token, config.at_most(drafter.depth), rng)
             for drafter, config, drafter_state in others
         ]
-        if self.nodes is not None and isinstance(own.tree, TokenTree):
-            own = replace(own, tree=own.tree.first(self.nodes - sum(len(p.shape) - 1 for p in proposals)))
-        return combine([head.draft(part, last_token, own.at_most(head.depth), rng), *proposals])
+        if self.nodes is not None and isinstance(head_config.tree, TokenTree):
+            head_config = replace(
+                head_config, tree=head_config.tree.first(self.nodes - sum(len(p.shape) - 1 for p in proposals))
+            )
+        return combine([head.draft(head_state, last_token, head_config.at_most(head.depth), rng), *proposals])
 
     def _draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
         if isinstance(draft_config.tree, DynamicTree):
@@ -116,8 +120,8 @@ def combine(proposals: Sequence[Proposal]) -> Proposal:
         )
     table = _Table(proposals)
     same = _same_node(table)
-    parents, tokens, place = _compact(table, same)
-    children, prob_index = _candidates(proposals, table, same, place, parents.shape[1])
+    parents, tokens, new_number = _compact(table, same)
+    children, prob_index = _candidates(proposals, table, same, new_number, parents.shape[1])
     shape = replace(TreeShape.from_parents(parents), children=children)
     probs = [p.probs for p in proposals if p.probs is not None]
     return Proposal(
@@ -165,15 +169,15 @@ def _same_node(table: _Table) -> Tensor:
     index = torch.arange(count, device=device)
     same = index.expand(rows, -1).contiguous()
     earlier = index[:, None] > index
-    own = table.owner[:, None] == table.owner
+    same_drafter = table.owner[:, None] == table.owner
     alike = (table.tokens[:, :, None] == table.tokens[:, None]) & earlier
     for depth in range(1, table.shared_depth + 1):
         above = torch.where(table.parents >= 0, same.gather(1, table.parents.clamp(min=0)), -1)
         on_level = (table.depths == depth) & (above >= 0)
         twins = alike & (above[:, :, None] == above[:, None]) & on_level[:, :, None] & on_level[:, None]
-        repeated = (twins & own).any(-1)
+        repeated = (twins & same_drafter).any(-1)
         # Only a node that is nobody's repetition can be met again: what repeats it goes its own way.
-        meets = twins & ~own & ~repeated[:, None] & ~repeated[..., None]
+        meets = twins & ~same_drafter & ~repeated[:, None] & ~repeated[..., None]
         first = torch.where(meets.any(-1), meets.int().argmax(-1), index)
         same = torch.where(on_level, first, same)
     return same
@@ -187,11 +191,11 @@ def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     active[:, 0] = True
     width = int(active.sum(1).max())
     order = (~active).sort(dim=1, stable=True).indices[:, :width]
-    place = torch.zeros_like(same).scatter_(1, order, torch.arange(width, device=same.device).expand(rows, -1))
-    place = place.gather(1, same)
+    new_number = torch.zeros_like(same).scatter_(1, order, torch.arange(width, device=same.device).expand(rows, -1))
+    new_number = new_number.gather(1, same)
     above = table.parents.gather(1, order)
-    parents = torch.where((above >= 0) & active.gather(1, order), place.gather(1, above.clamp(min=0)), -1)
-    return parents, table.tokens.gather(1, order), place
+    parents = torch.where((above >= 0) & active.gather(1, order), new_number.gather(1, above.clamp(min=0)), -1)
+    return parents, table.tokens.gather(1, order), new_number
 
 
 def _candidates(

@@ -18,7 +18,7 @@ class CompositeState(DraftState):
     parts: tuple[DraftState, ...]
 
     def select(self, rows: list[int]) -> "CompositeState":
-        return CompositeState(parts=tuple(part.select(rows) for part in self.parts))
+        return CompositeState(parts=tuple(state.select(rows) for state in self.parts))
 
 
 class CompositeDrafter(Drafter[CompositeState]):
@@ -58,7 +58,8 @@ class CompositeDrafter(Drafter[CompositeState]):
         pairs = zip(self.drafters, state.parts, strict=True)
         return CompositeState(
             parts=tuple(
-                drafter.update(part, tokens, self._own(drafter, base_hidden), counts) for drafter, part in pairs
+                drafter.update(drafter_state, tokens, self._own(drafter, base_hidden), counts)
+                for drafter, drafter_state in pairs
             )
         )
 
@@ -66,6 +67,6 @@ class CompositeDrafter(Drafter[CompositeState]):
         """Return the layers that ``drafter`` reads, out of those that any drafter reads."""
         if base_hidden is None or drafter.spec == self.spec:
             return base_hidden
-        places = [self.spec.layers.index(number) for number in drafter.spec.layers]
-        layers = torch.cat([base_hidden.layer(place) for place in places], -1) if places else None
+        indices = [self.spec.layers.index(number) for number in drafter.spec.layers]
+        layers = torch.cat([base_hidden.layer(index) for index in indices], -1) if indices else None
         return HiddenStates(final=base_hidden.final, layers=layers)

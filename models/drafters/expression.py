@@ -89,8 +89,8 @@ class Expression:
     def walk(self) -> Iterator["Expression"]:
         """Yield this expression and all expressions in it."""
         yield self
-        for part in self.parts:
-            yield from part.walk()
+        for operand in self.parts:
+            yield from operand.walk()
 
 
 @settings(kw_only=True)
@@ -218,17 +218,17 @@ def build_drafter(
     Raises:
         UserError: the drafters do not fit together or do not fit the base.
     """
-    parts = [build_drafter(part, base, head, head_config, nodes) for part in expression.parts]
+    parts = [build_drafter(operand, base, head, head_config, nodes) for operand in expression.parts]
     if expression.kind == "combine":
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
             raise UserError("only a static tree of the head can be combined; set tree=head, chain:K or expansion:1-1-3")
-        drafter: Drafter = CombinedDrafter([part for part, _ in parts], trees, nodes or parts[0][1].nodes)
+        drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes)
         config = replace(parts[0][1], tree=union(trees))
     elif expression.kind == "relay":
         from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
 
-        drafter = HorizontalCascade([part for part, _ in parts], [config.depth for _, config in parts])
+        drafter = HorizontalCascade([operand for operand, _ in parts], [config.depth for _, config in parts])
         config = replace(parts[0][1], tree=TokenTree.chain(drafter.depth))
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
@@ -282,12 +282,12 @@ def _nested(
     from drafthead.models.drafters.experimental.triforce import TriForce
     from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 
-    (model, _), (drafter, config), part = middle, inner, expression.parts[0]
+    (model, _), (drafter, config), named = middle, inner, expression.parts[0]
     if isinstance(model, TriForce):
-        return TriForce(base, model.budget, part.name, num_tokens=model.depth, drafter=drafter, draft_config=config)
+        return TriForce(base, model.budget, named.name, num_tokens=model.depth, drafter=drafter, draft_config=config)
     if not isinstance(model, ModelDrafter):
         raise UserError(
-            f"in {expression.text!r}, {part.text!r} is not a model; give early_exit:LAYERS, budget:POSITIONS or "
+            f"in {expression.text!r}, {named.text!r} is not a model; give early_exit:LAYERS, budget:POSITIONS or "
             "model:NAME"
         )
     return VerticalCascade(model.model, drafter, num_tokens=model.depth, draft_config=config, target=base)
@@ -299,7 +299,7 @@ def load_base_and_drafter(spec: str, config: BaseConfig) -> tuple[BaseModel, Dra
         base, head = load_base_and_head(spec, config)
         return base, head, default_draft_config(head)
     expression = parse_drafter(spec)
-    folders = [part.name for part in expression.walk() if part.kind == "head"]
+    folders = [operand.name for operand in expression.walk() if operand.kind == "head"]
     if folders and folders[0] and not config.name:
         base, _ = load_base_and_head(folders[0], config)
     elif config.name or config.random:

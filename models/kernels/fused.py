@@ -124,13 +124,13 @@ def _can_join(module: nn.Module, *names: str) -> bool:
 
 def _fused(stock: Any, dtype: torch.dtype | None, table: KernelTable | None) -> nn.Module | None:
     """Return the fused equivalent of one stock module, or None if it has none."""
-    part = stock_part(stock)
-    if part == "RMSNorm" and stock.weight.device.type == "cpu" and stock.weight.dtype == torch.float32:
+    name = stock_part(stock)
+    if name == "RMSNorm" and stock.weight.device.type == "cpu" and stock.weight.dtype == torch.float32:
         return FusedRMSNorm(stock)
-    if part == "MLP" and _can_join(stock, "gate_proj", "up_proj") and _can_join(stock, "down_proj"):
+    if name == "MLP" and _can_join(stock, "gate_proj", "up_proj") and _can_join(stock, "down_proj"):
         return FusedMLP(stock, dtype, table)
     if (
-        part == "Attention"
+        name == "Attention"
         and stock.is_causal
         and stock.config._attn_implementation == attention.NAME
         and _can_join(stock, "q_proj", "k_proj", "v_proj")

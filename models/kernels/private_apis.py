@@ -25,9 +25,9 @@ PRIVATE_NAMES = {
     "torch._C._distributed_c10d.HashStore": "required: a single process cannot shard",
     "torch._C._distributed_c10d.PrefixStore": "required: several processes cannot report to each other",
     **{
-        f"transformers.models.{family}.modeling_{family}.{family.capitalize()}{part}": _UNFUSED
+        f"transformers.models.{family}.modeling_{family}.{family.capitalize()}{suffix}": _UNFUSED
         for family in _FUSED_FAMILIES
-        for part in _FUSED_PARTS
+        for suffix in _FUSED_PARTS
     },
     "transformers.models.llama.modeling_llama.LlamaRotaryEmbedding": "required: heads with attention cannot be built",
     "transformers.masking_utils.sdpa_mask": "required: no base can be loaded",
@@ -64,7 +64,7 @@ def stock_part(module: nn.Module) -> str | None:
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     if PRIVATE_NAMES.get(name) != _UNFUSED:
         return None
-    return next(part for part in _FUSED_PARTS if name.endswith(part))
+    return next(suffix for suffix in _FUSED_PARTS if name.endswith(suffix))
 
 
 def is_gemma_norm(module: nn.Module) -> bool:

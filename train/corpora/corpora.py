@@ -194,7 +194,7 @@ class Corpora:
             self.progress(f"hidden states of {name}", done, total)
             states = reader.hidden_states(collate(rows, [row]), spec)
             parts = [states.final if finals is None else None, states.layers]
-            cache.write([row], torch.cat([part.cpu().float() for part in parts if part is not None], -1))
+            cache.write([row], torch.cat([tensor.cpu().float() for tensor in parts if tensor is not None], -1))
         if missing:
             self.progress(f"hidden states of {name}", total, total)
         return StoredHiddenStates(cache, finals)

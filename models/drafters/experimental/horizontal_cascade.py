@@ -34,11 +34,11 @@ class HorizontalCascade(CompositeDrafter):
         super().__init__(drafters, "a relay")
         if len(lengths) != len(drafters):
             raise UserError(f"{len(drafters)} drafters of a relay need as many lengths, got {len(lengths)}")
-        for place, (drafter, length) in enumerate(zip(drafters, lengths, strict=True)):
+        for index, (drafter, length) in enumerate(zip(drafters, lengths, strict=True)):
             name = type(drafter).__name__
             if not 1 <= length <= drafter.depth:
                 raise UserError(f"{name} drafts 1 to {drafter.depth} tokens, but the relay gives it {length}")
-            if place and drafter.reads_base:
+            if index and drafter.reads_base:
                 raise UserError(
                     f"{name} reads the base's hidden states, which drafts do not have: in a relay it can only be the "
                     "first; let prompt lookup, a model or an early exit follow"
@@ -63,7 +63,7 @@ class HorizontalCascade(CompositeDrafter):
                 "a relay drafts chains; use tree=head or tree=chain:K, or combine it with drafters of trees"
             )
         proposal, left = root_only(last_token), draft_config.depth
-        for drafter, length, part in zip(self.drafters, self.lengths, state.parts, strict=True):
+        for drafter, length, drafter_state in zip(self.drafters, self.lengths, state.parts, strict=True):
             length = min(length, left)
             left -= length
             if length == 0:
@@ -71,10 +71,10 @@ class HorizontalCascade(CompositeDrafter):
             drafted = drafted_tokens(proposal)
             if int(drafted.max()) > 0:
                 # What the drafts continue is read like committed text; states are functional, so the text's own stays.
-                part = drafter.update(part, proposal.tokens[:, :-1], None, drafted)
+                drafter_state = drafter.update(drafter_state, proposal.tokens[:, :-1], None, drafted)
             leaf = proposal.tokens.gather(1, drafted[:, None])[:, 0]
             chain_config = replace(draft_config, tree=TokenTree.chain(length))
-            proposal = concatenate(proposal, drafter.draft(part, leaf, chain_config, rng))
+            proposal = concatenate(proposal, drafter.draft(drafter_state, leaf, chain_config, rng))
         return proposal
 
 
@@ -107,13 +107,13 @@ def concatenate(first: Proposal, second: Proposal) -> Proposal:
     probs: list[Tensor] = []
     for proposal, offset, length in parts:
         node = torch.arange(len(proposal.shape), device=device)
-        place = offset[:, None] + node
-        tokens.scatter_(1, torch.where(node <= length[:, None], place, count), proposal.tokens)
+        new_node = offset[:, None] + node
+        tokens.scatter_(1, torch.where(node <= length[:, None], new_node, count), proposal.tokens)
         if proposal.probs is None or proposal.prob_index is None:
             continue
-        own = proposal.prob_index[..., 0].expand(rows, -1)
-        own = torch.where(own >= 0, own + sum(p.shape[1] for p in probs), -1)
-        prob_index.scatter_(1, torch.where(node < length[:, None], place, count), own)
+        index = proposal.prob_index[..., 0].expand(rows, -1)
+        index = torch.where(index >= 0, index + sum(p.shape[1] for p in probs), -1)
+        prob_index.scatter_(1, torch.where(node < length[:, None], new_node, count), index)
         probs.append(proposal.probs)
     number = torch.arange(count, device=device)
     parents = torch.where(number <= (head + tail)[:, None], number - 1, -1)

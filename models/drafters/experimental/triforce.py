@@ -81,14 +81,14 @@ class BudgetCache(KVCache):
 
     def __init__(self, source: KVCache, places: Tensor, count: int, room: int) -> None:
         """Keep ``places`` [L, H, S] of the first ``count`` positions, with room for so many more."""
-        layers, heads, kept = places.shape
+        layers, heads, budget = places.shape
         width = source.keys.shape[-1]
         index = places[:, None, :, :, None].expand(-1, -1, -1, -1, width)
-        stacks = [stack.new_empty(layers, 1, heads, kept + room, width) for stack in source.stacks]
-        for own, theirs in zip(stacks, source.stacks, strict=True):
-            own[:, :, :, :kept] = theirs.gather(3, index)
-        super().__init__(tuple(stacks), source.places, length=kept)
-        self.left_out = count - kept
+        stacks = [stack.new_empty(layers, 1, heads, budget + room, width) for stack in source.stacks]
+        for copied, source_stack in zip(stacks, source.stacks, strict=True):
+            copied[:, :, :, :budget] = source_stack.gather(3, index)
+        super().__init__(tuple(stacks), source.places, length=budget)
+        self.left_out = count - budget
 
     def positions(self, depths: Tensor) -> Tensor:
         return depths + self.length + self.left_out
@@ -96,8 +96,8 @@ class BudgetCache(KVCache):
     def append(self, source: KVCache, start: int, end: int) -> None:
         """Copy positions from ``start`` to ``end`` of the longer cache after what is here."""
         to = slice(self.length, self.length + end - start)
-        for own, theirs in zip(self.stacks, source.stacks, strict=True):
-            own[:, :, :, to] = theirs[:, :, :, start:end]
+        for stack, source_stack in zip(self.stacks, source.stacks, strict=True):
+            stack[:, :, :, to] = source_stack[:, :, :, start:end]
         self.length = to.stop
 
 
@@ -178,24 +178,24 @@ class TriForce(VerticalCascade, UsesTargetCache):
     def read(self, state: CascadeState, root: Tensor) -> BudgetCache:
         """The budget's cache, brought to the committed text."""
         assert isinstance(state, TriForceState)
-        text, kept, source = state.text, state.selection, state.target
+        text, selection, source = state.text, state.selection, state.target
         if source is None:
             state.cache.prefill(text, 1)
             assert isinstance(state.cache.cache, KVCache)
             source = state.cache.cache
         count = text.longest
-        if kept.cache is not None and kept.text is not None:
-            follows = int(common_prefix(kept.text, text)) == kept.text.longest
-            if follows and count - kept.selected_at < self.refresh:
-                kept.cache.crop(kept.text.longest - kept.cache.left_out)
-                kept.cache.append(source, kept.text.longest, count)
-                kept.text = text
-                return kept.cache
+        if selection.cache is not None and selection.text is not None:
+            follows = int(common_prefix(selection.text, text)) == selection.text.longest
+            if follows and count - selection.selected_at < self.refresh:
+                selection.cache.crop(selection.text.longest - selection.cache.left_out)
+                selection.cache.append(source, selection.text.longest, count)
+                selection.text = text
+                return selection.cache
         queries = None
         if self.policy.name == "retrieval" and count > self.budget:
             with captured_queries() as queries:
                 self.model.forward(root[:, None], KVCache(source.stacks, source.places, length=count))
-        places = self.policy.places(self.budget, source.keys[:, 0, :, :count], queries)
-        kept.cache = BudgetCache(source, places, count, self.refresh + self.room)
-        kept.text, kept.selected_at = text, count
-        return kept.cache
+        positions = self.policy.places(self.budget, source.keys[:, 0, :, :count], queries)
+        selection.cache = BudgetCache(source, positions, count, self.refresh + self.room)
+        selection.text, selection.selected_at = text, count
+        return selection.cache

@@ -165,11 +165,11 @@ def _decoded(decoding: DecodeState, read: Tensor, count: int, seeds: list[int]) 
         width = output.tokens.shape[1]
         offsets = torch.arange(width, device=device)
         counted = offsets < output.counts[:, None]
-        places = torch.where(counted, filled[:, None] + offsets, count).clamp(max=count)
-        tokens.scatter_(1, places, output.tokens)
+        columns = torch.where(counted, filled[:, None] + offsets, count).clamp(max=count)
+        tokens.scatter_(1, columns, output.tokens)
         if (step_probs := output.acceptance.probs) is not None:
             if probs is None:
                 probs = step_probs.new_zeros(rows, count + 1, step_probs.shape[-1])
-            probs.scatter_(1, places[..., None].expand(-1, -1, step_probs.shape[-1]), step_probs[:, :width])
+            probs.scatter_(1, columns[..., None].expand(-1, -1, step_probs.shape[-1]), step_probs[:, :width])
         filled = filled + output.counts
     return tokens[:, :count], None if probs is None else probs[:, :count]
