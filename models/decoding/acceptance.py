@@ -1,10 +1,14 @@
-"""Acceptance rules: pure functions from a proposal, the target's probs and random numbers to what is accepted.
+"""Acceptance rules: pure functions from a proposal, the target's probs and random numbers to an ``Acceptance``.
 
-``speculative`` is one walk from the root that covers, by how the candidates were drawn: speculative sampling of a chain
-(Leviathan et al., 2211.17192), SpecInfer's multi-step sampling (2305.09781; candidates with replacement: their
-random order is exchangeable with the order of drawing), Sequoia's (2402.12374; without replacement), EAGLE's (top-k
-candidates), and trees combined of several drafters. Where all candidates are top-k, ``naive_sampling`` accepts as
-often and costs less. ``drafthead certify`` enumerates what each rule commits.
+``speculative`` walks down from the root. The way the candidates were drawn decides which published rule this is:
+
+- a chain: speculative sampling (Leviathan et al., 2211.17192);
+- with replacement: SpecInfer's multi-step sampling (2305.09781), whose random order equals the order of drawing;
+- without replacement: Sequoia (2402.12374);
+- top-k: EAGLE.
+
+Trees combined from several drafters may mix these. If all candidates are top-k, ``naive_sampling`` accepts as often and
+costs less. ``drafthead certify`` enumerates what each rule commits.
 
 Shape legend: B rows, N tree nodes (root included), M requested nodes, S candidates at a node, V vocabulary.
 """
@@ -27,7 +31,7 @@ Target = Callable[[Tensor], Tensor]
 
 @settings(frozen=True, kw_only=True)
 class AcceptanceRule:
-    """Which rule, and its numbers."""
+    """An acceptance rule and its thresholds."""
 
     name: Literal["exact", "block", "typical", "lenient"] = "exact"
     """``exact`` and ``block`` keep the target's distribution; ``typical`` and ``lenient`` do not."""
@@ -40,7 +44,7 @@ class AcceptanceRule:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output's distribution is the target's."""
+        """True if the output's distribution is the target's."""
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
     def check(self, draft_config: DraftConfig) -> None:
@@ -64,14 +68,14 @@ class AcceptanceRule:
 
 
 def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
-    """Accept the longest path on which every draft is the target's own greedy choice. Lossless.
+    """Accept the longest path on which every draft is the target's greedy choice. Lossless for any draft sampling.
 
-    Exact for any draft sampling, since the committed tokens are the target's whatever was drafted: a node is
-    accepted iff all nodes from the root to it equal the target's argmax at their parents; distinct children make
-    that path unique, and among equal ones the first is taken. ``target_BN`` is the target's argmax after every node.
+    A node is accepted if it and all its ancestors equal the target's argmax at their parents. Distinct children make
+    that path unique; of equal ones the first is taken. ``target_BN`` [B, N] int64 is the argmax after every node.
     """
     shape = proposal.shape
     parents = shape.parents.expand(target_BN.shape)
+    # A draft must equal the argmax after its parent. Padding (parent -1) never matches.
     matches = (proposal.tokens == target_BN.gather(1, parents.clamp(min=0))) & (parents >= 0)
     matches[:, 0] = True
     nodes, accepted, node = _longest(proposal, matches)
@@ -79,10 +83,10 @@ def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
 
 
 def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the path to the deepest node whose ancestors and itself pass, [B, 1 + depth] padded with 0.
+    """Return the path [B, 1 + depth] to the deepest node that passes with all ancestors, its depth and it ([B]).
 
-    Of equally deep nodes, the one with the highest score or the first counts. Also returns its depth [B] and the node
-    itself [B].
+    All are int64; paths are padded with 0. Of equally deep nodes, the one with the highest ``score`` [B, N] is taken,
+    by default the first.
     """
     shape = proposal.shape
     rows, count = passes.shape
@@ -105,8 +109,8 @@ def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, ret
 
     SpecInfer's naive sampling (2305.09781, section 4.3). Lossless whatever was drafted, since the target draws every
     token. Top-k candidates are accepted as often as by ``speculative`` (p(x) each), without residuals. The n-th token
-    of an answer is drawn with the random number that plain decoding has for it: so the text is plain decoding's with
-    the same seed (in float32, up to ties of rounding), whatever drafts.
+    of an answer takes the random number that plain decoding takes for it. With one seed, the answer therefore equals
+    plain decoding's for any drafter (in float32, up to ties of rounding).
     """
     shape, tokens = proposal.shape, proposal.tokens
     rows = torch.arange(tokens.shape[0], device=tokens.device)
@@ -119,9 +123,10 @@ def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, ret
         drawn = rng.categorical(dist[:, None], offset=level)[:, 0]
         bonus = torch.where(active, drawn, bonus)
         candidates = children[rows, node]  # [B, S]
+        # The walk continues if one of the candidates is the token that the target drew.
         drafted = (candidates != NO_CHILD) & (tokens.gather(1, candidates.clamp(min=0)) == drawn[:, None])
         active = active & drafted.any(1)
-        if tokens.device.type == "cpu" and not active.any():  # there a look is free, and most walks end early
+        if tokens.device.type == "cpu" and not active.any():  # reading a CPU tensor is free, and most walks end early
             break
         chosen = candidates.gather(1, drafted.int().argmax(1, keepdim=True))[:, 0]
         node = torch.where(active, chosen, 0)
@@ -140,9 +145,9 @@ def speculative(
 ) -> Acceptance:
     """Walk down from the root: try the children of a node in turn, and go to the first that is accepted.
 
-    A candidate x drawn from q is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes the
-    normalised positive part of p - q, or stays where that is empty. The bonus is drawn from what p is at the end.
-    Lossless with ``lenience`` 1; otherwise q counts as ``lenience * q`` and the output is not the target's.
+    A candidate x drawn from q is accepted with probability min(1, p(x) / q(x)). After a rejection, p becomes the
+    normalised positive part of p - q (p itself if that is empty). The bonus is drawn from the final p. ``lenience`` 1
+    is lossless; below 1, q counts as ``lenience * q`` and the output's distribution is not the target's.
     """
     shape = proposal.shape
     tokens = proposal.tokens
@@ -152,7 +157,7 @@ def speculative(
     active = torch.ones_like(rows, dtype=torch.bool)
     dist = target(node[:, None])[:, 0]
     path, probs = [node], [dist]
-    on_host = tokens.device.type == "cpu"  # there a look at the rows is free, and most walks end early
+    on_host = tokens.device.type == "cpu"  # reading a CPU tensor is free, and most walks end early
     for _ in range(min(shape.depth, len(shape) - 1)):
         moved, chosen = torch.zeros_like(active), node
         for candidate in range(children.shape[2]):
@@ -164,10 +169,12 @@ def speculative(
             q = _candidate_probs(proposal, node, candidate, rows, token)
             p = dist[rows, token]
             q_token = torch.ones_like(p) if q is None else q[rows, token]
+            # Bernoulli(min(1, p / q)), in the rows that still try candidates at this node.
             accepted = rng.bernoulli(p, q_token * lenience, live)
             moved, chosen = moved | accepted, torch.where(accepted, child, chosen)
             rejected = live & ~accepted
             if not on_host or rejected.any():
+                # Later candidates and the bonus must make up the difference: p becomes norm(max(0, p - q)).
                 left = dist.scatter(1, token[:, None], 0.0) if q is None else (dist - q).clamp(min=0)
                 dist = torch.where(rejected[:, None], _residual(left, dist), dist)
         active, node = moved, chosen
@@ -186,9 +193,9 @@ def speculative(
 
 
 def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Tensor, token: Tensor) -> Tensor | None:
-    """[B, V] what the ``candidate``-th child of each row's node, ``token``, was drawn from; None: all are top-k.
+    """Return the distributions [B, V] that the ``candidate``-th child of each row's node, ``token``, was drawn from.
 
-    A top-k candidate was drawn for certain.
+    A top-k candidate has all the mass. Returns None if all candidates are top-k.
     """
     if proposal.probs is None or proposal.prob_index is None:
         return None
@@ -197,6 +204,7 @@ def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Ten
     probs = proposal.probs[rows, source.clamp(min=0)]
     if proposal.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT and candidate:
         children = proposal.shape.children.expand(len(rows), -1, -1)[rows, node]
+        # Without replacement, q is renormalised over what earlier siblings from the same distribution left.
         for earlier in range(candidate):
             same = (prob_index[:, earlier] == source) & (children[:, earlier] != NO_CHILD)
             drawn = proposal.tokens[rows, children[:, earlier]]
@@ -217,12 +225,11 @@ def _residual(left: Tensor, dist: Tensor) -> Tensor:
 
 
 def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs: bool = False) -> Acceptance:
-    """Block verification (Sun et al. 2024, 2403.10444) of chains: lossless, and accepts at least as much as token by
-    token.
+    """Verify a chain as one block (Sun et al., 2403.10444). Lossless; accepts at least as much as token by token.
 
-    With w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), the prefix of i drafts is kept with probability h_i = s_i / (s_i + 1
-    - w_i), where s_i is the mass of the positive part of w_i p_{i+1} - q_{i+1}; the whole chain with w. The longest
-    prefix that is kept counts, and what follows it is drawn from the positive part, or from p after the whole chain.
+    Let w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i the mass of the positive part of w_i p_{i+1} - q_{i+1}. The
+    prefix of i drafts passes with probability s_i / (s_i + 1 - w_i), and the whole chain of n drafts with w_n. The
+    longest prefix that passes is accepted. The bonus is drawn from the positive part, or from p after the whole chain.
     """
     tokens = proposal.tokens
     rows = torch.arange(tokens.shape[0], device=tokens.device)
@@ -244,6 +251,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
         ends = children[rows, node] == NO_CHILD
         left = (weight[:, None] * dist - drafted).clamp(min=0)
         rest = left.sum(-1)
+        # A prefix passes on its own, even if a shorter one failed, so no level ends the loop.
         accepts = rng.bernoulli(
             torch.where(ends, weight, rest), torch.where(ends, torch.ones_like(weight), rest + 1 - weight), exists
         )
@@ -261,7 +269,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
 
 
 def _chain_probs(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
-    """[B, V] what the only child of each row's node was drawn from, like ``dist``; zeros where the chain ends."""
+    """Return the distribution [B, V] that each row's next draft was drawn from, like ``dist``; zeros after the last."""
     rows = torch.arange(len(node), device=node.device)
     child = proposal.shape.children.expand(len(node), -1, -1)[rows, node, 0]
     token = proposal.tokens[rows, child]
@@ -275,9 +283,9 @@ def typical(
 ) -> Acceptance:
     """Typical acceptance (Medusa, 2401.10774): NOT lossless.
 
-    A draft passes when the target gives it more than min(epsilon, delta * exp(-entropy)), whatever the drafter gave
-    it. The longest path that passes counts, the likeliest of equal ones. The bonus is drawn from the tokens that would
-    have passed, the likeliest always among them. The reference code takes the likeliest; drawing stays nearer to p.
+    A draft passes if its target probability is above min(epsilon, delta * exp(-entropy)); the drafter's probability
+    does not matter. The longest path that passes is accepted, or the likeliest of several. The bonus is drawn from the
+    tokens that would pass, including the likeliest. The reference code takes the likeliest; drawing stays nearer to p.
     """
     shape = proposal.shape
     rows, count = proposal.tokens.shape
@@ -287,7 +295,8 @@ def typical(
     threshold = torch.clamp(delta * torch.exp(-entropy), max=epsilon)
     above = parents.clamp(min=0)
     draft_probs = probs.gather(1, above[..., None].expand(-1, -1, probs.shape[-1]))
-    draft_probs = draft_probs.gather(2, proposal.tokens[..., None])[..., 0]  # probability of each node after its parent
+    draft_probs = draft_probs.gather(2, proposal.tokens[..., None])[..., 0]  # [B, N] of each node after its parent
+    # The target's entropy after the parent sets the threshold.
     passes = (draft_probs > threshold.gather(1, above)) & (parents >= 0)
     passes[:, 0] = True
     surprise = torch.where(parents >= 0, draft_probs, 1.0).clamp(min=torch.finfo(torch.float32).tiny).log()

@@ -1,8 +1,8 @@
 """The one decoding loop: one prompt, batches, and the answers of a corpus.
 
-Every step drafts a token tree after the last committed token, reads it in one pass of the base, accepts a path by
-a rule of ``acceptance.py`` and commits it with the target's own next token. Plain decoding is the same loop with
-a tree that is only its root. Rows of a batch have prompts, accepted lengths and ends of their own.
+Every step drafts a token tree after the last committed token and reads it in one pass of the base. A rule of
+``acceptance.py`` accepts a path, which is committed with the target's next token. Plain decoding is the same loop with
+a tree that is only its root. Rows of a batch differ in prompts, accepted lengths and ends.
 
 Shape legend: B rows, T tokens, D width, V vocabulary.
 """
@@ -84,6 +84,10 @@ class DecodeLoop:
     @torch.inference_mode()
     def run(self, prompts: Iterable[DecodingSequence]) -> Iterator[DecodingSequence]:
         """Yield sequences in the order in which they end."""
+        # Batches are decoded one after the other. Within a batch, each iteration of the inner loop
+        # 1. yields the rows that ended; in plain decoding, waiting prompts take over their slots;
+        # 2. drops or clears the rows that ended and were not replaced;
+        # 3. decodes one step of the others.
         waiting = deque(prompts)
         started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
         prefixes = [row.prompt for row in waiting] if self.drafter is None else []
@@ -97,6 +101,7 @@ class DecodeLoop:
             reported: set[int] = set()
             while True:
                 for slot in range(len(rows)):
+                    # A loop, because a new row can end with its first token.
                     while rows[slot].ended and rows[slot].number not in reported:
                         reported.add(rows[slot].number)
                         yield rows[slot]
@@ -106,7 +111,7 @@ class DecodeLoop:
                 active = [slot for slot, row in enumerate(rows) if not row.ended]
                 if not active:
                     break
-                # Copying the caches costs more than a few empty rows do, but a drafter must not draft for those.
+                # Copying the caches costs more than a few empty rows, but a drafter must not draft for empty rows.
                 if len(active) < len(rows) and (self.drafter is not None or len(active) <= 0.75 * len(rows)):
                     state.select(active)
                     rows = [rows[slot] for slot in active]
@@ -155,7 +160,7 @@ class DecodeLoop:
             self._record(rows, output, positions, counts, started)
 
     def _max_depth(self, rows: list[DecodingSequence]) -> int:
-        """Return the largest draft depth within the context and, if the text cannot change, ``max_new_tokens``."""
+        """Return the largest draft depth within the context and, if it cannot change the answer, ``max_new_tokens``."""
         depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in rows)
         if self.config.same_text:
             depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in rows) - 1)
@@ -172,7 +177,7 @@ class DecodeLoop:
         config = self.config.draft_config
         for n, row in enumerate(rows):
             if len(row.answer) == positions[n]:
-                continue  # it had ended before
+                continue  # the row had ended before this step
             row.steps.append(
                 StepRecord(
                     position=positions[n],
@@ -221,7 +226,7 @@ def decode(
     on_tokens: OnTokens | None = None,
     ignore_eos: bool = False,
 ) -> DecodeResult:
-    """Decode one prompt; with a drafter several tokens a step, by an exact rule with the same distribution as without.
+    """Decode one prompt. With a drafter and an exact rule, the distribution is that of plain decoding.
 
     The arguments are those of ``generate``. EOS stops before ``max_new_tokens`` and is kept as the last token; with
     ``ignore_eos`` decoding continues (for timing at a fixed length).
@@ -253,11 +258,11 @@ def decode_batch(
     on_tokens: Sequence[OnTokens] | None = None,
     ignore_eos: bool = False,
 ) -> list[DecodeResult]:
-    """``decode`` of several prompts at once; every row ends at its own time, and its text is that of batch 1.
+    """Decode several prompts at once with ``decode``'s arguments. Each answer equals that of decoding its prompt alone.
 
-    The random numbers of a row depend on its seed (by default its number) and its length alone; so does a sampled text,
-    but near the end of the base's or a draft model's context, where the longest row bounds all drafts. Times of a step
-    and of the prefill are those of the whole batch; ``total_s`` ends when the row does.
+    The random numbers of a row depend on its seed (by default its number) and its length alone. Sampled answers may
+    differ near the end of the base's or a draft model's context, because the longest row limits all drafts. The times
+    of a step and of the prefill are those of the whole batch; ``total_s`` ends with the row.
     """
     draft_config = draft_config or default_draft_config(drafter, len(prompts))
     if drafter is not None and isinstance(draft_config.tree, DynamicTree):
@@ -306,7 +311,7 @@ def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_
     outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise UserError(
-            f"{where} holds token id {outside[1]} at place {outside[0]}, but the base's ids go from 0 to "
+            f"{where} holds token id {outside[1]} at position {outside[0]}, but the base's ids go from 0 to "
             f"{vocab_size - 1}; tokenise it with the base's own tokenizer"
         )
     if len(ids) + max_new_tokens > max_context:

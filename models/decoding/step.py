@@ -43,7 +43,7 @@ class DecodeConfig:
 
     @property
     def greedy(self) -> bool:
-        """The target's argmax decides, without any probs."""
+        """True if the target's argmax decides, without any probs."""
         return self.sampler.plain_greedy and self.rule.name == "exact" and not self.return_probs
 
     @property
@@ -149,7 +149,7 @@ class DecodeState:
         counts = torch.tensor([len(ids) for ids in prompts], device=self.base.device)
         tokens = pad_sequence([torch.tensor(ids, device=self.base.device) for ids in prompts], batch_first=True)
         if self._context is not None:
-            # Padding repeats a token of the row: a penalty depends only on the set of tokens.
+            # Padding repeats a token of the row, because a penalty depends only on the set of tokens.
             self._context[rows], self._context_lengths[rows] = tokens[:, :1], 0
             self._remember(tokens, counts, rows)
         if self.drafter is not None:
@@ -213,12 +213,15 @@ class DecodeState:
             target = target_probs(logits, config.sampler, self._context, proposal)
             rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
             acceptance = config.rule.verify(proposal, target, rng, return_probs=config.return_probs)
+        # The root, read in this step, was committed as the last token before; the bonus is committed but not read yet:
+        #   path    root  x1  x2  (pad)      states to commit to the cache
+        #   tokens  x1    x2  bonus (pad)    tokens to append to the answer, equally many
         nodes = acceptance.nodes
         path = proposal.tokens.gather(1, nodes)
         tokens = torch.cat([path[:, 1:], path[:, :1]], 1)
         tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
         counts = self._truncated(tokens, acceptance.accepted + 1, room)
-        hidden = hidden.map(lambda part: part.gather(1, nodes[..., None].expand(-1, -1, part.shape[-1])))
+        hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))
         self.cache.commit_path(nodes, counts)
         self._update_drafter(path, hidden, counts)
         self._remember(tokens, counts)
@@ -247,7 +250,7 @@ class DecodeState:
         return counts
 
     def _attached(self, state: Any) -> Any:
-        """The drafter's state, over this cache where the drafter reads or writes it."""
+        """Return the drafter's state, attached to this cache if the drafter reads or writes it."""
         return state if self._attaches is None else self._attaches.attach(state, self.cache)
 
     def _update_drafter(self, tokens: Tensor, base_hidden: HiddenStates, counts: Tensor) -> None:

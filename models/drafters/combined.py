@@ -1,9 +1,15 @@
 """Several drafters at once: the union of their trees (SpecInfer, 2305.09781).
 
-Nodes with the same tokens from the root on are one node, read once by the target. Their candidates stay apart: a
-token that two drafters sampled is a candidate twice, each time with the distribution it was drawn from, which keeps the
-output exact (dropping one, or keeping one distribution for both, does not). Candidates stand in the order of the
-drafters, whatever was sampled. All rows are combined by tensor operations, with a loop over depths.
+Nodes with the same tokens from the root on become one node, which the target reads once. Their candidates stay
+separate: a token that two drafters sampled is a candidate twice, each time with the distribution it was drawn from.
+Dropping one, or using one distribution for both, would make the output inexact. Candidates are tried in the order of
+the drafters, whatever was sampled. Tensor operations combine all rows at once, in a loop over depths.
+
+For example, after the root "a", drafter 1 drafts "b c" and drafter 2 drafts "b d"::
+
+    token of the list  a  b  c  b  d        union: a - b -+- c
+    same node          0  1  2  1  4                      +- d
+    new number         0  1  2  1  3
 
 Shape legend: B rows, N nodes (root included), S candidates at a node, M nodes of all drafters before combining.
 """
@@ -22,25 +28,27 @@ from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 
 class CombinedDrafter(CompositeDrafter):
-    """Drafts the union of what ``drafters`` draft, each a tree of its own.
+    """Drafts the union of the trees of several drafters.
 
-    Draft sampling, sampler, threshold and depth of a ``DraftConfig`` hold for all drafters; of a dynamic tree's nodes
-    every drafter gets an equal share. No drafter is attached to the target's cache: the target reads the whole union
-    of the trees, of which one that exits early would know its own part only.
+    Draft sampling, sampler, threshold and depth of a ``DraftConfig`` apply to all drafters. The nodes of a dynamic tree
+    are divided equally. No drafter is attached to the target's cache: the target reads the whole union, and an early
+    exit would know only its own nodes.
 
-    Up to some size a pass of the target costs what one token does, and beyond it every node is paid for. ``nodes``
-    limits the union to that size: the other drafters draft first, and the first one's tree is cut to its likeliest
-    nodes that still fit. How many the others found is a function of the text, never of what is sampled next, so the
-    output stays exact. Rows of one batch share the room that the fullest of them leaves.
+    Up to some size, a pass of the target costs as much as one token; every node beyond costs time. ``nodes`` limits the
+    union to that size. The other drafters draft first, and the first drafter's tree is cut to its likeliest nodes that
+    still fit. How many nodes the others drafted depends on the context alone, not on what is sampled next, so the
+    output stays exact. All rows of a batch get the room that the fullest row leaves.
     """
 
     def __init__(
         self, drafters: Sequence[Drafter], trees: Sequence[TokenTree] | None = None, nodes: int | None = None
     ) -> None:
-        """Candidates are tried in the order of ``drafters``.
+        """Combine ``drafters``, whose candidates are tried in this order.
 
-        ``trees``: one each; by default a drafter's own, or a chain over all its positions. ``nodes``: most nodes of the
-        union, root included, as far as the first drafter's tree can give way; None: all.
+        Args:
+            drafters: the drafters.
+            trees: a tree for each; by default the drafter's tree, or a chain over all its positions.
+            nodes: most nodes of the union, root included, if cutting the first drafter's tree suffices; None: no limit.
         """
         super().__init__(drafters, "a combined drafter")
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
@@ -106,9 +114,9 @@ def union(trees: Sequence[TokenTree]) -> TokenTree:
 def combine(proposals: Sequence[Proposal]) -> Proposal:
     """Return the union of trees with one root.
 
-    A node becomes that of an earlier drafter with the same path; a drafter that found nothing adds nothing. Equal
-    samples of one drafter stay apart: they may share what was sampled below them, and as one node they would make the
-    same sample a candidate twice.
+    A node is replaced by an earlier drafter's node with the same path. A drafter without drafts adds nothing. Equal
+    samples of one drafter stay separate nodes: they may share the samples below them, and one node would have these
+    twice.
     """
     proposals = [p for p in proposals if len(p.shape) > 1] or [proposals[0]]
     if len(proposals) == 1:
@@ -121,7 +129,7 @@ def combine(proposals: Sequence[Proposal]) -> Proposal:
     table = _Table(proposals)
     same = _same_node(table)
     parents, tokens, new_number = _compact(table, same)
-    children, prob_index = _candidates(proposals, table, same, new_number, parents.shape[1])
+    children, prob_index = _candidates(proposals, table, new_number, parents.shape[1])
     shape = replace(TreeShape.from_parents(parents), children=children)
     probs = [p.probs for p in proposals if p.probs is not None]
     return Proposal(
@@ -176,7 +184,7 @@ def _same_node(table: _Table) -> Tensor:
         on_level = (table.depths == depth) & (above >= 0)
         twins = alike & (above[:, :, None] == above[:, None]) & on_level[:, :, None] & on_level[:, None]
         repeated = (twins & same_drafter).any(-1)
-        # Only a node that is nobody's repetition can be met again: what repeats it goes its own way.
+        # Match only first samples: if a drafter drew "b" twice, the second "b" keeps its own node and children.
         meets = twins & ~same_drafter & ~repeated[:, None] & ~repeated[..., None]
         first = torch.where(meets.any(-1), meets.int().argmax(-1), index)
         same = torch.where(on_level, first, same)
@@ -184,12 +192,13 @@ def _same_node(table: _Table) -> Tensor:
 
 
 def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Duplicates left out: parents [B, N], tokens [B, N], and for every node of the table its place, [B, M]."""
+    """Return parents [B, N] and tokens [B, N] without duplicates, and the new numbers [B, M] of the list's nodes."""
     rows, count = same.shape
     index = torch.arange(count, device=same.device)
     active = (same == index) & (table.parents >= 0)
     active[:, 0] = True
     width = int(active.sum(1).max())
+    # A stable sort moves nodes to the front in their order: parents stay before their children, padding comes last.
     order = (~active).sort(dim=1, stable=True).indices[:, :width]
     new_number = torch.zeros_like(same).scatter_(1, order, torch.arange(width, device=same.device).expand(rows, -1))
     new_number = new_number.gather(1, same)
@@ -198,29 +207,27 @@ def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return parents, table.tokens.gather(1, order), new_number
 
 
-def _candidates(
-    proposals: Sequence[Proposal], table: _Table, same: Tensor, place: Tensor, width: int
-) -> tuple[Tensor, Tensor]:
-    """The children of every node and the rows of their probs, drafter by drafter: twice [B, N, S].
+def _candidates(proposals: Sequence[Proposal], table: _Table, new_number: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the children of every node and the indices of their probs, both [B, N, S] int64.
 
-    A drafter has one node at most in each combined one, so its candidates have columns of their own until gaps are
-    closed.
+    Each node of the union contains at most one node per drafter. Each drafter therefore fills separate columns first,
+    and the gaps are closed at the end.
     """
-    rows, device = same.shape[0], same.device
+    rows, device = new_number.shape[0], new_number.device
     children, prob_index, probs = [], [], 0
     for offset, proposal in zip(table.offsets, proposals, strict=False):
         count, trials = len(proposal.shape), proposal.shape.children.shape[2]
         nodes = torch.arange(count, device=device) + offset
         nodes[0] = 0
         known = proposal.shape.children.expand(rows, -1, -1)
-        to = place[:, nodes].gather(1, known.flatten(1)).view(known.shape).masked_fill(known == NO_CHILD, NO_CHILD)
+        to = new_number[:, nodes].gather(1, known.flatten(1)).view(known.shape).masked_fill(known == NO_CHILD, NO_CHILD)
         dist = torch.full_like(known, -1)
         if proposal.prob_index is not None and proposal.probs is not None:
             dist = torch.where(proposal.prob_index >= 0, proposal.prob_index + probs, -1).expand(known.shape)
             probs += proposal.probs.shape[1]
-        # Padding is in the root's place and has no children: it must not overwrite the root's.
+        # Padding has the root's number but no children. Column ``width`` takes it, so the root keeps its children.
         padding = (table.parents[:, nodes] < 0) & (nodes > 0)
-        at = torch.where(padding, width, place[:, nodes])[..., None].expand(known.shape)
+        at = torch.where(padding, width, new_number[:, nodes])[..., None].expand(known.shape)
         room = torch.full((rows, width + 1, trials), NO_CHILD, device=device)
         children.append(room.scatter(1, at, to)[:, :width])
         prob_index.append(room.scatter(1, at, dist)[:, :width])

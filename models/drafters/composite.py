@@ -25,7 +25,7 @@ class CompositeDrafter(Drafter[CompositeState]):
     """Several drafters of the same context; a subclass combines their drafts."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
-        """``kind`` is what messages call it."""
+        """Check and store ``drafters``; messages call the composite ``kind``."""
         if len(drafters) < 2:
             raise UserError(f"{kind} needs at least two drafters, got {len(drafters)}")
         if len({d.base_fingerprint for d in drafters if d.base_fingerprint is not None}) > 1:

@@ -1,9 +1,9 @@
 """Several drafters along one path (the horizontal cascade of Cascade Speculative Drafting, 2312.11462).
 
-The first drafts the tokens right after the text, the next one continues from the last of them, and so on: early
-positions, which count most, come from the best drafter, later ones from cheaper ones. A lookup that continues a head's
-drafts finds matches that the committed text does not have yet. Every candidate keeps the distribution that it was drawn
-from, so the output is exact under sampling. The vertical cascade is ``nested.py``, the union of trees ``combined.py``.
+The first drafter drafts the tokens right after the context, and each further one continues from the last draft. Early
+positions, which matter most, come from the best drafter, later ones from cheaper ones. A lookup that continues a head's
+drafts finds matches that the committed tokens do not contain yet. Every candidate keeps the distribution it was drawn
+from, so the output is exact under sampling. See also ``vertical_cascade.py`` and ``combined.py`` (union of trees).
 
 Shape legend: B rows, N nodes, Q distributions, V vocabulary.
 """
@@ -23,14 +23,17 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 
 
 class HorizontalCascade(CompositeDrafter):
-    """Chains whose positions are shared out to ``drafters``, ``lengths`` of them to each.
+    """Chains that several drafters draft in turn.
 
-    A drafter that stops early or finds nothing leaves its place to the next one, row by row. Draft sampling, sampler
-    and threshold of a ``DraftConfig`` hold for all drafters.
+    If a drafter stops early or finds nothing in a row, the next one continues there. Draft sampling, sampler and
+    threshold of a ``DraftConfig`` apply to all drafters.
     """
 
     def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
-        """``lengths``: most drafts of each. All but the first read tokens alone, since drafts have no hidden states."""
+        """Give each of ``drafters`` at most ``lengths`` drafts.
+
+        All but the first must draft from tokens alone, because drafts have no hidden states.
+        """
         super().__init__(drafters, "a relay")
         if len(lengths) != len(drafters):
             raise UserError(f"{len(drafters)} drafters of a relay need as many lengths, got {len(lengths)}")
@@ -40,8 +43,8 @@ class HorizontalCascade(CompositeDrafter):
                 raise UserError(f"{name} drafts 1 to {drafter.depth} tokens, but the relay gives it {length}")
             if index and drafter.reads_base:
                 raise UserError(
-                    f"{name} reads the base's hidden states, which drafts do not have: in a relay it can only be the "
-                    "first; let prompt lookup, a model or an early exit follow"
+                    f"{name} reads the base's hidden states, which drafts do not have, so in a relay it can only be "
+                    "the first; let prompt lookup, a model or an early exit follow"
                 )
         self.lengths = tuple(lengths)
         self.tree = TokenTree.chain(sum(lengths))
@@ -70,7 +73,7 @@ class HorizontalCascade(CompositeDrafter):
                 break
             drafted = drafted_tokens(proposal)
             if int(drafted.max()) > 0:
-                # What the drafts continue is read like committed text; states are functional, so the text's own stays.
+                # The drafter reads earlier drafts like committed tokens. ``update`` leaves the old state unchanged.
                 drafter_state = drafter.update(drafter_state, proposal.tokens[:, :-1], None, drafted)
             leaf = proposal.tokens.gather(1, drafted[:, None])[:, 0]
             chain_config = replace(draft_config, tree=TokenTree.chain(length))
@@ -79,14 +82,17 @@ class HorizontalCascade(CompositeDrafter):
 
 
 def drafted_tokens(proposal: Proposal) -> Tensor:
-    """[B] drafts of each row's chain; padding is at its end."""
+    """Return the number of drafts in each row's chain, [B] int64; padding comes last."""
     return (proposal.shape.parents >= 0).sum(1).expand(proposal.tokens.shape[0])
 
 
 def concatenate(first: Proposal, second: Proposal) -> Proposal:
-    """Two chains as one; the root of ``second`` is the last node of ``first`` in every row.
+    """Join two chains; the root of ``second`` is the last node of ``first`` in every row.
 
-    Rows may end ``first`` at different depths: there ``second`` follows directly, and padding moves to the end.
+    Rows of ``first`` may end at different depths. ``second`` follows directly, and padding moves to the end::
+
+        first   root a b    second  b c     joined  root a b c
+                root x -            x y             root x y -
     """
     if len(second.shape) == 1:
         return first
@@ -101,7 +107,7 @@ def concatenate(first: Proposal, second: Proposal) -> Proposal:
     head, tail = drafted_tokens(first), drafted_tokens(second)
     count = 1 + int((head + tail).max())
     parts = ((first, torch.zeros_like(head), head), (second, head, tail))
-    # One column more takes what does not exist.
+    # An extra column takes padding and is dropped.
     tokens = torch.zeros(rows, count + 1, dtype=torch.int64, device=device)
     prob_index = torch.full((rows, count + 1), -1, dtype=torch.int64, device=device)
     probs: list[Tensor] = []

@@ -1,14 +1,17 @@
-"""The target drafts for itself over a small part of its own cache (TriForce, 2404.11912).
+"""The target drafts for itself over selected positions of its cache (TriForce, 2404.11912).
 
-Keys and values of the prompt and the answer are the target's own; a policy keeps a budget of them, and the target's
-layers run over these alone. Its drafts are verified over the whole cache like any others. The prefill is shared, and
-tokens that were committed since the selection are copied from the target's cache. With an inner drafter (prompt lookup,
-a draft model) the decoding over the budget is itself speculative: TriForce's hierarchy, with an exact inner rule.
+A policy selects a budget of the target's keys and values, and the target's layers draft over these alone. The drafts
+are verified over the whole cache. The prefill is shared, and tokens committed since the selection are copied from the
+target's cache. With an inner drafter (prompt lookup, a draft model), the decoding over the budget is itself
+speculative. This is TriForce's hierarchy, with an exact inner rule.
 
-Where we differ from the reference code: queries of a group are averaged, so grouped-query attention works; the latest
-chunk is always kept; the selection is renewed every ``refresh`` tokens instead of never, by a pass of the last token
-over the whole cache; after a rejection inside, the residual is sampled (there the middle tier's own probabilities,
-which is biased).
+Differences from the reference code:
+
+- Queries of a group are averaged, so grouped-query attention works.
+- The latest chunk is always kept.
+- The selection is renewed every ``refresh`` tokens, by a pass of the last token over the whole cache; the reference
+  never renews it.
+- After an inner rejection, the residual is sampled. The reference samples the middle tier's probabilities (biased).
 
 Shape legend: L layers, H heads of keys and values, E head width, S kept positions, n positions in the cache.
 """
@@ -36,22 +39,22 @@ class Policy:
     """The choice of positions of a longer cache to keep."""
 
     name: str
-    """``recent``: the last ones; ``sinks``: the first ``size`` and the last ones (StreamingLLM, 2309.17453);
-    ``retrieval``: the chunks of ``size`` positions whose mean key the last query agrees with most, head by head."""
+    """``recent``: the last positions. ``sinks``: the first ``size`` and the last ones (StreamingLLM, 2309.17453).
+    ``retrieval``: per head, the chunks of ``size`` positions whose mean key matches the last query best."""
     size: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """``recent``, ``sinks:4`` or ``retrieval:8``."""
+        """Return the policy of ``recent``, ``sinks:4`` or ``retrieval:8``."""
         name, _, size = text.partition(":")
         if (name == "recent" and not size) or (name in ("sinks", "retrieval") and size.isdigit() and int(size) > 0):
             return cls(name, int(size or 0))
         raise UserError(f"unknown policy {text!r} of a budget cache; give one of {POLICIES}")
 
     def places(self, budget: int, keys: Tensor, queries: list[Tensor] | None) -> Tensor:
-        """[L, H, S] int64 kept positions, ascending, of ``keys`` [L, H, n, E].
+        """Return the kept positions [L, H, S] int64 of ``keys`` [L, H, n, E], ascending.
 
-        ``queries`` [1, heads, 1, E] per layer are those of the token after them, for ``retrieval``.
+        ``queries``, one [1, heads, 1, E] per layer, belong to the next token; only ``retrieval`` needs them.
         """
         layers, heads, count, width = keys.shape
         if count <= budget:
@@ -61,7 +64,7 @@ class Policy:
             last = torch.arange(count - (budget - first), count, device=keys.device)
             return torch.cat([torch.arange(first, device=keys.device), last]).expand(layers, heads, -1)
         assert queries is not None
-        # The latest positions, at least a chunk of them, are kept; whole chunks before them are chosen from.
+        # Example: 29 positions, budget 16, size 4: the last 4 are kept, and 3 of the 6 whole chunks before are chosen.
         chunks = budget // self.size - 1
         tail = budget - chunks * self.size
         whole = (count - tail) // self.size
@@ -77,10 +80,10 @@ class Policy:
 
 
 class BudgetCache(KVCache):
-    """Some positions of a longer cache, and the positions after them, numbered as in the longer cache."""
+    """Selected positions of a longer cache and all later ones, numbered as in the longer cache."""
 
     def __init__(self, source: KVCache, places: Tensor, count: int, room: int) -> None:
-        """Keep ``places`` [L, H, S] of the first ``count`` positions, with room for so many more."""
+        """Copy ``places`` [L, H, S] of the first ``count`` positions, with room for ``room`` more."""
         layers, heads, budget = places.shape
         width = source.keys.shape[-1]
         index = places[:, None, :, :, None].expand(-1, -1, -1, -1, width)
@@ -94,7 +97,7 @@ class BudgetCache(KVCache):
         return depths + self.length + self.left_out
 
     def append(self, source: KVCache, start: int, end: int) -> None:
-        """Copy positions from ``start`` to ``end`` of the longer cache after what is here."""
+        """Append the positions from ``start`` to ``end`` of the longer cache."""
         to = slice(self.length, self.length + end - start)
         for stack, source_stack in zip(self.stacks, source.stacks, strict=True):
             stack[:, :, :, to] = source_stack[:, :, :, start:end]
@@ -103,12 +106,12 @@ class BudgetCache(KVCache):
 
 @dataclass
 class Selection:
-    """The budget's cache and the text that it is of; shared by successive states."""
+    """The budget's cache and the tokens that it was selected from; successive states share it."""
 
     cache: BudgetCache | None = None
     text: TokenBuffer | None = None
     selected_at: int = 0
-    """Positions in the text when it was selected."""
+    """Number of tokens at the time of the selection."""
 
 
 @dataclass
@@ -116,7 +119,7 @@ class TriForceState(CascadeState):
     """Committed tokens, the target's cache of them, and the inner drafter's state."""
 
     target: KVCache | None = None
-    """None: not attached to a decoding; a cache of its own reads the text then."""
+    """None: not attached to a decoding, so the drafter reads the context into a separate cache."""
     selection: Selection = field(default_factory=Selection)
 
     def append(self, tokens: Tensor, counts: Tensor | None) -> Self:
@@ -140,9 +143,10 @@ class TriForce(VerticalCascade, UsesTargetCache):
         drafter: Drafter | None = None,
         draft_config: DraftConfig | None = None,
     ) -> None:
-        """Keep ``budget`` positions, chosen by ``policy`` (``recent``, ``sinks:4``, ...) anew after ``refresh`` tokens.
+        """Keep ``budget`` positions, which ``policy`` (``recent``, ``sinks:4``, ...) selects every ``refresh`` tokens.
 
-        The others as of ``VerticalCascade``: ``drafter`` drafts for the decoding over the budget; None: token by token.
+        The other arguments are those of ``VerticalCascade``. ``drafter`` drafts for the decoding over the budget, which
+        without one goes token by token.
         """
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
         if base.cache_shape.by_layer is not None or base.windows is not None:
@@ -176,7 +180,7 @@ class TriForce(VerticalCascade, UsesTargetCache):
         return TriForceState(**vars(super().init_state(batch)))
 
     def read(self, state: CascadeState, root: Tensor) -> BudgetCache:
-        """The budget's cache, brought to the committed text."""
+        """Return the budget's cache, updated to the committed tokens."""
         assert isinstance(state, TriForceState)
         text, selection, source = state.text, state.selection, state.target
         if source is None:

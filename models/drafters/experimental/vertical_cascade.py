@@ -1,7 +1,7 @@
-"""Decoding as a drafter: a model in between drafts for the target, itself sped up by a drafter of its own.
+"""Speculative decoding as a drafter: a model drafts for the target, and an inner drafter speeds up that model.
 
-Every draft is a committed token of the inner decoding, so its distribution is exactly the inner model's, whatever the
-inner drafter does: the outer verification needs nothing else. The inner drafter may be nested again.
+Every draft is a committed token of the inner decoding. Its distribution is therefore exactly the inner model's, which
+is all that the outer verification needs. The inner drafter may be nested again.
 
 Shape legend: B rows, T tokens, K drafts, V vocabulary.
 """
@@ -39,8 +39,8 @@ class CascadeState(PendingTokens):
 class VerticalCascade(LMDrafter[CascadeState]):
     """Chains drafted by speculative decoding of ``model``.
 
-    With top-k candidates the inner model decodes greedily; otherwise it samples from ``draft_config.sampler``'s
-    distributions, which go with the proposal. ``draft_config.confidence_threshold`` has no effect here.
+    With top-k candidates the inner model decodes greedily. Otherwise it samples from the distributions of
+    ``draft_config.sampler``, which the proposal contains. ``draft_config.confidence_threshold`` has no effect.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class VerticalCascade(LMDrafter[CascadeState]):
         draft_config: DraftConfig | None = None,
         target: BaseModel | None = None,
     ) -> None:
-        """Nest the decoding of ``model``; ``num_tokens`` and ``target`` as of ``LMDrafter``.
+        """Draft with the decoding of ``model``; ``num_tokens`` and ``target`` are those of ``LMDrafter``.
 
-        ``drafter`` drafts for ``model``, from tokens alone; None: ``model`` decodes plainly. ``draft_config`` is the
-        inner decoding's; by default the inner drafter's own tree, or a chain over its positions.
+        ``drafter`` drafts for ``model`` from tokens alone; None: ``model`` decodes plainly. ``draft_config`` belongs to
+        the inner decoding, by default with the inner drafter's tree, or a chain over its positions.
         """
         super().__init__(model, target, num_tokens)
         self.drafter = drafter
         self.draft_config = draft_config or default_draft_config(drafter)
-        # A row commits up to a whole inner path a step, while the slowest one commits a token.
+        # The fastest row commits up to a whole inner path per step, the slowest one token; all rows take equal steps.
         self.room = num_tokens * (self.draft_config.depth + 1) + self.draft_config.nodes
         if drafter is not None and drafter.reads_base:
             raise UserError(
@@ -131,15 +131,15 @@ class VerticalCascade(LMDrafter[CascadeState]):
         )
 
     def read(self, state: CascadeState, root: Tensor) -> KVCache | RaggedCache:
-        """A cache of the committed text, which ends before the ``root`` ([B]), with ``room`` after it."""
+        """Return the cache of the committed tokens, which end before the ``root`` ([B]), with ``room`` after them."""
         state.cache.prefill(state.text, self.room)
         return state.cache.cache
 
 
 def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
-    """Seeds of the inner decoding's numbers, drawn from the outer drafting's own: a row's depend on nothing else.
+    """Return seeds of the inner decoding, drawn from each row's random numbers of the outer drafting alone.
 
-    An inner decoding nested once more draws its seeds from these, so no two streams share numbers.
+    A decoding nested once more draws its seeds from these, so no two streams share numbers.
     """
     if rng is None:
         return [0] * len(last_token)
@@ -148,18 +148,19 @@ def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
 
 
 def _decoded(decoding: DecodeState, read: Tensor, count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
-    """The next ``count`` tokens after ``read`` ([B]) of every row, [B, K], and their probs [B, K, V] if returned.
+    """Return the next ``count`` tokens of every row, [B, K] int64, and their probs [B, K, V] or None.
 
-    Steps go on until the slowest row has enough; what others decode beyond is dropped.
+    The rows have ``read`` ([B]) tokens before. Decoding continues until the slowest row has enough; the others drop the
+    excess.
     """
     rows, device = len(seeds), decoding.last_token.device
     filled = torch.zeros(rows, dtype=torch.int64, device=device)
-    # One column more takes what is dropped.
+    # An extra column takes the excess, which is dropped.
     tokens = torch.zeros(rows, count + 1, dtype=torch.int64, device=device)
     probs: Tensor | None = None
     while int(filled.min()) < count:
         positions = (read + filled).tolist()
-        # Not what this row still needs: a draft length that depends on the others would change its numbers.
+        # The depth ignores what is still missing: if it depended on other rows, this row's random numbers would, too.
         room = decoding.base.max_context - 1 - max(positions)
         output = decoding.step(seeds, positions, max(0, min(count - 1, room)))
         width = output.tokens.shape[1]

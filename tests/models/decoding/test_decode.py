@@ -93,7 +93,7 @@ def test_bad_prompts(tiny_base: TinyBase) -> None:
         decode(base, None, [], max_new_tokens=4)
     with pytest.raises(UserError, match="context of 512; shorten the prompt"):
         decode(base, None, [1] * 510, max_new_tokens=4)
-    with pytest.raises(UserError, match="token id 300 at place 0, but the base's ids go from 0 to 299"):
+    with pytest.raises(UserError, match="token id 300 at position 0, but the base's ids go from 0 to 299"):
         decode(base, None, [300], max_new_tokens=4)
     with pytest.raises(UserError, match="max_new_tokens must be at least 1"):
         decode(base, None, [3], max_new_tokens=0)
