@@ -1,4 +1,4 @@
-"""What an evaluation measures."""
+"""Settings of an evaluation."""
 
 import re
 from dataclasses import field
@@ -117,7 +117,7 @@ class EvalConfig(DrafterConfig):
             read_json(Path(self.tree))
 
     def draft_config(self, drafter: Drafter) -> DraftConfig:
-        """What to draft with ``drafter``."""
+        """Return the draft config for ``drafter``."""
         tree: TokenTree | DynamicTree
         if self.tree == "head":
             tree = drafter.tree or TokenTree.chain(drafter.depth)
@@ -146,7 +146,7 @@ class EvalConfig(DrafterConfig):
 
 
 def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
-    """``chain``, ``chain:K``, ``expansion:1-1-3`` or ``dynamic:NODES[:WIDTH]``; None: ``head``, or a file."""
+    """Parse ``chain``, ``chain:K``, ``expansion:1-1-3`` or ``dynamic:NODES[:WIDTH]``; return None for other values."""
     kind, _, detail = spec.partition(":")
     try:
         if kind == "chain":

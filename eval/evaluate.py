@@ -227,7 +227,7 @@ def _digest(drafter: str, config: EvalConfig) -> str:
 
 
 def _retokenised(base: BaseModel, tokens: list[int]) -> int:
-    """Return the number of tokens that Spec-Bench counts for its baseline: those of the decoded text."""
+    """Return the number of tokens of the decoded text, which Spec-Bench counts for its baseline."""
     text = base.tokenizer.decode(tokens, skip_special_tokens=True)
     return len(base.tokenizer(text, add_special_tokens=False).input_ids)
 
@@ -274,7 +274,7 @@ def served_as_trained(
     equalities: dict[str, list[Equality]],
     config: EvalConfig,
 ) -> dict[str, Any]:
-    """Return, per engine, how it compares with our own chain and where it falls short: "engines" of ``eval.json``."""
+    """Return "engines" of ``eval.json``: each engine's comparison with our chain, and its failures."""
 
     def against_plain(engine: str) -> list[Equality]:
         pairs = zip(timed.ids, timed.results[engine + PLAIN], timed.results[engine], strict=True)

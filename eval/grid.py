@@ -36,7 +36,7 @@ class Candidate:
 
 
 def check_folders(folders: Sequence[str]) -> None:
-    """Check, before anything is loaded, that all are head folders for one base."""
+    """Check that all ``folders`` hold heads for one base, before anything is loaded."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"no head folder at {folder}; a grid writes defaults into head folders, so give folders")
@@ -81,7 +81,7 @@ def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> 
 
 
 def is_faster(best: dict[str, Any], default: dict[str, Any]) -> bool:
-    """Check that the whole interval of ``best`` lies above its head's default. A smaller difference is noise."""
+    """Return True if the whole interval of ``best`` is above its head's default; a smaller gain is noise."""
     low = best["interval"][0]
     return low is not None and bool(low > default["speedup"])
 
@@ -89,7 +89,7 @@ def is_faster(best: dict[str, Any], default: dict[str, Any]) -> bool:
 def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], config: EvalConfig, dry: bool) -> str:
     """Make the fastest candidate its head's default, and write ``grid.json`` and ``grid.png`` into that head's folder.
 
-    The default changes only if the candidate's interval lies above it. With ``dry`` nothing is written.
+    The default changes only if the candidate's interval is above it. With ``dry`` nothing is written.
 
     Returns:
         A line for the console.

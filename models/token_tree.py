@@ -49,7 +49,7 @@ class TokenTree:
 
     @classmethod
     def from_paths(cls, paths: "list[tuple[int, ...]]") -> "TokenTree":
-        """The tree of Medusa's ``choices``: every node as the path of ranks from the root."""
+        """Return the tree of Medusa's ``choices``, which name every node by its path of ranks from the root."""
         ordered = sorted(set(paths) - {()}, key=lambda p: (len(p), p))
         index: dict[tuple[int, ...], int] = {(): 0}
         for path in ordered:
@@ -77,7 +77,7 @@ class TokenTree:
 
     @classmethod
     def expansion(cls, widths: "list[int]") -> "TokenTree":
-        """SpecInfer's expansion <k_1, ..., k_m> (2305.09781): every node at depth i - 1 gets k_i children."""
+        """Return SpecInfer's expansion <k_1, ..., k_m> (2305.09781): every node at depth i - 1 gets k_i children."""
         if not widths or min(widths) < 1:
             raise ValueError(f"an expansion needs widths of at least 1, got {widths}")
         paths: list[tuple[int, ...]] = [()]
@@ -101,7 +101,7 @@ class TokenTree:
         return TreeShape.from_parents(torch.tensor([self.parents]), tree=self)
 
     def shape_on(self, device: torch.device) -> "TreeShape":
-        """Return the shape on ``device``; it is cached there."""
+        """Return the shape on ``device``, from a cache."""
         return _shape_on(self, device)
 
 
@@ -117,7 +117,7 @@ def _cut(tree: TokenTree, depth: int) -> TokenTree:
 
 @lru_cache(maxsize=256)
 def _first(tree: TokenTree, nodes: int) -> TokenTree:
-    # A child's sum exceeds its parent's, so whatever is kept is a tree.
+    # A child's sum exceeds its parent's, so the first nodes always form a tree.
     by_guess = sorted(tree.paths, key=lambda path: (len(path) + sum(path), len(path), path))
     return TokenTree.from_paths(by_guess[:nodes])
 
@@ -151,10 +151,10 @@ class TreeShape:
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
-        """Shape of the trees with these ``parents`` ([R, N] int64), -1 for the root and for padding.
+        """Return the shape of the trees with these ``parents`` ([R, N] int64), -1 for the root and for padding.
 
-        Children are in the order of their nodes. ``tree``: the static tree that this is; ``width``: a bound on the
-        children of a node, so that nothing is read back from the device; by default counted.
+        Children are in the order of their nodes. ``tree`` is the static tree that all rows have, if any. ``width``
+        bounds the children of a node; without it they are counted, which waits for the device.
         """
         rows, nodes = parents.shape
         known = (parents >= 0)[..., None]

@@ -6,8 +6,8 @@ distribution at any position is one product away. ``OnlineLearner`` updates the 
 positions. Weights change only between answers: a proposal carries the distributions it was drawn with, and every answer
 starts with new caches, so the output stays exact.
 
-Differences from the reference code: it trains one position later, also counts the bonus token after full acceptance,
-and supports only independent draft models. Our optimiser clips gradients.
+Differences from the reference code: the reference trains one position later, also counts the bonus token after full
+acceptance, and supports only independent draft models. Our optimiser clips gradients.
 
 Shape legend: B rows (1), T tokens, n tokens of an answer with its prompt, K draft positions, D width.
 """
@@ -54,7 +54,7 @@ OBJECTIVES = {
 
 @settings(kw_only=True)
 class OnlineConfig:
-    """How a head learns from its own answers."""
+    """Settings by which a head learns from the answers that it drafts."""
 
     interval: Positive = 8
     """Answers between two updates."""

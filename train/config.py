@@ -154,7 +154,7 @@ class TextConfig:
     """Threads of a process that pack a stream's rows ahead of their use."""
 
     def manifest(self) -> dict[str, Any]:
-        """What decides on the rows."""
+        """Return the settings that determine the rows."""
         sources = {"sources": [source.manifest() for source in self.sources]}
         return sources | ({"stream_shards": self.stream_shards} if self.stream else {"max_tokens": self.max_tokens})
 
@@ -195,7 +195,7 @@ class AnswersConfig:
         return not self.copied and self.server.url is None
 
     def manifest(self) -> dict[str, Any]:
-        """What decides on the answers; not how many are made at a time, and where."""
+        """Return the settings that determine the answers, without those of speed and location."""
         without = ("batch_size", "server", "precomputed", "fresh")
         manifest = {key: value for key, value in asdict(self).items() if key not in without}
         if not self.exclude_suites:
@@ -357,7 +357,7 @@ class RunConfig:
         return max(p.seq_len for p in self.phases.values() if p.corpus == "answers")
 
     def head_config(self) -> DraftHeadConfig:
-        """The checked settings of the head that the recipe names."""
+        """Return the checked settings of the head that the recipe names."""
         return parse_head(self.head)
 
 
@@ -406,7 +406,7 @@ def _check_init_from(run: RunConfig) -> None:
 
 
 def _check_base_training(run: RunConfig) -> None:
-    """Refuse phases that train the base where that cannot work, and quality limits without one."""
+    """Reject phases that train the base but cannot, and quality limits without such a phase."""
     head = run.head_config()
     names = list(run.phases)
     tuning = [name for name in names if run.phases[name].train_base]
@@ -440,7 +440,7 @@ def _check_base_training(run: RunConfig) -> None:
 
 
 def _check_stream(run: RunConfig) -> None:
-    """Refuse what needs the rows of text on disk where they are streamed."""
+    """Reject settings that need rows of text on disk if the text is streamed."""
     if not run.data.text.stream:
         return
     if run.trains_base:

@@ -149,7 +149,7 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
 
 
 def corpora(context: RunContext) -> None:
-    """Generate the base's answers and pack the text. All processes share the work."""
+    """Generate the base's answers and pack text into rows. All processes share the work."""
     corpora, display, run = context.corpora, context.display, context.run
     if context.launch.is_main:
         display.console.print(StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table())

@@ -16,7 +16,7 @@ from drafthead.data.utils.settings import (
 
 @settings(kw_only=True)
 class SamplerConfig:
-    """How the base answers."""
+    """The distribution and length of the base's answers."""
 
     temperature: NonNegativeFloat = 0.0
     """0 is greedy, exactly."""
@@ -66,7 +66,7 @@ def _check_url(url: str) -> None:
         raise UserError("server.url must not hold a name or a password; put the key into OPENAI_API_KEY")
     try:
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         valid = False
     if not valid or parts.query or parts.fragment:
         raise UserError(f"server.url must be like http://host:8000, got {url!r}")

@@ -132,7 +132,7 @@ class StoredHiddenStates:
     def __init__(self, cache: HiddenStateCache | None, answers: AnswerStates | None = None) -> None:
         """Join the final states of ``answers`` and the rows of ``cache``.
 
-        A cache beside ``answers`` has early layers only; without ``answers`` its rows start with the final state.
+        With ``answers``, the cache has early layers only. Without, its rows start with the final state.
         """
         self._cache = cache
         self._parts = [source for source in (answers, cache) if source is not None]
@@ -158,7 +158,7 @@ def _map(folder: Path, name: str, dtype: type, shape: tuple[int, ...]) -> "np.me
 
 
 def _checksum(row: npt.NDArray[Any]) -> int:
-    """Return the checksum of a row's bytes, never 0: that marks a row that is not filled."""
+    """Return the checksum of a row's bytes, never 0, which marks an unfilled row."""
     return zlib.crc32(np.ascontiguousarray(row).data) or 1
 
 

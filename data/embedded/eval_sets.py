@@ -40,7 +40,7 @@ class EvalItem:
 
 
 _Candidate = tuple[str, tuple[str, ...]]
-"""A candidate for an item: the text that must not be in the training sets, and the turns that present it."""
+"""A candidate for an item: a passage that must not be in the training sets, and the turns that present it."""
 
 
 def mt_bench() -> list[EvalItem]:

@@ -64,7 +64,7 @@ def _requests(kind: str) -> list[str]:
 
 
 def _asked(kind: str, texts: Callable[[str], Iterator[str]]) -> Iterator[Conversation]:
-    """Yield each text of a kind with one of its requests, before or after the text."""
+    """Yield each text of a kind with one of its requests before or after it."""
     rng, requests = random.Random(f"requests of {kind}"), _requests(kind)
     for text in texts(kind):
         request = rng.choice(requests)

@@ -61,7 +61,7 @@ def num_turns(messages: Sequence[Message]) -> int:
 def prompt_ids(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Return the token ids that the base reads before it answers: ``messages`` and the start of its own turn.
+    """Return the token ids that the base reads before it answers: ``messages`` and the start of the answer.
 
     ``template_kwargs`` are variables of the chat template, such as ``enable_thinking``.
     """

@@ -56,7 +56,8 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
         seq_len: T.
         split: True cuts documents that do not fit into consecutive pieces of at least ``MIN_PIECE`` tokens, each with
             its own document id and positions from 0. Rows are then full except for a few tokens. False keeps documents
-            whole and puts each where it fits best; one longer than a row loses its end, and the log says how many did.
+            whole and puts each into the row with the best fit. The end of a document longer than a row is dropped, and
+            the log reports the number of these.
         folder: rows are written to a file there and memory-mapped. None keeps them in memory (13 bytes per token).
 
     Returns:

@@ -40,7 +40,7 @@ def _file_errors(path: Path) -> Iterator[None]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file; ``.gz`` is decompressed."""
+    """Return the contents of a text file; ``.gz`` is decompressed."""
     with _file_errors(path):
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content

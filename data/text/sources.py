@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @settings(kw_only=True)
 class SourceConfig:
-    """Where text or prompts come from."""
+    """A source of text or prompts."""
 
     kind: str
     """``hf`` (a dataset of the Hub or on disk), ``jsonl``, ``text``, ``embedded`` or ``builtin``."""

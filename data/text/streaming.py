@@ -2,14 +2,14 @@
 
 Row n is in shard ``n // micro_batch_size % shards``. If the number of processes divides the number of shards, each
 process therefore reads its own shards only. A shard is a sequence of windows of ``WINDOW`` rows, shuffled within each
-window. A window starts with a new text; the end of the text before is dropped. The positions where windows start are
-stored on disk, so that any row can be made again by reading its window.
+window. A window starts with a new document; the end of the previous document is dropped. The positions where windows
+start are stored on disk, so that any row can be made again by reading its window.
 
 With ``WINDOW`` = 4, two shards and a micro-batch of two, rows 0, 1, 4, 5 fill window 0 of shard 0, and rows 2, 3, 6, 7
 window 0 of shard 1.
 
-``datasets`` streams, shards and restores a position in a dataset (``IterableDataset``). The mixture is our own: it
-counts characters, not rows, and has no random state to save. T row length.
+``datasets`` streams, shards and restores a position in a dataset (``IterableDataset``). The mixture is implemented
+here, because it counts characters, not rows, and has no random state to save. T row length.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """The one error that bad input raises. Entry points print its message as one line, without a traceback."""
 
 MAX_START, MAX_END = 1600, 600
-"""Characters of an overlong message that are kept: it starts with what was found and ends with what to do."""
+"""Leading and trailing characters of an overlong message to show: what was found, and what to do."""
 
 
 class UserError(ValueError):
@@ -13,6 +13,6 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """The text of another library's error, as part of a message of ours: in one line of at most 400 characters."""
+    """Return the text of another library's error in one line of at most 400 characters, for use in a message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]}..."

@@ -206,7 +206,7 @@ def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "")
     for folder in [named] if named.exists() else others:
         try:
             entries = read_manifest(folder)
-        except UserError:  # a damaged manifest in another folder is no obstacle here
+        except UserError:  # skip other folders with a damaged manifest
             continue
         if {key: value for key, value in entries.items() if key != "cache"} == expected:
             return folder
@@ -247,7 +247,7 @@ def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str
 
 @contextmanager
 def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
-    """Create ``folder`` unless it exists, and hold its lock, which is released if the process dies.
+    """Create ``folder`` unless it exists, and hold its lock, which is released if the process is killed.
 
     ``progress`` is called while another process holds the lock. Readers are not blocked.
     """

@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def required(self) -> bool:
-        """Whether the setting has no default."""
+        """True if the setting has no default."""
         return self.default is NO_DEFAULT
 
     @property

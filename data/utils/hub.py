@@ -25,7 +25,7 @@ UPLOADED = (
     "config.json", "model.safetensors", "tree.json", "adapter/*.json", "adapter/*.safetensors",
     "README.md", "eval.json", "training_loss.png",
 )  # fmt: skip
-"""The files of a head. Only these are uploaded; those that a new version lacks are removed from the repository."""
+"""The files of a head. Only these are uploaded, and those that a new version lacks are removed from the repository."""
 REPOSITORY = "<this repository or folder>"
 """Placeholder for the repository's name in a model card."""
 RETRY_WAITS = (2.0, 10.0, 60.0)
@@ -54,7 +54,7 @@ class HubConfig:
 def require_login(purpose: str) -> None:
     """Check that there is a token and, if the Hub can be reached, that the token may write.
 
-    A Hub that cannot be reached is not an error: it may be available at the time of the upload. ``purpose`` starts the
+    An unreachable Hub is not an error, because it may be available at the time of the upload. ``purpose`` starts the
     message.
     """
     remedy = "set HF_TOKEN to a token that may write, or run `hf auth login`"

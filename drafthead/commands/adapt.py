@@ -60,7 +60,7 @@ class AdaptConfig(OnlineConfig):
 
 @command("adapt", AdaptConfig, USAGE)
 def main(config: AdaptConfig) -> None:
-    """Answer, learn, and save the adapted head."""
+    """Decode the suite, train the head on the answers, and save it."""
     prompts = load_suite(config.suite, config.limit, config.seed, config.tasks)
     display = Display()
     with display.stage(f"head {config.head}"):

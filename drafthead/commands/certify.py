@@ -68,7 +68,7 @@ def main(config: CertifyConfig) -> None:
 
 
 def worst_samplers(rows: Sequence[Row]) -> list[Row]:
-    """The worst row of each rule, draft sampling and shape, with all of their outcomes."""
+    """Return the worst row of each rule, draft sampling and shape, with the outcomes of its whole group."""
     worst_rows = []
     for _, group in groupby(rows, lambda row: (row.rule, row.draft_sampling, row.shape, row.vocabulary)):
         alike = list(group)
@@ -79,7 +79,7 @@ def worst_samplers(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows as printed."""
+    """Return the rows as a table to print."""
     shown = Table(title="distribution of the committed tokens, against the target's own")
     for heading in ("rule", "draft_sampling", "sampler", "shape"):
         shown.add_column(heading, overflow="fold")
@@ -100,7 +100,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line: how many rows have which result."""
+    """Return one line with the number of rows per result."""
     counts = Counter(row.result for row in rows)
     outcomes = sum(row.outcomes for row in rows)
     results = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "biased", "refused", "FAILED") if counts[v])

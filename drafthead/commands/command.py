@@ -1,4 +1,4 @@
-"""What commands share: one grammar (``key=value``, ``--help``, ``--cfg job``), and output folders."""
+"""The base of all commands: one grammar (``key=value``, ``--help``, ``--cfg job``), and output folders."""
 
 import re
 import shutil
@@ -116,7 +116,7 @@ def _quoted(value: str, always: bool = False) -> str:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder next to ``out`` to write into; it is renamed to ``out`` if the block ends without an error."""
+    """Yield a folder next to ``out`` to write into, and rename it to ``out`` if the block ends without an error."""
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except OSError as error:

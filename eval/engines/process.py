@@ -54,7 +54,7 @@ class EngineProcess:
         """Return the value that the runner reports under ``key``.
 
         Raises:
-            EngineError: the runner reports an error, dies, or misses the deadline.
+            EngineError: the runner reports an error, ends, or misses the deadline.
         """
         while True:
             line, separator, rest = self._buffer.partition(b"\n")
@@ -72,7 +72,7 @@ class EngineProcess:
         """Wait until ``ready``.
 
         Raises:
-            EngineError: the process dies or the deadline passes.
+            EngineError: the process ends or the deadline passes.
         """
         while not ready():
             self._check_start(deadline)

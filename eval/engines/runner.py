@@ -2,8 +2,9 @@
 drafthead.
 
 ``python runner.py vllm PORT ARGUMENT...`` or ``python runner.py llamacpp JSON``. It writes JSON lines to the file
-descriptor in the environment variable REPORTS: {"version": ...} before a long start, then {"url": ...} if the engine
-chose the port, or {"error": ...}. When standard input closes because the parent has ended, it kills the process group.
+descriptor in the environment variable REPORTS. ``{"version": ...}`` comes before a long start, then ``{"url": ...}`` if
+the engine chose the port, or ``{"error": ...}``. When standard input closes because the parent has ended, it kills the
+process group.
 """
 
 import json

@@ -21,9 +21,9 @@ from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.decoding.step_log import DecodeResult
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.75}
-"""Logits closer than this may swap by rounding. Measured on SmolLM2-135M: one forward pass over 40 tokens against
-single steps moved two of the eight likeliest tokens against each other by up to 3e-5 in float32, 0.05 in float16 and
-0.5 in bfloat16. The logits were 24 to 28.
+"""Logits closer than this may swap by rounding. On SmolLM2-135M, one forward pass over 40 tokens was compared with
+single steps. The difference of two of the eight likeliest tokens' logits (24 to 28) changed by up to 3e-5 in float32,
+0.05 in float16 and 0.5 in bfloat16.
 """
 
 
@@ -141,17 +141,17 @@ def compare_outputs(
     ===========================  ===================  ==========================================================
     any, margin below tolerance  any                  tie
     the answer's                 any                  fault in autoregressive decoding: its cache or its forward
-    the expected one             the expected one     cache fault: the same tree on a fresh cache is right, so
-                                                      the running cache was wrong
+    the expected one             the expected one     cache fault: a fresh cache gives the right tree
     the expected one             anything else        mask or position fault: a fresh cache does not repair it
     another, or not recomputed   any                  unexplained
     the expected one             not recomputed       unexplained
     ===========================  ===================  ==========================================================
 
-    Given the first position that differs, ``margin`` is the distance of the target's logits of the two tokens there,
-    called only when both answers have one; ``recompute`` gives both tokens of :func:`recompute_tokens`, called only
-    when the margin is no tie. Without it such a difference stays unexplained. ``tie`` is the largest margin of a tie,
-    by default the type's ``TOLERANCE``: another engine orders more sums differently.
+    ``margin`` takes the first differing position and returns the distance between the target's logits of the two tokens
+    there. It is called only if both answers have a token there. ``recompute`` returns both tokens of
+    :func:`recompute_tokens`, and is called only if the margin is not a tie; without it, such a difference stays
+    unexplained. ``tie`` is the largest margin of a tie, by default the dtype's ``TOLERANCE``. Other engines need a
+    larger one, because they order more sums differently.
     """
     if expected == tokens:
         return Equality(same=True)

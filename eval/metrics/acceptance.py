@@ -1,8 +1,9 @@
 """Acceptance from step logs, under every published convention.
 
-Unless noted otherwise, a metric is a :class:`~drafthead.data.batch.Ratio` of totals over the answers: long answers
-weigh more, as in Spec-Bench and EAGLE, and a failed answer has no tokens or steps and changes nothing. The prefill's
-token belongs to no step. Autoregressive decoding commits one token per step, so its mean accepted length is 1.
+Unless noted otherwise, a metric is a :class:`~drafthead.data.batch.Ratio` of totals over the answers. Long answers
+therefore weigh more, as in Spec-Bench and EAGLE. A failed answer has no tokens or steps and changes nothing. The
+prefill's token belongs to no step. Autoregressive decoding commits one token per step, so its mean accepted length is
+1.
 
 ``committed`` tokens are those that a step added to the answer. ``accepted`` drafts are those that the rule accepted,
 before EOS or the length limit truncated the answer.
@@ -116,7 +117,7 @@ def published_metrics(results: Results) -> dict[str, Ratio | list[Ratio] | None]
         # EAGLE: acceptance when n features of the draft's input are predicted ones, which is depth n + 1 of a chain.
         "n_alpha": None if alpha(results) is None else per_depth,
         "acceptance_per_depth": per_depth,
-        # vLLM, unconditional: it sums to the accepted drafts per drafting step.
+        # vLLM's unconditional rate, whose sum is the number of accepted drafts per drafting step.
         "acceptance_per_depth_of_all": [
             Ratio(sum(step.accepted >= depth for step in drafting), len(drafting)) for depth in range(1, deepest + 1)
         ],

@@ -23,7 +23,7 @@ from drafthead.models.heads.parts.losses import chunk_rows
 
 @settings(kw_only=True)
 class QualityLimits:
-    """Limits that a tuned base must keep on every kind of held-out tokens; None is no limit."""
+    """Limits that a tuned base must keep on every kind of held-out tokens; None: unlimited."""
 
     max_perplexity_ratio: PositiveFloat | None = None
     """Tuned over original."""

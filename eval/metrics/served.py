@@ -20,7 +20,7 @@ def compare_engines(
     against_plain: Mapping[str, Sequence[Equality]],
     tolerance: float,
 ) -> dict[str, dict[str, Any]]:
-    """Return, per engine: version, speeds, acceptance by position next to ours, equal answers, and "failures".
+    """Return each engine's version, speeds, acceptance by position with ours, equal answers, and "failures".
 
     Args:
         served: the engines, and the name of our chain.

@@ -16,7 +16,7 @@ from drafthead.eval.metrics import acceptance
 from drafthead.eval.metrics.acceptance import Results, mean_of, steps_of
 
 Retokenised = Callable[[list[int]], int]
-"""Number of tokens of an answer after decoding it to text and tokenising the text again, without a BOS token."""
+"""Number of tokens of an answer after decoding it and tokenising the result again, without a BOS token."""
 
 
 def tokens_per_second(results: Results) -> Ratio:
@@ -83,8 +83,8 @@ def spec_bench(
     """Return Spec-Bench's numbers: the ratio of the means over questions of tokens / seconds, prefill included.
 
     Its scripts count the method's committed tokens, but the baseline's by tokenising the decoded text again, without
-    special tokens. Two of its faults are not imitated: it counts tokens after EOS, and gives a failed answer the time
-    of the one before. ``groups`` names each answer's question: turns of one question make one rate.
+    special tokens. Two of its faults are not imitated. It counts tokens after EOS, and gives a failed answer the time
+    of the previous one. ``groups`` names each answer's question; all turns of a question give one rate.
     """
     answered = [bool(b.tokens and m.tokens) for b, m in zip(baseline, method, strict=True)]
     columns = [

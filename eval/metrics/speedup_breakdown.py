@@ -27,15 +27,16 @@ def expected_tokens(rate: float, drafts: int) -> float:
 
 
 def expected_speedup(rate: float, draft_cost: float, drafts: int) -> float:
-    """The walltime improvement (1 - alpha^(k+1)) / ((1 - alpha) (c k + 1)): verifying k + 1 tokens costs one step.
+    """Return the walltime improvement (1 - alpha^(k+1)) / ((1 - alpha) (c k + 1)) of chains of k drafts.
 
-    ``draft_cost`` is c, a draft position's time in autoregressive steps; ``drafts`` is k, the paper's gamma.
+    Verifying k + 1 tokens costs one step here. ``draft_cost`` is c, a draft position's time in autoregressive
+    steps; ``drafts`` is k, the paper's gamma.
     """
     return expected_tokens(rate, drafts) / (draft_cost * drafts + 1)
 
 
 def optimal_lookahead(rate: float, draft_cost: float) -> int:
-    """The chain length from 1 with the highest expected speedup, the shortest of equals; it pays where alpha > c."""
+    """Return the shortest chain length with the highest expected speedup. Drafting pays if alpha > c."""
     return max(range(1, LONGEST_CHAIN + 1), key=lambda drafts: expected_speedup(rate, draft_cost, drafts))
 
 

@@ -99,7 +99,7 @@ SUITES = tuple(_SUITES)
 
 
 def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
-    """Every second prompt, task by task in the order of the contents' hashes, which does not move with the suite's."""
+    """Return every second prompt of each task, in the order of their hashes, so reordering has no effect."""
     ordered = sorted(prompts, key=lambda p: (p.task, content_hash("\n".join(p.user_turns) or repr(p.input_ids))))
     half = ordered[("dev", "test").index(split) :: 2]
     if not half:
@@ -108,7 +108,7 @@ def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
 
 
 def _spread(prompts: Sequence[EvalPrompt], limit: int, seed: int) -> list[EvalPrompt]:
-    """One prompt of every task, then a second of every task, and so on until there are ``limit``."""
+    """Return ``limit`` prompts: one of every task, then a second of every task, and so on."""
     by_task: dict[str, list[EvalPrompt]] = {}
     for prompt in prompts:
         by_task.setdefault(prompt.task, []).append(prompt)

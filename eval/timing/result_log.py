@@ -46,7 +46,7 @@ class ResultLog:
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}
         self.other_cpu_s: dict[tuple[str, str], float | None] = {}
-        """CPU seconds of other processes during each decoding; None where they are unknown."""
+        """CPU seconds of other processes during each decoding; None if unknown."""
         if path is not None and path.exists():
             self._read(path)
 
@@ -103,6 +103,6 @@ class ResultLog:
 
 
 def _from_json(row: dict[str, Any]) -> DecodeResult:
-    # A null was not measured; it takes the field's default, as it had before writing.
+    # A null was not measured, so the field takes its default, which it had before writing.
     steps = [{key: value for key, value in step.items() if value is not None} for step in row["steps"]]
     return DecodeResult(**row | {"steps": [StepRecord(**step) for step in steps]})

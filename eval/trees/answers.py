@@ -396,7 +396,7 @@ def _drafted_length_probs(
     sampler: Sampler,
     in_order: bool = False,
 ) -> tuple[list[LengthProbs], list[Floats]]:
-    """Return, per answer with a step, one-hot [T, D+1] numbers of accepted drafts and [T] nodes of the drafted tree.
+    """Return one-hot [T, D+1] numbers of accepted drafts and [T] nodes of the drafted tree, per answer with a step.
 
     Top-k drafts are accepted exactly when the target's own sample is among them, and the answer consists of these
     samples.

@@ -96,7 +96,7 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
 
 
 def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) -> list[Ranks]:
-    """Return, per document of the batch, the ranks [T, K] of its answer at every position where a step may start.
+    """Return the ranks [T, K] of each document's answer at every position where a step may start.
 
     The first is the prompt's last position. Reading it yields the first answer token, which no step commits.
     """

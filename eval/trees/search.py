@@ -97,9 +97,9 @@ def _greedy_order(answers: Sequence[AcceptProbs], size: int, weights: Sequence[F
 
 
 def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | None = None) -> Floats:
-    """Return acceptance by depth and candidate: [K, S], P(candidate s is the accepted one | the node is reached).
+    """Return P(candidate s is the accepted one | the node is reached) by depth and candidate, [K, S].
 
-    The weight with which a depth is reached is that with which some candidate was accepted at every depth above.
+    A depth is reached with the weight with which some candidate was accepted at every depth above.
     """
     table, weight = _stack(answers, weights)
     known = np.nan_to_num(table)
@@ -150,9 +150,12 @@ class SequoiaTrees:
 def sequoia(acceptance: Floats, nodes: int, depth: int) -> SequoiaTrees:
     """Run Sequoia's dynamic program (2402.12374) over size, depth bound and number of children.
 
-    A tree of m nodes whose root has b children consists of two trees: one of y nodes with b-1 children, and a subtree
-    of m-y nodes as the b-th child. So ``T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b']`` and ``T[1, l,
-    0] = 1``. A node's children are always its first candidates, because a candidate is tried only when those before it
+    A tree of m nodes whose root has b children consists of two trees: y nodes with b-1 children, and m-y nodes below
+    the b-th child::
+
+        T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b'],    T[1, l, 0] = 1
+
+    A node's children are always its first candidates, because a candidate is tried only when those before it
     failed. ``acceptance`` [K, S] is P(candidate b is the first accepted one) at each depth.
     """
     values, children, sizes = zip(*(_one_bound(acceptance[:bound], nodes) for bound in range(depth + 1)), strict=True)

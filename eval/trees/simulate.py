@@ -27,8 +27,8 @@ from drafthead.models.token_tree import TokenTree
 
 Floats = npt.NDArray[np.float64]
 Ranks = npt.NDArray[np.int64]
-"""[T, K]: rank of the true token among the drafter's candidates for draft position k+1. A large rank: it is not among
-them; -1: the answer has ended.
+"""[T, K]: rank of the true token among the drafter's candidates for draft position k+1. A large rank means that it is
+not among them, and -1 that the answer has ended.
 """
 AcceptProbs = Floats
 """[T, K, S] probabilities; NaN after the answer's end."""
@@ -55,11 +55,11 @@ def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) 
 def candidate_accept_probs(
     target: Tensor, draft: Tensor, tokens: Tensor, draft_sampling: DraftSampling, width: int, generator: torch.Generator
 ) -> Tensor:
-    """Return P(the committed ``tokens`` were accepted as candidate s | they were committed): [n, width].
+    """Return P(the committed ``tokens`` were accepted as candidate s | they were committed), [n, width].
 
-    A candidate drawn from q against a residual P accepts x with mass ``min(q(x), P(x))`` and leaves the residual ``P' =
-    norm(max(P - q, 0))``. The node commits x with total mass P(x). So given x, the candidate accepts with probability
-    ``min(1, q(x) / P(x))``, and the next one does so against P': the masses telescope.
+    A candidate drawn from q against a residual P accepts x with mass ``min(q(x), P(x))``. It leaves the residual
+    ``P' = norm(max(P - q, 0))``. The node commits x with total mass P(x). Given x, the candidate therefore accepts with
+    probability ``min(1, q(x) / P(x))``, and the next one with the same formula for P'.
 
     Without replacement the next q depends on the rejected token, which is drawn here from its distribution ``norm(max(q
     - P, 0))``. The estimate is unbiased, and so are products over independently drawn positions. ``target`` and
@@ -139,7 +139,7 @@ def accepted_length_probs(accept_probs: AcceptProbs, tree: TokenTree) -> LengthP
 
 
 def start_probs(answers: Sequence[LengthProbs]) -> list[Floats]:
-    """Return, per answer, the probability [T] that a step starts at each position."""
+    """Return the probability [T] that a step starts at each position, per answer."""
     longest, width = max(map(len, answers), default=0), max((a.shape[1] for a in answers), default=1)
     table = np.zeros((len(answers), longest, width))  # zeros after an answer's end
     for row, answer in zip(table, answers, strict=True):

@@ -97,15 +97,15 @@ class BaseConfig:
             raise ValueError("base.random needs base.shape (model_type and sizes); choose a base group that has one")
 
     def saved(self) -> dict[str, Any]:
-        """The settings by which a saved head finds this base again. Nothing about device or speed."""
+        """Return the settings by which a saved head finds this base again, without those of device and speed."""
         only_random = () if self.random else ("random", "seed", "shape", "dtype")
         settings = {key: getattr(self, key) for key in SAVED_KEYS if key not in only_random}
-        # Only where they are set: manifests of older corpora have no such keys.
+        # Left out if not set, because manifests of older corpora have no such keys.
         later = {"adapter": self.adapter, "chat_template_kwargs": self.chat_template_kwargs}
         return settings | {key: value for key, value in later.items() if value}
 
     def transformers_config(self) -> PreTrainedConfig:
-        """The transformers config, from ``shape`` when given (no network), else from ``name``."""
+        """Return the transformers config, from ``shape`` if given (no network), else from ``name``."""
         if self.shape:
             kwargs = dict(self.shape)
             model_type = kwargs.pop("model_type", None)
@@ -122,13 +122,13 @@ class BaseConfig:
             raise UserError(could_not_load(self.name, error)) from None
 
     def stored_config(self, folder: str) -> PreTrainedConfig:
-        """The transformers config of the checkpoint in ``folder`` (or of that hub id)."""
+        """Return the transformers config of the checkpoint in ``folder`` (or of that hub id)."""
         if self.gguf_file:
             return gguf_config(folder, self.gguf_file, **self.hub_options())
         return AutoConfig.from_pretrained(folder, **self.hub_options())
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
-        """The tokenizer to use with the weights in ``folder`` (or of that hub id)."""
+        """Return the tokenizer to use with the weights in ``folder`` (or of that hub id)."""
         if self.tokenizer == "builtin:tiny":
             return tiny_tokenizer()
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file and self.tokenizer is None else {}
@@ -145,7 +145,7 @@ class BaseConfig:
             raise UserError(why) from None
 
     def hub_options(self) -> dict[str, Any]:
-        """Options of every ``from_pretrained``."""
+        """Return the options of every ``from_pretrained``."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 

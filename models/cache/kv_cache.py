@@ -1,7 +1,7 @@
 """Preallocated key/value caches for stock transformers modules, without reallocation per token.
 
 transformers' attention modules only call ``update(key, value, layer_idx)``. These classes also serve tree verification:
-several passes over one growing tree, committing the accepted path, rolling back. ``KVCache`` holds one row and uses
+several passes over one growing tree, commits of the accepted path, and rollbacks. ``KVCache`` holds one row and uses
 slices. ``RaggedCache`` holds rows of different lengths. A cache for trees of a known size can be ``trimmed``: between
 steps, its sliding-window layers drop the positions that no later query sees.
 
@@ -165,7 +165,7 @@ class _Stacks:
         return larger
 
     def _first_layers(self, count: int) -> tuple[tuple[Tensor, ...], tuple[Place | None, ...]]:
-        """Return views of the stacks for the first ``count`` layers, and the places of these layers."""
+        """Return views of the stacks for the first ``count`` layers, and the entries of ``places`` for these layers."""
         layer_places = self.places[:count]
         used = [0] * len(self.stacks)
         for layer_place in layer_places:
@@ -200,7 +200,7 @@ class KVCache(_Stacks):
 
     @classmethod
     def empty(cls, shape: CacheShape, capacity: int) -> "KVCache":
-        """Return an empty cache for ``capacity`` positions in memory of its own."""
+        """Return an empty cache for ``capacity`` positions, in new memory."""
         return KVCache(shape.zeros(1, capacity), shape.places, trim=shape.trim)
 
     def reserve(self, new: int, committed: bool = False) -> None:
@@ -276,7 +276,7 @@ class KVCache(_Stacks):
         if self.trim is not None and self.dropped > max(0, length - self.trim.window + 1):
             raise UserError(
                 f"the cache cannot go back to {length} positions: layers with a window of {self.trim.window} have "
-                f"dropped the first {self.dropped}; start again at 0, or make the cache without `nodes` to keep all"
+                f"dropped the first {self.dropped}; start again at 0, or create the cache without `nodes`"
             )
 
     def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
@@ -354,9 +354,9 @@ class TreeMasks:
 class RaggedCache(_Stacks):
     """The keys and values of several rows with different lengths.
 
-    The new positions of each row follow its own length: with lengths 3 and 5, a pass over 2 tokens writes positions
-    3, 4 of the first row and 5, 6 of the second, and attends over 7 positions of both, masked by row. Positions past a
-    row's length are never read, so a pass may write padding there. ``slot`` gives one row as a ``KVCache``.
+    The new positions of each row follow its length. With lengths 3 and 5, a pass over 2 tokens writes positions 3, 4 of
+    the first row and 5, 6 of the second. It attends over 7 positions of both, masked by row. Positions past a row's
+    length are never read, so a pass may write padding there. ``slot`` gives one row as a ``KVCache``.
     """
 
     def __init__(self, shape: CacheShape, rows: int, capacity: int) -> None:

@@ -1,8 +1,8 @@
-"""A key/value cache that stays in place, and passes of fixed shapes over it: what a CUDA graph can replay.
+"""A key/value cache at fixed addresses, and passes of fixed shapes over it, which CUDA graphs can replay.
 
-A pass attends over a window of fixed size, with a mask that the device makes from the committed length, which is on the
-device too. So one graph serves all trees of one number of nodes, for as long as the text fits the window. Memory and
-graphs belong to the model and are lent to one cache after the other.
+A pass attends over a window of fixed size. The committed length is on the device, which makes the mask from it. One
+graph therefore serves all trees with the same number of nodes until the context outgrows the window. Memory and graphs
+belong to the model, and one cache at a time uses them.
 
 Shape legend: H key/value heads, S positions of a window, N tree nodes, P path, D width, E head width, L layers,
 V vocabulary.
@@ -79,7 +79,7 @@ class StaticModel:
         logits: Callable[[Tensor], Tensor],
         windowed: Callable[[Tensor, Tensor, Tensor, torch.dtype], Any] | None = None,
     ) -> None:
-        """``windowed``: (mask, positions of queries and of keys) -> what the decoder takes instead of the mask."""
+        """Set the function ``windowed``: (mask, positions of queries and keys) -> the decoder's mask argument."""
         self.backend = GraphBackend(shape.device)
         self._shape, self._decoder, self._logits, self._windowed = shape, decoder, logits, windowed
         self._spare: list[_Memory] = []
@@ -171,10 +171,9 @@ def _static_pass(
 
 
 class StaticKVCache(KVCache):
-    """One row whose committed length is on the device; besides all that a ``KVCache`` does it runs static passes.
+    """A ``KVCache`` whose committed length is on the device, and which can run static passes.
 
-    Nothing is read back from the device in a step, but where the text may have outgrown its window: there, and when
-    ``length`` is asked for.
+    A step reads nothing back from the device, unless the context may have outgrown its window. Reading ``length`` does.
     """
 
     def __init__(self, model: StaticModel, memory: _Memory, capacity: int) -> None:
@@ -225,7 +224,7 @@ class StaticKVCache(KVCache):
         return self._size
 
     def positions(self, depths: Tensor) -> Tensor:
-        """[1, T] depths in a tree or chain -> absolute positions [1, T], without waiting for the device."""
+        """Return the absolute positions [1, T] of ``depths`` [1, T], without waiting for the device."""
         return depths + self._memory.length
 
     def commit(self, counts: Tensor | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Answers of the base for a phase-2 corpus, made by the decoding loop in plain batches; and prompts it writes itself.
+"""The base's answers for a phase-2 corpus, from plain batched decoding, and prompts that the base writes itself.
 
-What decoding computes anyway comes with an answer: the base's final hidden state of every token it read.
+On request, an answer includes the final hidden states of the tokens read, which decoding computes anyway.
 """
 
 import random
@@ -21,9 +21,9 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
 
 BATCHES_PER_BLOCK = 2
-"""More waste less at a block's end, where the batch runs empty, and lose more when killed."""
+"""Batches per block. With more, the batch empties less often; with fewer, an interruption loses less."""
 SEED_STRIDE = 1_000_003
-"""Between the seeds of two corpora: the rows of one do not draw the numbers of another's."""
+"""Distance between the seeds of two corpora, so that their rows do not share random numbers."""
 
 
 def generate_answers(
@@ -92,9 +92,9 @@ def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfi
 class BuiltInBackend:
     """A :class:`~drafthead.data.answers.backend.Backend` that decodes with the base, on every process of the group.
 
-    Prompts are answered in blocks of ``BATCHES_PER_BLOCK`` batches, each from an empty batch: rounding depends on what
-    is computed side by side, so this makes hidden states too the same to the bit whatever was killed and however many
-    processes share the work. A block is a shard; a kill loses the blocks under way.
+    Prompts are answered in blocks of ``BATCHES_PER_BLOCK`` batches, and each block starts with an empty batch. Rounding
+    depends on the rows of a batch, so this makes hidden states bit-equal for any number of processes and after any
+    interruption. A block is a shard, and an interruption loses unfinished blocks.
     """
 
     base: BaseModel
@@ -104,19 +104,20 @@ class BuiltInBackend:
     max_prompt_tokens: int
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """The dtype of the base."""
+        """Return the dtype of the base."""
         return {"dtype": str(self.base.dtype)}
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Nothing can go wrong here but a context too short."""
+        """Reject prompts and answers longer than the base's context."""
         check_context(self.base, self.max_prompt_tokens, self.sampler)
 
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """This process's blocks, dealt in turn; prompts of like length together, for a batch attends to its longest.
+        """Yield the answers of this process's blocks; blocks are assigned to the processes in turn.
 
-        The blocks come in random order: so the time left is known early, and a part of the corpus is like all of it.
+        A block has prompts of similar length, because a batch attends to its longest row. Blocks are shuffled, so the
+        remaining time is known early, and an unfinished corpus is representative.
         """
         size = BATCHES_PER_BLOCK * self.batch_size
         prompts = sorted(prompts, key=lambda prompt: -len(prompt[1]))

@@ -1,9 +1,8 @@
-"""The key/value caches of drafters; a draft model's reuses the longest prefix that matches the committed tokens.
+"""The key/value caches of drafters. A draft model's cache reuses the longest prefix that matches the committed tokens.
 
-A draft model's state is the committed tokens alone. Keys and values of what it has read of them, drafts of earlier
-steps included, are kept here and shared by successive states. Drafting first finds how far the cache agrees with the
-tokens committed since, keeps that much and reads the rest in one pass. So accepted drafts are not read twice, and an
-old state drafts what it always did.
+A draft model's state consists of the committed tokens alone. Successive states share the cache, which also holds drafts
+of earlier steps. Drafting keeps the prefix of the cache that agrees with the committed tokens and reads the rest in one
+pass. Accepted drafts are therefore not read twice, and an old state still drafts the same tokens.
 
 Shape legend: B rows, T tokens, F frontier nodes, P pending nodes, W vocabulary.
 """
@@ -113,7 +112,7 @@ class NodeCache:
     """Keys and values of a model or a layer: of each row's context, and of the nodes being drafted."""
 
     def __init__(self, run: Pass, shape: CacheShape, new_row: Callable[[int], KVCache]) -> None:
-        """``new_row`` makes the cache of a single row, given its capacity."""
+        """Cache the passes of ``run``; ``new_row`` creates the cache of a single row of a given capacity."""
         self._run, self._shape, self._new_row = run, shape, new_row
         self._cache: KVCache | RaggedCache | None = None
         self._nodes = PendingNodes.none(0, shape.device)
@@ -137,7 +136,7 @@ class NodeCache:
 
     @torch.inference_mode()
     def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
-        """Read one more level of nodes, [B, F, ...] -> [B, F, D]; ``parents`` [B, F] are places a level before."""
+        """Read one more level of nodes, [B, F, ...] -> [B, F, D]; ``parents`` [B, F] index the level before."""
         (rows, new), pending = inputs.shape[:2], self._nodes.ancestors.shape[1]
         above = parents + (pending - self._width) if pending else None
         self._nodes, self._width = self._nodes.extend(rows, new, above), new
@@ -153,7 +152,7 @@ class NodeCache:
             self._cache = self._cache.resize(max(needed + INITIAL_CAPACITY, 2 * self._cache.capacity))
 
     def _read_chain(self, inputs: Tensor, start: Tensor, counts: Tensor) -> Tensor:
-        """Inputs [B, T, ...], of which ``counts`` count, after the ``start`` read positions; [B, D] after the last."""
+        """Read the first ``counts`` of ``inputs`` [B, T, ...] after ``start`` positions; return last states."""
         cache = self.cache
         if not isinstance(cache, RaggedCache) or inputs.shape[1] <= ROW_BY_ROW:
             return last_valid(self._run(inputs, cache, counts, None), counts)
@@ -206,7 +205,7 @@ class DraftCache(NodeCache):
     @torch.inference_mode()
     def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
         if inputs.shape[1] == 1 and self._tokens.shape[1] == 0:
-            # A chain so far: the next text either continues it or `_agree` removes it.
+            # A chain so far is read as committed. If the target rejects it, `_agree` removes it later.
             self._read = self._read.append(inputs)
             return self._run(inputs, self.cache, None, None)
         self._tokens = torch.cat([self._tokens, inputs], 1)
@@ -215,8 +214,8 @@ class DraftCache(NodeCache):
     def _agree(self, text: TokenBuffer) -> None:
         """Drop the positions that differ from ``text``, and commit the pending path that it follows.
 
-        With "a b" read and pending nodes c -> d and e, the text "a b c x" commits c and drops d and e. The text's last
-        token always stays unread, because drafting needs the hidden state after it.
+        With "a b" read and pending nodes c -> d and e, ``text`` = "a b c x" commits c and drops d and e. The last token
+        of ``text`` always stays unread, because drafting needs the hidden state after it.
         """
         rows = len(text.lengths)
         agreed = torch.minimum(common_prefix(self._read, text), text.lengths - 1)
@@ -229,7 +228,8 @@ class DraftCache(NodeCache):
             counts, node = depth.max(1)
             path = ancestors[torch.arange(rows, device=node.device), node]
             order = (~path).sort(dim=1, stable=True).indices[:, : max(1, int(counts.max()))]
-            # The rows beyond their own count repeat a kept entry's place, which nothing reads.
+            # Past a row's count, ``order`` lists other nodes; they land behind the committed length, where nothing
+            # reads.
             self.cache.commit_path(order, counts)
             self._read = self._read.append(self._tokens.gather(1, order), counts)
         else:
@@ -263,7 +263,7 @@ class CachedDraftPass:
     def __init__(
         self, cache: DraftCache, text: TokenBuffer, draft_config: DraftConfig, logits: Callable[[Tensor], Tensor]
     ) -> None:
-        """``text`` ends with the root; ``logits`` turns hidden states [B, F, D] into draft logits [B, F, W]."""
+        """Start after ``text``, which ends with the root; ``logits`` maps hidden states [B, F, D] to [B, F, W]."""
         self._cache, self._logits = cache, logits
         tree = draft_config.tree
         room = len(tree) if isinstance(tree, TokenTree) else tree.width * tree.depth

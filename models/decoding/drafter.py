@@ -79,7 +79,7 @@ class Acceptance:
 
 @settings(frozen=True, kw_only=True)
 class DynamicTree:
-    """A tree chosen anew in every step from the drafter's own probabilities (EAGLE-2, 2406.16858)."""
+    """A tree chosen in every step from the drafter's probabilities (EAGLE-2, 2406.16858)."""
 
     nodes: Annotated[int, Field(ge=2)]
     """Nodes to verify, root included."""
@@ -105,7 +105,7 @@ class AdaptiveLength:
     """Fewer after any other."""
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
-        """Levels to draft after a step that drafted ``drafted`` and accepted ``accepted``; at least 1."""
+        """Return the levels to draft, at least 1, after a step that drafted and accepted these numbers."""
         if drafted == 0:
             return length  # it says nothing of the drafter
         return length + self.grow if accepted >= drafted else max(1, length - self.shrink)
@@ -160,11 +160,11 @@ class DraftConfig:
 
     @property
     def is_chain(self) -> bool:
-        """Whether no node has two children."""
+        """True if no node has two children."""
         return isinstance(self.tree, TokenTree) and self.depth == self.nodes - 1
 
     def at_most(self, depth: int) -> "DraftConfig":
-        """The same, no deeper than ``depth``."""
+        """Return this config with a tree of at most ``depth`` levels."""
         if depth >= self.depth:
             return self
         if isinstance(self.tree, TokenTree):

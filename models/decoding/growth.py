@@ -1,8 +1,8 @@
 """Token trees grown from a drafter's next-token logits, level by level, once for all stepwise drafters.
 
-A stepwise drafter only returns logits after the nodes of a frontier. This module chooses the candidates that become
-children (by the ranks of a static tree, by sampling, or the best of a dynamic tree) and decides where drafting stops.
-So every head and draft model supports every kind of tree.
+A stepwise drafter only returns logits after the nodes of a frontier. This module chooses which candidates become
+children: by the ranks of a static tree, by sampling, or by their scores in a dynamic tree. It also decides where
+drafting stops. Every head and draft model therefore supports every kind of tree.
 
 Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes, M nodes of a level.
 """
@@ -167,7 +167,7 @@ class EarlyExit(UsesTargetCache):
 
 
 class StepwiseDrafter(Drafter[StateT]):
-    """A drafter with next-token logits of its own."""
+    """A drafter that computes next-token logits level by level."""
 
     d2t: Tensor
     """[W] int64: target id of every draft id."""

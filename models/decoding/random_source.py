@@ -35,14 +35,14 @@ class PerRowRng:
     """The random numbers of one step, with generators per row.
 
     A row's numbers depend on its seed, its position and the stream only: not on its neighbours, and not on how many
-    numbers other steps have used. So the same seed gives the same text whatever the batch.
+    numbers other steps have used. The same seed therefore gives the same answer in any batch.
     """
 
     def __init__(self, seeds: list[int], positions: list[int], stream: int, device: torch.device) -> None:
-        """``seeds`` and ``positions`` (tokens before the step), one per row."""
+        """Start from ``seeds`` and ``positions`` (tokens before the step), one per row."""
         self._seeds, self._device = seeds, device
         self._counters = [4 * position + 2 * stream for position in positions]
-        # Decisions and samples have generators of their own: a sample must not depend on how many decisions preceded.
+        # Decisions and samples use separate generators: a sample must not depend on the number of decisions before it.
         self._generators: dict[tuple[int, int], list[np.random.Generator]] = {}
         self._decisions = torch.zeros(len(seeds), 0, dtype=torch.float64, device=device)
         self._used = torch.zeros(len(seeds), dtype=torch.int64, device=device)

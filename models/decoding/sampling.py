@@ -31,7 +31,7 @@ from drafthead.data.utils.settings import (
 
 @settings(frozen=True, kw_only=True)
 class Sampler:
-    """How a next token is drawn from logits. The defaults are greedy decoding."""
+    """The distribution of the next token, given its logits. The defaults are greedy decoding."""
 
     temperature: NonNegativeFloat = 0.0
     """0 is greedy, exactly."""
@@ -50,21 +50,21 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """The likeliest token, always."""
+        """True if the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
     def plain_greedy(self) -> bool:
-        """The argmax of the logits themselves."""
+        """True if the token is the argmax of the logits, without a repetition penalty."""
         return self.greedy and self.repetition_penalty == 1
 
     def probs(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
-        """The distributions that a next token is drawn from.
+        """Return the distributions that the next tokens are drawn from.
 
         Args:
             logits: [B, V].
-            context: [B, T] int64, for the repetition penalty, which looks at the set of its tokens only: shorter rows
-                are padded by repeating a token of their own.
+            context: [B, T] int64 tokens so far, for the repetition penalty. Only their set counts, so shorter rows are
+                padded by repeating one of their tokens.
 
         Returns:
             [B, V] probabilities, float32 (float64 for float64 logits); at temperature 0 one-hot at the first argmax.

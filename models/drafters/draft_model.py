@@ -1,8 +1,7 @@
 """An independent causal LM as drafter: speculative sampling (2211.17192, 2302.01318) or assisted decoding.
 
-With a top-k chain this is greedy assisted decoding, with a sampled one vanilla speculative sampling, and other trees
-are SpecInfer's, Sequoia's or EAGLE-2's. ``early_exit`` makes the first layers of the target
-itself such a drafter, without a weight of its own.
+A top-k chain gives greedy assisted decoding, and a sampled chain gives speculative sampling. Other trees are those of
+SpecInfer, Sequoia or EAGLE-2. ``early_exit`` drafts with the first layers of the target, without any added weight.
 
 Shape legend: B rows, T tokens.
 """
@@ -26,8 +25,8 @@ class LMDrafter(Drafter[StateT]):
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
         """Draft with ``model``, on the target's device, at most ``num_tokens`` on a path.
 
-        ``target``, the model to draft for, is needed only where its vocabulary is padded to more ids than ``model``
-        has: ids that ``model`` does not know are never drafted.
+        ``target``, the model to draft for, is needed only if its vocabulary is padded to more ids than ``model`` has.
+        Ids that ``model`` does not know are never drafted.
         """
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")
@@ -52,7 +51,7 @@ class LMDrafter(Drafter[StateT]):
         return self._vocabulary
 
     def known(self, tokens: Tensor) -> Tensor:
-        """Ids that only the target has become the draft model's last one: it has to read something in their place."""
+        """Return ``tokens`` with ids that only the target has replaced by the draft model's last id."""
         return tokens if self._vocabulary == self.model.vocab_size else tokens.clamp(max=self.model.vocab_size - 1)
 
 
@@ -83,9 +82,9 @@ class ModelDrafter(LMDrafter[PendingTokens], StepwiseDrafter[PendingTokens]):
 
 
 def early_exit(base: BaseModel, layers: int, *, num_tokens: int = 5) -> ModelDrafter:
-    """The first ``layers`` layers of ``base`` with its final norm and output head, as a drafter for it.
+    """Return a drafter for ``base`` from its first ``layers`` layers, final norm and output head.
 
-    Shares all weights; keeps keys and values of its own.
+    It shares all weights with ``base``, but not the cache.
     """
     if not 1 <= layers < base.num_layers:
         raise UserError(f"an early exit from {base.name} needs 1 to {base.num_layers - 1} layers, got {layers}")

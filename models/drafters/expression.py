@@ -211,9 +211,9 @@ def build_drafter(
         base: the target.
         head: the drafter that ``head`` alone names.
         head_config: the draft config of ``head``. Other drafters sample their drafts in the same way.
-        nodes: nodes of a combined tree, root included; by default as many as its first drafter's own tree has. The
-            head's tree was sized for this machine, and every node beyond costs time: on 36 Spec-Bench-like answers, six
-            nodes shared by a head and prompt lookup had the same mean accepted length as the nine nodes of both.
+        nodes: nodes of a combined tree, root included; by default as many as the tree of its first drafter. The head's
+            tree was sized for this machine, and more nodes cost time. On 36 Spec-Bench-like answers, a head and prompt
+            lookup had the same mean accepted length with six nodes together as with the nine nodes of both trees.
 
     Raises:
         UserError: the drafters do not fit together or do not fit the base.

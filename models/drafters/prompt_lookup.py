@@ -26,7 +26,7 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 SEPARATOR = -1
-"""Token between remembered answers; it never matches."""
+"""Separator of remembered answers, which matches no token."""
 NO_TOKEN = -2
 """Stand-in for a separator in the n-gram to look up, so that separators do not match each other."""
 
@@ -141,9 +141,9 @@ class PromptLookup(Drafter[TokenBuffer]):
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """Return the starts of the best continuations and the lengths of their matches (0: no match), [B, M] each.
 
-        Runs a few tensor operations over the text for each length of n-gram: in "a b c a b", looking for "b" marks
-        the ends 2 and 5, and looking for "a b" keeps them. The match at 5 is the end of the text itself, so the
-        continuation starts at 2.
+        Each length of n-gram takes a few tensor operations over all tokens. In "a b c a b", looking for "b" marks the
+        ends 2 and 5, and looking for "a b" keeps them. The match at 5 is the n-gram itself, so the continuation starts
+        at 2.
         """
         rows, width = text.tokens.shape
         device = text.tokens.device

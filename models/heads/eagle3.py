@@ -58,7 +58,7 @@ class EagleLayer(nn.Module):
     """
 
     def __init__(self, base: BaseModel, inner: int | None, qk_norm: bool, norm_before_residual: bool) -> None:
-        """Create the layer; it starts as the identity of the feature.
+        """Create a layer that initially returns the feature unchanged.
 
         Args:
             base: model that the head drafts for.

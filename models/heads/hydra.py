@@ -66,7 +66,7 @@ class HydraConfig(CopyingConfig):
 
 
 class FirstBlock(nn.Module):
-    """First block ``R x + SiLU(W x + b)`` over ``inputs`` concatenated vectors; it starts as its first input."""
+    """First block ``R x + SiLU(W x + b)`` over ``inputs`` concatenated vectors, initially equal to the first one."""
 
     def __init__(self, width: int, inputs: int) -> None:
         super().__init__()

@@ -200,7 +200,7 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
     def adapter(
         self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
     ) -> Tensor:
-        """Map exit states [B, T, D] to [B, T, D]; the other arguments are those of ``HeadAttention.forward``."""
+        """Map exit states [B, T, D] to [B, T, D]. See ``HeadAttention.forward`` for the other arguments."""
         normed: Tensor = self.norm(x + self.self_attn(self.input_layernorm(x), positions, mask, cache))
         return normed
 

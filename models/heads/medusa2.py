@@ -200,7 +200,7 @@ class Medusa2Head(MedusaHead):
         )
 
     def saved_weights(self) -> dict[str, Tensor]:
-        """Return the heads' weights; adapters are saved in a folder of their own."""
+        """Return the heads' weights; adapters are saved in a separate folder."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
 
     def save_base(self, folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ result. ``cell: rnn`` is the published MLPSpeculator, tied or untied; ``cell: ls
 Beyond the papers: a reduced draft vocabulary (of the projections; input tokens are always target ids), targets that
 stay in their document, and all kinds of trees. Two options train fewer parameters, for small data and few cores.
 ``own_embedding: false`` reads the base's embedding through a trained matrix. ``own_lm_head: false`` adds a linear map
-of the state to ``h`` and projects the sum with the base's frozen projection, so an untrained head is the base's
+of the state to ``h`` and projects the sum with the base's frozen projection. Untrained, such a head equals the base's
 next-token head.
 
 Shape legend: B batch, T time, F frontier nodes, K draft positions, n targets, D base width, E inner width, W draft
@@ -70,7 +70,7 @@ class BaseEmbedding(nn.Module):
 
 
 def embedding_weight(positions: int, width: int) -> float:
-    """Return the published weight of an embedding beside the state.
+    """Return the published weight of an embedding relative to the state.
 
     It is ``e / s`` with ``s = 0.5 ** (0.5 / K)`` and ``e = sqrt((1 - s^2) E / 2)``.
     """

@@ -37,7 +37,7 @@ COPY_SHARE = 1 / 8
 The packed product is up to a tenth faster for hundreds of rows.
 """
 PLAIN_ROWS = 4
-"""Most rows for which the plain product is measured: it is never the fastest for more."""
+"""Most rows for which the plain product is measured; for more, it is never the fastest."""
 MARGIN = 0.97
 """Largest time of another kernel, relative to the default one, so that noise does not change the choice.
 

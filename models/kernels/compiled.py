@@ -63,7 +63,7 @@ class CompiledWeight:
         Raises:
             RuntimeError: ``x`` is not a float32 tensor [..., K] on the CPU, as from ``F.linear``.
         """
-        # The library gets bare addresses: it would read and write past the end of a tensor of another size.
+        # The library receives bare addresses, so it would read and write past the end of a tensor of another size.
         if not x.is_cpu or x.dtype != torch.float32 or x.ndim == 0 or x.shape[-1] != self._inputs:
             raise RuntimeError(self._mismatch(x))
         x = x.contiguous()
@@ -104,9 +104,9 @@ def _check_weight(weight: Tensor, bias: Tensor | None) -> None:
 
 @cache
 def skinny_library() -> ctypes.CDLL | None:
-    """Return the compiled library, or None if there is no compiler, the build fails or computes something else.
+    """Return the compiled library, or None if there is no compiler, the build fails, or a test product is wrong.
 
-    The build is kept on disk for later processes on the same CPU.
+    The build is stored on disk for later processes on the same CPU.
     """
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if sys.platform != "linux" or shutil.which(compiler[0]) is None:

@@ -1,7 +1,7 @@
 """CUDA graphs of functions with fixed shapes: one launch instead of hundreds.
 
 A graph replays kernels on the addresses that they were captured with. A function is therefore captured once per
-combination of shapes and reads its inputs from buffers of its own. It may use other memory only if that memory stays
+combination of shapes and reads its inputs from private buffers. It may use other memory only if that memory stays
 in place, and it must not read a value back to the host. Without CUDA, or after a failed capture, the same function
 runs eagerly, so tokens do not depend on graphs.
 """
@@ -84,7 +84,7 @@ class StaticCall:
         self._recording: tuple[Callable[[], None], Outputs] | None = None
 
     def __call__(self, *inputs: Tensor | None) -> Outputs:
-        """Return the function's outputs in memory of their own; an input of None keeps its last value."""
+        """Return the function's outputs in new memory; an input of None keeps its last value."""
         for buffer, given in zip(self._inputs, inputs, strict=True):
             if given is not None:
                 buffer.copy_(given)

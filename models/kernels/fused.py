@@ -2,7 +2,7 @@
 
 At one to eight rows, a third of a small base's forward pass is spent on small operations between the products, not on
 reading weights. These inference-only modules replace the stock ones inside stock decoder layers and compute the same
-up to float32 rounding. Heads with layers of their own draft with them too.
+up to float32 rounding. Heads that have decoder layers draft with them too.
 
 Shape legend: B batch, T time, D width, H query heads, G key/value heads, E head width.
 """

@@ -86,7 +86,7 @@ class AnswerGenerator:
         log: Log = lambda line: None,
         store_states: bool = False,
     ) -> None:
-        """``store_states``: the built-in decoding stores final hidden states, unless earlier answers have none."""
+        """Create the stage. ``store_states``: store final hidden states, unless earlier answers have none."""
         self.base, self.config, self.seed, self.folder = base, config, seed, folder
         self.group, self.progress, self.log, self.store_states = group, progress, log, store_states
 

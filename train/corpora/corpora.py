@@ -60,7 +60,7 @@ class Corpora:
         log: Log = lambda line: None,
         store_states: bool = False,
     ) -> None:
-        """``store_states``: store the final hidden states of answers while the built-in decoding generates them."""
+        """Create the corpora. ``store_states``: built-in decoding also stores the answers' final hidden states."""
         self.store_states = store_states
         self.base, self.config, self.seed, self.progress, self.log = base, config, seed, progress, log
         self.group = group

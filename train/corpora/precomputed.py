@@ -1,4 +1,4 @@
-"""Copies of precomputed answers: those of the embedded bases come with the package."""
+"""Copies of precomputed answers. The package contains those of the embedded bases."""
 
 from dataclasses import asdict
 from itertools import islice

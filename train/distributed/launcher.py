@@ -76,7 +76,7 @@ class Launch:
 
 @contextmanager
 def launched(run: RunConfig) -> Iterator[Launch]:
-    """Join the other processes. Inside the block each one ends when another dies. Call it once per program."""
+    """Join the other processes. Inside the block, each one ends if another fails. Call it once per program."""
     shard = follow_launcher(run.shard)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
@@ -100,7 +100,7 @@ def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
     """Return ``shard`` with accelerate's settings applied, and remove those from the environment.
 
-    transformers reads the variables too: it would load weights on the first process only.
+    transformers reads these variables too, and would load weights on the first process only.
     """
     followed = with_launcher_settings(os.environ, shard)
     os.environ["ACCELERATE_USE_FSDP"] = "false"

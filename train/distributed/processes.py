@@ -32,7 +32,7 @@ class Processes:
     """The processes of this run, seen from one of them. Create it on all processes at once."""
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
-        """A process that sends no heartbeat for ``heartbeat_timeout_s`` counts as dead."""
+        """Create the group; a process without a heartbeat for ``heartbeat_timeout_s`` counts as failed."""
         is_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.count = dist.get_world_size() if is_group else 1
         self.rank = dist.get_rank() if is_group else 0
@@ -57,7 +57,7 @@ class Processes:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """End this process inside the block, within the timeout and a few seconds, when another one dies or fails."""
+        """End this process inside the block, within the timeout and a few seconds, when another one fails."""
         if self._group is None:
             yield
             return

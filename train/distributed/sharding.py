@@ -61,7 +61,7 @@ class Sharding:
     """The sharding of one run's base and head over the processes. Every method is collective."""
 
     def __init__(self, config: ShardConfig, device: torch.device) -> None:
-        """``device`` holds the weights."""
+        """Shard by ``config``; ``device`` holds the weights."""
         self.config, self.device = config, device
         self._made_group = False
         needs_wrapping = config.mode != "none" or config.precision == "bfloat16"
@@ -166,7 +166,7 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
 
 
 def _always_backward(head: DraftHead) -> Callable[..., LossOutput]:
-    """Return the head's loss with a gradient even if no token is trained: the other processes wait for this backward.
+    """Return the head's loss with a gradient even if no token is trained: other processes wait for it.
 
     The added term is 0 times a sharded weight.
     """

@@ -20,7 +20,7 @@ class Stopped(SystemExit):
     """Raised to end the program after a signal, once its work is saved."""
 
     def __init__(self, signum: int, done: str = "") -> None:
-        """``done`` describes the progress, such as ``after step 7``."""
+        """Describe the progress by ``done``, such as ``after step 7``."""
         super().__init__(128 + signum)
         self.line = (
             f"stopped by {signal.Signals(signum).name}{f' {done}' if done else ''}; finished work is kept, and the "

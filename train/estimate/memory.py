@@ -159,7 +159,7 @@ class Estimate:
           ``M L kept_bytes``, or with checkpointing every layer's input (``M L D`` values) and one layer's stored
           values. The gradients in one layer add ``M layer_width`` values, and the base's loss four ``M D`` copies.
         - an adapter on the output head: the merged matrix for the base's loss, its gradient, and the merged matrix that
-          the heads compare with (``3 V D`` values), and ``V D`` float32 values while merging.
+          the heads compare with. These are ``3 V D`` values; merging needs ``V D`` float32 values more.
         - loss chunk: the base's loss covers the whole vocabulary.
         """
         shape, adapters, base_bytes = self.shape, self.adapters, self.base_bytes

@@ -28,8 +28,8 @@ WANDB_TIMEOUTS: dict[str, Any] = {"init_timeout": 60, "finish_timeout": 600, "fi
 class Tracker:
     """The recipe's tracker. It never fails a run: after its first error it prints one warning and stays silent.
 
-    Create it on the main process only, before the first row of ``metrics.jsonl``: a folder with rows resumes its wandb
-    run, a folder without rows starts a new one.
+    Create it on the main process only, before the first row of ``metrics.jsonl``. A folder with rows resumes its wandb
+    run, and a folder without rows starts a new one.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Tracker:
         settings: Row,
         log: Callable[[str], None],
     ) -> None:
-        """``accelerator`` was created with ``log_with=config.kind`` and the run folder as ``project_dir``."""
+        """Start tracking. ``accelerator`` has ``log_with=config.kind`` and the run folder as ``project_dir``."""
         self.accelerator, self.config, self.folder, self._log = accelerator, config, folder, log
         self._step = 0
         self._wandb_run: Any = None
@@ -74,7 +74,7 @@ class Tracker:
                 if evaluation is not None:
                     self.accelerator.log(_numbers(evaluation, "evaluation/"), step=self._step)
                     self._send_results(evaluation)
-                # Not end_training(): it also destroys the process group, which heartbeats still use.
+                # end_training() would also destroy the process group, which heartbeats still use.
                 for tracker in self.accelerator.trackers:
                     tracker.finish()
         self._active = False

@@ -24,7 +24,7 @@ MAX_UNSEEN_ROWS = 64
 
 
 class PhaseData:
-    """Rows with hidden states. The seed and the step alone decide a step's rows, so resuming needs no position."""
+    """Rows with hidden states. A step's rows depend on the seed and the step alone: resuming needs no position."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class PhaseData:
         cache: StoredHiddenStates | None,
         subset: np.ndarray | None = None,
     ) -> None:
-        """``subset`` holds the numbers of the rows that steps take; by default all rows."""
+        """Use the rows whose numbers ``subset`` holds, by default all rows."""
         self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
         self.waited_s = 0.0
         """Seconds that ``stream`` has waited for the reading thread."""
@@ -89,7 +89,7 @@ class RowOrder:
     """An endless stream of reshuffled epochs. Any range of it follows from the seed alone."""
 
     def __init__(self, rows: int | np.ndarray) -> None:
-        """``rows`` is the number of rows, or their numbers."""
+        """Shuffle ``rows``, the number of rows or their numbers."""
         self._rows = np.arange(rows) if isinstance(rows, int) else rows
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 

@@ -188,8 +188,8 @@ def save_checkpoint(
 ) -> Path:
     """Write ``folder/step-<global_step>``, then remove all but the newest ``keep`` checkpoints and the best one.
 
-    Call it on one process only. Checkpoints of later steps are removed too: a run that reaches this step again did not
-    resume from them, because they were damaged or belong to an earlier run. ``head`` and ``optimizer`` hold full
+    Call it on one process only. Checkpoints of later steps are removed too. A run that reaches this step again did not
+    resume from them, so they are damaged or belong to an earlier run. ``head`` and ``optimizer`` hold full
     tensors; ``Checkpoint`` describes the other arguments.
     """
     plain_optimizer, optimizer_tensors = split_tensors(optimizer)

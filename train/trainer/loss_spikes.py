@@ -15,7 +15,7 @@ class LossSpikeFilter:
     """
 
     def __init__(self, config: LossSpikeConfig, losses: Iterable[float | None] = ()) -> None:
-        """``losses`` restores the filter from a checkpoint of the phase."""
+        """Start with the ``losses`` that a checkpoint of the phase saved."""
         self.config = config
         self._losses: deque[float | None] = deque(losses, maxlen=config.window)
 

@@ -21,7 +21,7 @@ class MaxGram(PromptLookup):
     """Prompt lookup without a longest match; ``bigrams`` continue rows in which nothing matches."""
 
     def __init__(self, num_tokens: int = 10, bigrams: Tensor | None = None) -> None:
-        """``bigrams``: [V] int64, the likeliest token after each token, -1 if unknown (``bigram_table``)."""
+        """Draft from ``bigrams``, [V] int64: the likeliest token after each token, -1 if unknown (``bigram_table``)."""
         super().__init__(num_tokens, max_ngram=None)
         self.bigrams = bigrams
 

@@ -251,11 +251,11 @@ def attend_block(
     values: Tensor,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of draft positions, which see the context and the draft positions of their own anchor.
+    """Return the attention of draft positions, which see the context and the draft positions of the same anchor.
 
     The keys of a query are the context's T and its own block's Q: one softmax over T + Q scores. The two products
-    stay apart because the context's keys are shared by all anchors, while each block's keys serve one anchor. With
-    T = 3, anchors at t = 0 and 1, and blocks of Q = 2 under a causal ``seen``, the queries of the second block see::
+    stay apart because the context's keys are shared by all anchors, while each block's keys serve one anchor.
+    Example: T = 3, anchors at t = 0 and 1, blocks of Q = 2, causal ``seen``. The queries of the second block see::
 
         context  block of t = 0   block of t = 1
         x x .        . .              x .

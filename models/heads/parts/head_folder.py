@@ -118,7 +118,7 @@ def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
             raise ValueError(f"it has {len(choices)} nodes, at most {MAX_NODES} are allowed")
         tree = TokenTree.from_paths([tuple(c) for c in choices])
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not a tree.json ({error}); it needs choices: a list of rank paths") from None
+        raise UserError(f"{path} is not a tree.json ({error}); give it the key choices, a list of rank paths") from None
     if tree.depth > depth:
         raise UserError(
             f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; give a shallower tree"

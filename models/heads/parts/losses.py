@@ -41,7 +41,7 @@ is about three such matrices."""
 
 @settings(kw_only=True)
 class LossConfig:
-    """What a phase minimises: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens."""
+    """The loss that a phase minimises: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens."""
 
     ce: NonNegativeFloat = 1.0
     """Weight of the hard cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
@@ -301,7 +301,7 @@ def heads_loss(
 
     Args:
         hidden: [K, n, D] inputs of the projections, aligned with the targets.
-        heads: K projections; the same object K times if shared.
+        heads: K projections, or one object K times if they share it.
         targets: labels.
         config: weights of the terms and of the draft positions.
         rows: targets per chunk; by default as many as ``CHUNK_BYTES`` of logits hold.

@@ -1,4 +1,4 @@
-"""Heads with a prediction of its own for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3, DSpark.
+"""Heads with a separate prediction for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3, DSpark.
 
 ``MultiPositionHead`` derives the loss and the ranks from them. ``CopyingHead`` drafts from the base's last hidden state
 and can have an induction head. ``RecurrentHead`` drafts from a state per node.

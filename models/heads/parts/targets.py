@@ -21,8 +21,8 @@ from drafthead.models.heads.parts.losses import Targets, chunk_rows
 class DraftTargets:
     """Targets of a batch, with the anchor of every draft position; indices are flat (row * T + t).
 
-    Example: in the row ``a b c d`` with K = 2, the target ``c`` is predicted by position 1 from ``a`` (t = 0), and
-    ``d`` by position 1 from ``b`` (t = 1) and by position 2 from ``a``.
+    Example: the row is ``a b c d`` and K = 2. The target ``c`` is predicted by position 1 from ``a`` (t = 0). The
+    target ``d`` is predicted by position 1 from ``b`` (t = 1) and by position 2 from ``a``.
     """
 
     target_idx: Tensor
@@ -128,9 +128,9 @@ def has_next(documents: Tensor) -> Tensor:
 def anchors_of(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the anchors of each row and a map from flat indices to flat anchors.
 
-    Rows with fewer anchors than the longest are padded with other positions, whose results are not used. Example: two
-    rows of four tokens with anchors 0, 2 and 1 give the anchors [[0, 2], [1, 0]], and the flat anchor of flat index 5
-    (row 1, t = 1) is 2.
+    Rows with fewer anchors than the longest are padded with other positions, whose results are not used. Example:
+    of two rows of four tokens, the first has the anchors 0 and 2, and the second has 1. They give [[0, 2], [1, 0]], and
+    the flat anchor of flat index 5 (row 1, t = 1) is 2.
 
     Returns:
         [B, S] int64 positions in the rows, and [B * T] int64 indices into the flattened [B * S] anchors.
