@@ -84,6 +84,12 @@ def tiny_base() -> Callable[..., BaseModel]:
     return make
 
 
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the Hub's client, which reads its environment only at import, from the network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 class CompletionsServer:
     """An OpenAI-compatible completions server on loopback, which can be made to fail.
 

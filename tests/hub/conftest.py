@@ -246,11 +246,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
-    monkeypatch.setattr(constants, "ENDPOINT", state.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", state.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    template = state.url + "/{repo_id}/resolve/{revision}/{filename}"
+    settings = {"ENDPOINT": state.url, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     close_session()
     yield state

@@ -129,6 +129,12 @@ def medusa_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave 100 kB on every disk."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
+
+
+@pytest.fixture
 def no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(key, "")  # so that it is put back in any case

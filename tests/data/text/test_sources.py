@@ -15,9 +15,7 @@ from drafthead.data.utils.errors import UserError
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 def jsonl(path: Path, rows: list[Any], **settings: Any) -> SourceConfig:

@@ -151,8 +151,8 @@ def test_a_base_folder_that_needs_another_setting(tiny_base: TinyBase, tmp_path:
         BaseModel.load(config)
 
 
-def test_a_base_that_is_not_there(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("offline")
+def test_a_base_that_is_not_there(tiny_base: TinyBase, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     tiny_base().model.config.save_pretrained(tmp_path / "folder")
     cases = {

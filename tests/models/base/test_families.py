@@ -84,27 +84,38 @@ def shift_logits(_module: torch.nn.Module, _inputs: Any, out: Any) -> None:
     out.logits = out.logits + 1.0
 
 
-def test_a_base_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
-    """The check at load finds a window that is one position too wide, missing sinks, and wrong logits.
+def without_sinks(*args: Any, **options: Any) -> Any:
+    return GROUPED_SDPA(*args, **{**options, "s_aux": None})
+
+
+GROUPED_SDPA = attention.grouped_sdpa
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "shape", "says"),
+    [
+        ("models.base.windows.Window.sees", one_further, "mistral", r"mistral read whole differs .* [\d.]+%"),
+        ("models.kernels.attention.grouped_sdpa", without_sinks, "gpt_oss_full", "gpt_oss read whole differs"),
+        ("models.cache.kv_cache.KVCache.positions", lambda _, depths: depths, "llama", "llama read in parts differs"),
+    ],
+)
+def test_a_base_that_computes_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, script: Script, place: str, fault: Any, shape: str, says: str
+) -> None:
+    """The check at load finds a window that is one position too wide, missing sinks, and positions from 0.
 
     Configs that have passed in this process are not checked again, so these have contexts that no other test uses.
     """
-    shapes = script("base_shapes").SHAPES
     with monkeypatch.context() as patched:
-        patched.setattr(Window, "sees", one_further)
-        with pytest.raises(UserError, match=r"mistral read whole differs .* [\d.]+%"):
-            BaseModel.load(config_of(shapes["mistral"], max_context=111))
-    with monkeypatch.context() as patched:
-        whole = attention.grouped_sdpa
-        patched.setattr(attention, "grouped_sdpa", lambda *args, **options: whole(*args, **{**options, "s_aux": None}))
+        patched.setattr(f"drafthead.{place}", fault)
         attention.register()
-        with pytest.raises(UserError, match="gpt_oss read whole differs"):
-            BaseModel.load(config_of(shapes["gpt_oss_full"], max_context=111))
+        with pytest.raises(UserError, match=says):
+            BaseModel.load(config_of(script("base_shapes").SHAPES[shape], max_context=111))
     attention.register()
-    with monkeypatch.context() as patched:
-        patched.setattr("drafthead.models.cache.kv_cache.KVCache.positions", lambda self, depths: depths)
-        with pytest.raises(UserError, match="llama read in parts differs"):
-            BaseModel.load(config_of(shapes["llama"], max_context=111))
+
+
+def test_a_base_with_wrong_logits_is_refused(script: Script) -> None:
+    shapes = script("base_shapes").SHAPES
     cohere = shapes["cohere"] | {"logit_scale": 0.3}
     base = BaseModel.load(config_of(cohere))
     assert base.lm_head.scale == 0.3

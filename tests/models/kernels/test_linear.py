@@ -139,14 +139,16 @@ def test_the_fastest_kernel_is_chosen_once(compiles: bool, monkeypatch: pytest.M
     torch.testing.assert_close(layer(x := torch.randn(50, 64)), F.linear(x, layer.dense()), rtol=1e-4, atol=1e-4)
 
 
-def test_a_large_base_chooses_and_answers_alike(
-    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def measured_base(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> BaseModel:
+    """Return a tiny base whose kernels are chosen by measurement, as those of a large one."""
     monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
-    config = tiny_base().config
-    fixed = BaseModel.load(config)
     monkeypatch.setattr(choice, "WORTH_MEASURING", 1)
-    chosen = BaseModel.load(config)
+    return BaseModel.load(tiny_base().config)
+
+
+def test_a_large_base_chooses_and_answers_alike(tiny_base: TinyBase, measured_base: BaseModel, tmp_path: Path) -> None:
+    fixed, chosen, config = tiny_base(), measured_base, measured_base.config
     assert fixed.kernels is None and chosen.kernels is not None and len(list(tmp_path.glob("kernels/*.json"))) == 1
     assert BaseModel.load(replace(config, kernels="packed")).kernels is None
     answers = [decode(base, None, [5, 9, 11], max_new_tokens=24).tokens for base in (fixed, chosen)]
@@ -154,13 +156,9 @@ def test_a_large_base_chooses_and_answers_alike(
 
 
 @pytest.mark.skipif(not linear.packs_bfloat16(), reason="this CPU multiplies no bfloat16")
-def test_hidden_states_to_train_on_may_be_read_in_bfloat16(
-    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hidden_states_to_train_on_may_be_read_in_bfloat16(measured_base: BaseModel) -> None:
     """Near the exact ones, while the base itself stays exact."""
-    monkeypatch.setenv("DRAFTHEAD_CACHE", str(tmp_path))
-    monkeypatch.setattr(choice, "WORTH_MEASURING", 1)
-    base = BaseModel.load(tiny_base().config)
+    base = measured_base
     assert base.kernels is not None
     batch = row_of([random_ids(20), random_ids(7, seed=1)])
     exact = base.hidden_states(batch, HiddenStatesSpec(layers=(1,)))

@@ -69,11 +69,9 @@ def test_held_out_answers_are_bounded() -> None:
     assert held_out == list(range(19, 20 * 512, 20))
 
 
-def test_a_full_disk_is_noticed_before_generating(
-    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_is_noticed_before_generating(tiny_base: TinyBase, tmp_path: Path) -> None:
     """There is room for the ids, but not for the hidden states."""
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 100_000}))
     made, seen = make(tiny_base(), tmp_path)
     with pytest.raises(UserError, match=r"the answers with their hidden states \(store_hidden_states\) needs about"):
         made.answers()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
@@ -97,12 +98,15 @@ def test_transformers_does_not_see_the_plugin(monkeypatch: pytest.MonkeyPatch) -
     """It treats processes other than the first as not having read the weights."""
     from transformers.distributed import fsdp
 
-    monkeypatch.setattr(fsdp, "_is_torch_distributed_initialized", lambda: True)
     for key, value in launched("--use_fsdp", "--mixed_precision", "bf16").items():
         monkeypatch.setenv(key, value)
-    assert fsdp.is_fsdp_enabled()
-    assert follow_launcher(NONE) == replace(FULL, precision="bfloat16")
-    assert not fsdp.is_fsdp_enabled() and os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    enabled = fsdp.is_fsdp_enabled()
+    settings = follow_launcher(NONE)
+    enabled_after = fsdp.is_fsdp_enabled()
+    torch.distributed.destroy_process_group()
+    assert enabled and not enabled_after and settings == replace(FULL, precision="bfloat16")
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
 def test_corpora_that_differ_between_nodes_are_refused() -> None:

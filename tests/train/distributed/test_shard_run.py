@@ -1,6 +1,7 @@
 """Whole runs with sharding: one process as a mesh of one, two as ``accelerate launch`` starts them, two nodes."""
 
 import shutil
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -82,10 +83,10 @@ def test_bfloat16_is_a_way_to_compute_and_float32_is_what_is_saved(tmp_path: Pat
     load_base_and_head(run / "head")
 
 
-def test_automatic_precision_is_what_was_measured(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    sharding, base = Sharding(ShardConfig(precision="auto"), torch.device("cpu")), tiny_base()
+def test_automatic_precision_is_what_was_measured(tiny_base: TinyBase) -> None:
+    sharding, base = Sharding(ShardConfig(precision="auto"), torch.device("cpu")), copy(tiny_base())
     assert base.kernels is None and sharding.precision(base) == torch.float32, "too small to be measured"
-    monkeypatch.setattr(base, "kernels", table := KernelTable())
+    base.kernels = table = KernelTable()
     assert sharding.precision(base) == torch.float32
     table.bfloat16_reads = True
     assert sharding.precision(base) == torch.bfloat16

@@ -37,13 +37,10 @@ def test_the_licence_is_the_bases(tmp_path: Path, front: str, wanted: dict[str, 
     assert card.base_licences(BaseConfig(name=str(tmp_path))) == wanted
 
 
-def test_a_licence_that_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*args: Any, **options: Any) -> None:
-        raise ConnectionError
-
-    assert card.base_licences(BaseConfig(name=str(tmp_path))) == {"license": "unknown"}
-    monkeypatch.setattr(ModelCard, "load", unreachable)
-    assert card.base_licences(BaseConfig(name="user/base")) == {"license": "unknown"}
+@pytest.mark.usefixtures("offline")
+def test_a_licence_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
+    for name in (str(tmp_path), "user/base"):
+        assert card.base_licences(BaseConfig(name=name)) == {"license": "unknown"}
 
 
 def written_card(folder: Path, base: BaseModel, rule: dict[str, Any]) -> ModelCard:

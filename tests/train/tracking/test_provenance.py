@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import drafthead
-from drafthead.train.tracking import provenance
-from drafthead.train.tracking.provenance import write_provenance
+from drafthead.train.tracking.provenance import MAX_DIFF_BYTES, write_provenance
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -77,26 +76,17 @@ def test_versions_hardware_and_command_are_kept_and_secrets_are_not(
     assert found["environment"]["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_huge_diff_is_cut(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_diff_is_cut(tmp_path: Path, checkout: Path) -> None:
     commit(checkout)
-    (checkout / "model.py").write_text("x" * 5000)
-    monkeypatch.setattr(provenance, "MAX_DIFF_BYTES", 1000)
+    (checkout / "model.py").write_text("x" * (MAX_DIFF_BYTES + 1000))
     write_provenance(tmp_path / "run", "")
     diff = (tmp_path / "run" / "git.diff").read_text()
-    assert len(diff) < 1100 and "cut: the diff has 5," in diff
+    assert len(diff) < MAX_DIFF_BYTES + 100 and "cut: the diff has 2,00" in diff
 
 
-def test_it_never_fails_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> dict[str, Any]:
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr(provenance, "hardware", broken)
-    write_provenance(tmp_path, "")
-    assert record(tmp_path)["hardware"] == {"error": "RuntimeError: no such device"}
-
-    blocked = tmp_path / "file"
-    blocked.touch()
-    warnings = write_provenance(blocked / "run", "")
+def test_a_folder_that_cannot_be_written_never_fails_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    warnings = write_provenance(tmp_path / "file" / "run", "")
     assert len(warnings) == 3
     assert "recipe.yaml could not be written" in warnings[0]
 

@@ -32,19 +32,19 @@ def test_the_stream_is_what_load_gives(data: PhaseData) -> None:
         assert torch.equal(base_hidden.final, states.final)
 
 
-def test_the_next_rows_are_read_meanwhile_and_no_more(data: PhaseData, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, asked, there = data.read, [], threading.Semaphore(0)
+def test_the_next_rows_are_read_meanwhile_and_no_more(data: PhaseData) -> None:
+    read, asked, done = data.read, [], threading.Semaphore(0)
 
     def watched(numbers: list[int]) -> tuple[TrainBatch, torch.Tensor | None]:
-        found = read(numbers)
+        batch = read(numbers)
         asked.append((numbers[0], threading.current_thread() is threading.main_thread()))
-        there.release()
-        return found
+        done.release()
+        return batch
 
-    monkeypatch.setattr(data, "read", watched)
+    data.read = watched  # type: ignore[method-assign]
     stream = data.stream([n] for n in range(5))
     next(stream)
     for _ in range(2):
-        assert there.acquire(timeout=10)
+        assert done.acquire(timeout=10)
     assert asked == [(0, False), (1, False)]
     stream.close()

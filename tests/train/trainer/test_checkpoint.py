@@ -1,7 +1,6 @@
 """Resuming equals never having stopped, and damage never goes unnoticed."""
 
 import random
-import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -181,8 +180,7 @@ def test_the_best_is_marked_and_kept(tmp_path: Path) -> None:
     assert (best.state.score, best.state.global_step, latest.state.global_step) == (1.5, 5, 6)
 
 
-def test_too_little_space_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=100))
+@pytest.mark.usefixtures("full_disk")
+def test_too_little_space_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a checkpoint needs about .* are free"):
         Run().save(tmp_path, 1)
