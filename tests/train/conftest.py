@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.cost_model import CostModel, measure_costs
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.drafter import Drafter
 from drafthead.train.pipeline import run_pipeline
 from support import assert_same_run, composed, losses_of
 
@@ -96,10 +97,32 @@ class Runs:
         self._server.communicate()
 
 
-@pytest.fixture(autouse=True)
-def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure the costs of a step once: these tests need a tree, not a good one."""
-    monkeypatch.setattr("drafthead.train.pipeline.measure_costs", partial(measure_costs, repeats=1))
+class StepCosts:
+    """A stand-in for ``measure_costs`` in runs, which measures once: these tests need a tree, not a good one."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        """Batch sizes that were measured."""
+        self.model: Callable[[int], CostModel] | None = None
+        """Costs by batch size, instead of measured ones."""
+
+    def __call__(self, base: BaseModel, drafter: Drafter, rows: int = 1) -> CostModel:
+        self.rows.append(rows)
+        return self.model(rows) if self.model else measure_costs(base, drafter, rows=rows, repeats=1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def all_costs() -> Iterator[StepCosts]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("drafthead.train.pipeline.measure_costs", costs := StepCosts())
+        yield costs
+
+
+@pytest.fixture
+def step_costs(all_costs: StepCosts) -> Iterator[StepCosts]:
+    all_costs.rows.clear()
+    yield all_costs
+    all_costs.model = None
 
 
 @pytest.fixture(scope="session")
@@ -119,12 +142,10 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def medusa_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def medusa_run(tmp_path_factory: pytest.TempPathFactory, all_costs: StepCosts) -> Path:
     """The folder of a finished tiny Medusa run and its corpora, for tests to copy."""
     folder = tmp_path_factory.mktemp("medusa")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("drafthead.train.pipeline.measure_costs", partial(measure_costs, repeats=1))
-        run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", *SHORT))
+    run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", *SHORT))
     return folder
 
 

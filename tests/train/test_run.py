@@ -6,25 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, write_json
-from drafthead.eval.timing import methods
+from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.eval.trees.cost_model import CostModel
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode_batch
-from drafthead.models.heads.medusa import MedusaHead
-from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
-from drafthead.train import pipeline
 from drafthead.train.config import RunConfig
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.preflight import preflight
 from drafthead.train.run_folder import check_settings, training_settings
-from drafthead.train.trainer import trainer as loop
+from drafthead.train.trainer import trainer
 from support import TinyBase, composed
 
 SHORT = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
@@ -168,47 +164,38 @@ def test_a_streamed_file_is_not_read_to_its_end_before_a_run(tmp_path: Path) -> 
 # Stages --------------------------------------------------------------------------------------------------------
 
 
-def never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("measured again")
-
-
-def test_a_second_start_measures_nothing_again(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_measures_nothing_again(finished: Path, step_costs: Any) -> None:
     run = finished / "run"
-    first = read_json(run / "eval.json")
-    monkeypatch.setattr(pipeline, "measure_costs", never)
-    with monkeypatch.context() as patched:
-        patched.setattr(methods, "decode", never)
-        train(finished)
-    assert read_json(run / "eval.json") == first
-    assert len(list(run.glob("eval-log-*.jsonl"))) == 1
-    results = [run / "calibration.json", *run.glob("eval-log-*.jsonl"), run / "eval-log-of-another-tree.jsonl"]
-    results[-1].touch()
-    with pytest.raises(AssertionError, match="measured again"):
-        train(finished, "resume=false")
-    assert not any(path.exists() for path in results)
+    results = [run / "calibration.json", run / "eval.json"]
+    first = [path.read_text() for path in results]  # measured times never repeat
+    train(finished)
+    assert [path.read_text() for path in results] == first and step_costs.rows == []
+    (log,) = run.glob("eval-log-*.jsonl")
+    (run / "eval-log-of-another-tree.jsonl").touch()
+    train(finished, "resume=false")
+    assert all(path.read_text() != content for path, content in zip(results, first, strict=True))
+    assert step_costs.rows and not (run / "eval-log-of-another-tree.jsonl").exists()
 
 
-def test_batches_have_their_own_trees(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_have_their_own_trees(finished: Path, step_costs: Any) -> None:
     """In a batch of eight, where extra nodes are expensive, drafting does not pay. The choice is saved."""
     (finished / "run" / "calibration.json").unlink()
-    asked: list[int] = []
 
-    def measured(base: BaseModel, head: DraftHead, rows: int = 1) -> CostModel:
-        asked.append(rows)
+    def model(rows: int) -> CostModel:
         verify = {n: 1.0 + (n - 1) * {1: 0.01, 2: 0.2, 8: 5.0}[rows] for n in (1, 2, 4, 8, 64)}
         return CostModel(verify=verify, draft=0.0, overhead=0.0, context=200)
 
-    monkeypatch.setattr(pipeline, "measure_costs", measured)
+    step_costs.model = model
     settings = ("tree_batches=[2,8]", "stages=[tree]")
     base, head = load_base_and_head(train(finished, *settings) / "head")
-    assert asked == [1, 2, 8]
+    assert step_costs.rows == [1, 2, 8]
     one, two, eight = (head.tree_of(rows) for rows in (1, 2, 8))
     assert one is not None and two is not None and len(one) > len(two) and eight == TokenTree.chain(0)
     assert head.tree_of(7) == two and head.tree_of(16) == eight
     results = decode_batch(base, head, [[5, 6, 7]] * 8, max_new_tokens=4, ignore_eos=True)
     assert {step.proposed for result in results for step in result.steps} == {0}
     train(finished, *settings)
-    assert asked == [1, 2, 8], "nothing is measured twice"
+    assert step_costs.rows == [1, 2, 8], "nothing is measured twice"
 
 
 def test_resume_false_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:
@@ -227,33 +214,28 @@ def test_settings_of_the_launcher_are_checked_first(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_without_a_token_to_train_on_fails(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = MedusaHead.loss
-
-    def nothing(self: MedusaHead, *args: Any) -> LossOutput:
-        out = original(self, *args)
-        return LossOutput(
-            loss_sum=out.loss_sum * 0, tokens=torch.zeros_like(out.tokens), sums=out.sums * 0, names=out.names
-        )
-
-    monkeypatch.setattr(MedusaHead, "loss", nothing)
+def test_a_run_without_a_token_to_train_on_fails(tmp_path: Path) -> None:
+    """A head learns the second token after a position, which documents of a single letter lack."""
+    (tmp_path / "letters.jsonl").write_text('{"text": "a"}\n' * 2000)
+    source = f"data.text.sources=[{{kind: jsonl, name: {tmp_path / 'letters.jsonl'}}}]"
     with pytest.raises(UserError, match="phase pretrain, step 2: .* no token to train on"):
-        train(finished, "log_every=2", "resume=false")
+        train(tmp_path, "log_every=2", source)
 
 
 def test_validation_and_saving_do_not_count_as_training_time(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every validation takes an hour by the clock that the loop reads."""
-    clock, validate = [0.0], loop.Trainer._validate
-    monkeypatch.setattr(loop, "perf_counter", lambda: clock.__setitem__(0, clock[0] + 0.001) or clock[0])
+    clock = [0.0]
 
-    def slow(self: loop.Trainer, *args: Any) -> bool:
-        clock[0] += 3600
-        return validate(self, *args)
+    def tick(module: torch.nn.Module, _inputs: Any) -> None:
+        if isinstance(module, ResBlock):
+            clock[0] += 0.001 if module.training else 3600
 
-    monkeypatch.setattr(loop.Trainer, "_validate", slow)
+    monkeypatch.setattr(trainer, "perf_counter", lambda: clock[0])
+    hook = register_module_forward_pre_hook(tick)
     run = train(finished, TRAINED, "resume=false", "log_every=2", "validate_every=3")
-    rows = loop.MetricsLog(run / "metrics.jsonl").rows()
-    assert max(row["step_ms"] for row in rows if "step_ms" in row) < 1000
+    hook.remove()
+    assert clock[0] > 3600
+    assert max(row["step_ms"] for row in read_json_lines(run / "metrics.jsonl") if "step_ms" in row) < 1000
 
 
 def test_each_stage_runs_alone(tmp_path: Path) -> None:

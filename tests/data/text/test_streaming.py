@@ -198,15 +198,12 @@ def test_a_restart_reads_no_more_than_its_window(
     assert len(reads) < 30, "60 rows of 32 bytes have some 40 texts, 12 rows hardly 10"
 
 
-def test_positions_are_forgotten_in_the_end(
-    source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "KEPT_POSITIONS", 3)
+def test_positions_are_forgotten_in_the_end(source: SourceConfig, tmp_path: Path) -> None:
     stream = rows(source, tmp_path, shards=1)
     expected = ids(stream, list(range(60)))
-    ids(stream, [61])
+    ids(stream, [6 * (streaming.KEPT_POSITIONS + 10)])
     positions = sorted(map(int, read_checksummed_json(tmp_path / "lane-000.json")))
-    assert len(positions) == 4 and positions[0] == 0 and positions[1] >= 9
+    assert len(positions) == streaming.KEPT_POSITIONS + 1 and positions[0] == 0 and positions[1] >= 9
     assert torch.equal(ids(rows(source, tmp_path, shards=1), list(range(60))), expected)
 
 

@@ -43,8 +43,8 @@ def test_a_licence_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
         assert card.base_licences(BaseConfig(name=name)) == {"license": "unknown"}
 
 
-def written_card(folder: Path, base: BaseModel, rule: dict[str, Any]) -> ModelCard:
-    run, _ = composed(folder, "recipe=medusa_smollm2", "debug=tiny")
+def written_card(folder: Path, base: BaseModel, rule: dict[str, Any], *overrides: str) -> ModelCard:
+    run, _ = composed(folder, "recipe=medusa_smollm2", "debug=tiny", *overrides)
     head = MedusaConfig(num_draft_tokens=2).build(base, None)
     (folder / "head").mkdir()
     evaluation = evaluation_of(task_results(1.5), math=task_results(1.5)) | {"resumed": [1, 2]}
@@ -53,10 +53,11 @@ def written_card(folder: Path, base: BaseModel, rule: dict[str, Any]) -> ModelCa
 
 
 def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
-    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_base: TinyBase, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(card, "base_licences", lambda base: {"license": "other", "license_name": "acme"})
-    found = written_card(tmp_path, tiny_base(), {"name": "exact", "lossless": True})
+    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: acme\n---\n")
+    stored = (f"base.name={tmp_path}", "base.random=false")
+    found = written_card(tmp_path, tiny_base(), {"name": "exact", "lossless": True}, *stored)
     assert "/home/me" not in str(found) + (tmp_path / "head" / "eval.json").read_text()
     assert "exactly what the base would generate" in found.content
     assert "`acme`, from the base's card" in found.content
