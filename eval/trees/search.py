@@ -150,8 +150,8 @@ class SequoiaTrees:
 def sequoia(acceptance: Floats, nodes: int, depth: int) -> SequoiaTrees:
     """Run Sequoia's dynamic program (2402.12374) over size, depth bound and number of children.
 
-    A tree of m nodes whose root has b children consists of two trees: y nodes with b-1 children, and m-y nodes below
-    the b-th child::
+    A tree of m nodes whose root has b children consists of two trees. One has y nodes and b-1 children, and the other
+    is the subtree of m-y nodes of the b-th child::
 
         T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b'],    T[1, l, 0] = 1
 

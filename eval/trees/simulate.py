@@ -66,7 +66,7 @@ def candidate_accept_probs(
     ``draft`` are probabilities [n, V], warped, after the committed path.
     """
     p, q = target.double(), draft.double()
-    # P(all candidates so far were rejected | the token at hand is committed).
+    # P(all candidates so far were rejected | the token is committed).
     left = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
     by_candidate = []
     for s in range(width):

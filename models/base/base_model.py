@@ -289,8 +289,8 @@ class BaseModel:
         ``cache.commit_path`` or ``cache.crop``. With ``partial_forward`` the first layers are skipped.
 
         Each node attends to the committed prefix and to its ancestors, and its position is the prefix length plus its
-        depth. For a root 0 with children 1 and 2, after a prefix of 10 tokens, the positions are 10, 11, 11, and node
-        2 attends to nodes 0 and 2 but not to 1.
+        depth. Example: a root 0 with children 1 and 2 after a prefix of 10 tokens has the positions 10, 11, 11. Node 2
+        attends to nodes 0 and 2, but not to 1.
         """
         new = tokens_BN.shape[1]
         if (static := _static(cache, shape, new, spec, partial_forward)) is not None:

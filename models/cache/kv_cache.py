@@ -363,7 +363,7 @@ class RaggedCache(_Stacks):
         self._over_memory(shape.zeros(rows, capacity), shape.places)
         self.trim = shape.trim
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=shape.device)
-        self.dropped = torch.zeros_like(self.lengths)  # as of a KVCache, for every row
+        self.dropped = torch.zeros_like(self.lengths)  # per row; see ``KVCache.dropped``
         self.pending = 0
         self._reach = self._held = 0
         self._written = torch.empty(0)

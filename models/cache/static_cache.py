@@ -93,7 +93,7 @@ class StaticModel:
             self._spare.remove(memory)
             memory.clear(size)
         else:
-            self._spare.clear()  # the new one serves whatever they would
+            self._spare.clear()  # the larger memory replaces them
             # Inference tensors could not be written outside inference mode.
             with torch.inference_mode(False):
                 length = torch.zeros(1, dtype=torch.int64, device=self._shape.device)

@@ -107,7 +107,7 @@ def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) ->
 def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs: bool = False) -> Acceptance:
     """Draw the target's own token after each node, and continue while it is one of the drafts.
 
-    SpecInfer's naive sampling (2305.09781, section 4.3). Lossless whatever was drafted, since the target draws every
+    SpecInfer's naive sampling (2305.09781, section 4.3). Lossless for any drafts, since the target draws every
     token. Top-k candidates are accepted as often as by ``speculative`` (p(x) each), without residuals. The n-th token
     of an answer takes the random number that plain decoding takes for it. With one seed, the answer therefore equals
     plain decoding's for any drafter (in float32, up to ties of rounding).

@@ -104,8 +104,8 @@ class PendingNodes:
 
 
 Pass = Callable[[Tensor, KVCache | RaggedCache, Tensor | None, PendingNodes | None], Tensor]
-"""Runs a model or a layer over inputs [B, F, ...] with a cache -> [B, F, D]. Without nodes the inputs are a chain, of
-which the first counts ([B]; None: all) are committed; otherwise they are the last F nodes and stay pending."""
+"""Runs a model or a layer over inputs [B, F, ...] with a cache -> [B, F, D]. Without nodes, the inputs are a
+chain, whose first counts ([B]; None: all) are committed. With nodes, they are the last F nodes and stay pending."""
 
 
 class NodeCache:

@@ -85,8 +85,8 @@ class DecodeLoop:
     def run(self, prompts: Iterable[DecodingSequence]) -> Iterator[DecodingSequence]:
         """Yield sequences in the order in which they end."""
         # Batches are decoded one after the other. Within a batch, each iteration of the inner loop
-        # 1. yields the rows that ended; in plain decoding, waiting prompts take over their slots;
-        # 2. drops or clears the rows that ended and were not replaced;
+        # 1. yields the rows that ended, and in plain decoding replaces them by waiting prompts,
+        # 2. drops or clears the rows that ended and were not replaced,
         # 3. decodes one step of the others.
         waiting = deque(prompts)
         started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate

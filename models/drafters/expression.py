@@ -166,7 +166,9 @@ def _part(text: str) -> Expression:
         name, details = ":".join(details), numbers
     if kind_name == "budget":
         name, details = ":".join(details[1:]) or DEFAULT_POLICY, details[:1]
-        _check_policy(name)
+        from drafthead.models.drafters.experimental.triforce import Policy
+
+        Policy.parse(name)  # reject unknown policies before a model is loaded
     if not kind.numbers[0] <= len(details) <= kind.numbers[1] or (kind.needs_name and not name):
         raise _unknown(text)
     if not all(detail.isdigit() and int(detail) > 0 for detail in details):
@@ -180,12 +182,6 @@ def _part(text: str) -> Expression:
 def _check_tokens(text: str, tokens: int) -> None:
     if not 1 <= tokens <= MOST_TOKENS:
         raise UserError(f"{text!r} drafts up to {tokens} tokens; give 1 to {MOST_TOKENS}")
-
-
-def _check_policy(policy: str) -> None:
-    from drafthead.models.drafters.experimental.triforce import Policy
-
-    Policy.parse(policy)
 
 
 def _unknown(text: str) -> UserError:

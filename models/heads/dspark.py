@@ -210,8 +210,8 @@ class DSparkHead(MultiPositionHead):
         return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
 
     def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
-        places = self.config.places
-        return draft_targets.subset(places) if self.training and places else draft_targets
+        limit = self.config.places
+        return draft_targets.subset(limit) if self.training and limit else draft_targets
 
     def fuse(self, sources: Tensor) -> Tensor:
         """Fuse the base's states of ``spec`` to the context: [..., layers * D] -> [..., D]."""

@@ -99,7 +99,8 @@ class EagleLayer(nn.Module):
 
         Step 0 is causal attention over the context. Step i reads the true token and the layer's output of step i - 1,
         one position later. It sees the context up to its anchor, which step 0 has made keys and values of, and the
-        steps of its own anchor. With ``a0`` the query at anchor t = 1 of step 0, and ``a1, a2`` its next steps::
+        earlier steps of the same anchor. With ``a0`` the query at anchor t = 1 of step 0, and ``a1, a2`` its next
+        steps::
 
             keys:   context 0  1  2  3    a1 a2
             a0              x  x  .  .    .  .

@@ -101,8 +101,8 @@ def test_every_head_passes_its_check(tiny_base: TinyBase, tmp_path: Path, name: 
     record = json.loads((tmp_path / "o" / "export_check.json").read_text())
     assert (record["format"], record["dtype"]) == (name, dtype)
     assert record["logit_error"] <= 1e-6 if dtype == "float32" else 0 < record["logit_error"] < 0.01
-    found = format_named(name).load(tmp_path / "o", base)
-    assert type(found) is type(head) and torch.equal(found.d2t, head.d2t)
+    imported = format_named(name).load(tmp_path / "o", base)
+    assert type(imported) is type(head) and torch.equal(imported.d2t, head.d2t)
 
 
 def test_a_broken_export_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +110,9 @@ def test_a_broken_export_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch
     right = MedusaFormat.read
 
     def swapped(self: MedusaFormat, folder: Path, config: Any = None) -> PublishedCheckpoint:
-        found = right(self, folder, config)
-        turned = {f"{k}.1.weight": found.tensors[f"{(k + 1) % 3}.1.weight"] for k in range(3)}
-        return replace(found, tensors=found.tensors | turned)
+        checkpoint = right(self, folder, config)
+        turned = {f"{k}.1.weight": checkpoint.tensors[f"{(k + 1) % 3}.1.weight"] for k in range(3)}
+        return replace(checkpoint, tensors=checkpoint.tensors | turned)
 
     monkeypatch.setattr(MedusaFormat, "read", swapped)
     with pytest.raises(SystemExit, match="failed its check and was removed: its logits differ.*accepted length is"):
@@ -224,7 +224,7 @@ def test_an_import_without_sizes_that_fit_is_refused(saved: Path, tiny_base: Tin
     base = tiny_base()
     MedusaFormat().export(fitted(base), tmp_path / "published")
     shape = {**base.config.shape, "vocab_size": 280}
-    wanted = [f"base.shape={json.dumps(shape).replace(chr(34), '')}", "base.random=true", "base.tokenizer=builtin:tiny"]
+    keys = [f"base.shape={json.dumps(shape).replace(chr(34), '')}", "base.random=true", "base.tokenizer=builtin:tiny"]
     with pytest.raises(SystemExit, match=r"1.weight is \(300, 32\), not \(280, 32\)"):
-        call("import", f"from={tmp_path / 'published'}", *wanted, f"out={tmp_path / 'o'}")
+        call("import", f"from={tmp_path / 'published'}", *keys, f"out={tmp_path / 'o'}")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["published", "run"]

@@ -75,9 +75,9 @@ def of_one_device() -> Estimate:
 
 def made(**parts: Any) -> Estimate:
     """An estimate of these parts; the others are those of a run without sharding."""
-    found = copy(of_one_device())
-    vars(found).update({"data": DataConfig(), **parts})
-    return found
+    estimate = copy(of_one_device())
+    vars(estimate).update({"data": DataConfig(), **parts})
+    return estimate
 
 
 def phase(**changes: Any) -> PhaseConfig:
@@ -131,9 +131,9 @@ def test_all_experts_are_counted(model_type: str) -> None:
 def test_tokens() -> None:
     data = DataConfig(answers=AnswersConfig(max_prompt_tokens=300, sampler=SamplerConfig(max_new_tokens=100)))
     phases = {"pretrain": phase(grad_accum_steps=4), "d": phase(corpus="answers")}
-    found = made(shape=LLAMA3_8B, head=MEDUSA_5, phases=phases, data=data, devices=8)
-    assert found.tokens("pretrain") == found.trained_tokens("pretrain") == 100 * 4 * 2 * 4096 * 8
-    assert (found.tokens("d"), found.trained_tokens("d")) == (100 * 2 * 4096 * 8, 100 * 2 * 4096 * 2)
+    estimate = made(shape=LLAMA3_8B, head=MEDUSA_5, phases=phases, data=data, devices=8)
+    assert estimate.tokens("pretrain") == estimate.trained_tokens("pretrain") == 100 * 4 * 2 * 4096 * 8
+    assert (estimate.tokens("d"), estimate.trained_tokens("d")) == (100 * 2 * 4096 * 8, 100 * 2 * 4096 * 2)
 
 
 # Memory and disk ---------------------------------------------------------------------------------------------
@@ -170,10 +170,10 @@ def test_gradients_and_optimiser_equal_adamw() -> None:
 
 
 def test_a_cached_phase_trades_activations_for_disk() -> None:
-    plain, found = llama(), llama(store_hidden_states=True)
-    assert found.memory("pretrain")["base activations"] == 2 * 4096 * 4096 * 2
-    assert found.total("pretrain") < plain.total("pretrain")
-    assert found.disk["hidden states of pretrain"] == DataConfig().text.max_tokens * 4096 * 2
+    plain, stored = llama(), llama(store_hidden_states=True)
+    assert stored.memory("pretrain")["base activations"] == 2 * 4096 * 4096 * 2
+    assert stored.total("pretrain") < plain.total("pretrain")
+    assert stored.disk["hidden states of pretrain"] == DataConfig().text.max_tokens * 4096 * 2
     assert "hidden states of pretrain" not in plain.disk
 
 
@@ -196,13 +196,13 @@ def test_disk() -> None:
 
 
 def test_a_sharded_head() -> None:
-    plain, found = small(), small(mode="head")
-    assert found["base weights"] == plain["base weights"] and "gathered layers" not in found
-    assert found["head weights"] == 4 * (1000 + 1000)  # what is frozen is replicated
-    assert (found["gradients"], found["optimiser"]) == (4 * 1000, 8 * 1000)
-    assert found["gathered head"] == 4 * 8000
-    assert found["gradients in flight"] == 8 * 8000
-    assert found["head activations"] == plain["head activations"] == 128 * 1000 * 4
+    plain, sharded = small(), small(mode="head")
+    assert sharded["base weights"] == plain["base weights"] and "gathered layers" not in sharded
+    assert sharded["head weights"] == 4 * (1000 + 1000)  # what is frozen is replicated
+    assert (sharded["gradients"], sharded["optimiser"]) == (4 * 1000, 8 * 1000)
+    assert sharded["gathered head"] == 4 * 8000
+    assert sharded["gradients in flight"] == 8 * 8000
+    assert sharded["head activations"] == plain["head activations"] == 128 * 1000 * 4
     uneven = replace(SMALL_HEAD, parameters=15, trainable=15)
     assert small(uneven, 2, mode="head")["head weights"] == 4 * 8
     assert small(shards=1) == plain
@@ -210,17 +210,17 @@ def test_a_sharded_head() -> None:
 
 def test_a_sharded_base() -> None:
     tables, layers = 2 * 500 * 64 + 64, 2 * 6 * SMALL.layer_parameters
-    found, offloaded = small(mode="full"), small(mode="full", offload_base=True)
-    assert found["base weights"] == 2 * tables + layers // 8
-    assert found["gathered layers"] == GATHERED_LAYERS * 2 * SMALL.layer_parameters
-    assert offloaded == {**found, "base weights": 2 * tables}
+    sharded, offloaded = small(mode="full"), small(mode="full", offload_base=True)
+    assert sharded["base weights"] == 2 * tables + layers // 8
+    assert sharded["gathered layers"] == GATHERED_LAYERS * 2 * SMALL.layer_parameters
+    assert offloaded == {**sharded, "base weights": 2 * tables}
 
 
 def test_bfloat16_and_checkpointing() -> None:
-    plain, found = small(), small(precision="bfloat16")
-    assert found["head weights"] == plain["head weights"] and found["optimiser"] == plain["optimiser"]
-    assert found["gathered head"] == 2 * 8000 and found["gradients in flight"] == 6 * 8000
-    assert found["head activations"] == 128 * 1000 * 2
+    plain, rounded = small(), small(precision="bfloat16")
+    assert rounded["head weights"] == plain["head weights"] and rounded["optimiser"] == plain["optimiser"]
+    assert rounded["gathered head"] == 2 * 8000 and rounded["gradients in flight"] == 6 * 8000
+    assert rounded["head activations"] == 128 * 1000 * 2
     assert small(checkpointing=True)["head activations"] == 128 * 400 * 4
 
 
@@ -233,9 +233,9 @@ def base_of(shape: dict[str, Any], dtype: str = "float32") -> BaseModel:
 
 
 def joint(lora: LoraSettings | None, shape: dict[str, Any] = LLAMA, head: HeadSize = SMALL_HEAD) -> Estimate:
-    found = ModelShape.from_config(base_of(shape).config.transformers_config())
+    shape_of_config = ModelShape.from_config(base_of(shape).config.transformers_config())
     phases = {"pretrain": phase(seq_len=64), "joint": phase(seq_len=64, train_base=True)}
-    return made(shape=found, head=head, phases=phases, lora=lora)
+    return made(shape=shape_of_config, head=head, phases=phases, lora=lora)
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,10 @@ def test_adapters_are_as_many_as_are_built(shape: dict[str, Any], targets: tuple
     parameters = LoraBase(base_of(shape), lora).parameters().values()
     count = sum(parameter.numel() for parameter in parameters)
     assert all(parameter.dtype == torch.float32 for parameter in parameters)
-    found = joint(lora, shape)
-    assert found.adapters == count and found.trained == 8000 + count
-    assert found.disk["one checkpoint"] == 4 * 1000 + 12 * (8000 + count)
-    before, after = found.memory("pretrain"), found.memory("joint")
+    estimate = joint(lora, shape)
+    assert estimate.adapters == count and estimate.trained == 8000 + count
+    assert estimate.disk["one checkpoint"] == 4 * 1000 + 12 * (8000 + count)
+    before, after = estimate.memory("pretrain"), estimate.memory("joint")
     assert before["adapter weights"] == after["adapter weights"] == 4 * count
     assert after["gradients"] - before["gradients"] == 4 * count
     assert after["optimiser"] - before["optimiser"] == 8 * count
@@ -267,12 +267,12 @@ def kept_by(base: BaseModel, lora: LoraSettings) -> int:
     trained = LoraBase(base, lora)
     trained.train(True)
     weights = {tensor.untyped_storage().data_ptr() for tensor in trained.model.state_dict().values()}
-    found: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights and tensor.shape[-2:] != (64, 64):
-            found[storage.data_ptr()] = storage
+            storages[storage.data_ptr()] = storage
         return tensor
 
     rows = torch.arange(64).repeat(2, 1)
@@ -280,7 +280,7 @@ def kept_by(base: BaseModel, lora: LoraSettings) -> int:
     batch = TrainBatch(input_ids=rows, position_ids=rows, document_ids=torch.zeros_like(rows), loss_mask=mask)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         trained.hidden_states(batch)
-    return sum(storage.nbytes() for storage in found.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -298,11 +298,11 @@ def test_what_backpropagation_keeps_is_what_autograd_keeps(dtype: str) -> None:
 
 def test_activations_of_a_phase_that_trains_the_base() -> None:
     """With checkpointing two of the three layers keep their inputs alone."""
-    kept, recomputed = (joint(replace(LORA, checkpointing=on)) for on in (False, True))
-    layer, tokens, width = kept.shape.kept_bytes(LORA, 2), 2 * 64, 48 * 2
-    difference = kept.memory("joint")["base activations"] - recomputed.memory("joint")["base activations"]
+    stored, recomputed = (joint(replace(LORA, checkpointing=on)) for on in (False, True))
+    layer, tokens, width = stored.shape.kept_bytes(LORA, 2), 2 * 64, 48 * 2
+    difference = stored.memory("joint")["base activations"] - recomputed.memory("joint")["base activations"]
     assert difference == tokens * (2 * layer - 3 * width)
-    assert kept.memory("pretrain") == recomputed.memory("pretrain")
+    assert stored.memory("pretrain") == recomputed.memory("pretrain")
 
 
 def test_the_whole_vocabulary() -> None:
@@ -310,8 +310,8 @@ def test_the_whole_vocabulary() -> None:
     with_head = joint(replace(LORA, targets=(*SEVEN, "lm_head"))).memory("joint")
     without = joint(LORA).memory("joint")
     assert with_head["base activations"] - without["base activations"] == 300 * 48 * (3 * 2 + 4)
-    found = joint(LORA, head=replace(SMALL_HEAD, draft_vocab_size=50))
-    assert found.memory("joint")["loss chunk"] == 6 * found.memory("pretrain")["loss chunk"]
+    estimate = joint(LORA, head=replace(SMALL_HEAD, draft_vocab_size=50))
+    assert estimate.memory("joint")["loss chunk"] == 6 * estimate.memory("pretrain")["loss chunk"]
 
 
 def test_a_target_that_the_base_does_not_have_is_refused() -> None:
@@ -324,27 +324,27 @@ def test_a_target_that_the_base_does_not_have_is_refused() -> None:
 
 def test_adapters_of_a_recipe() -> None:
     """Rank 32 on the seven projections of 32 layers: the 83.9 million of Llama 3 8B."""
-    found = Estimate(recipe("recipe=medusa2_llama3"), 8)
-    assert found.adapters == 83_886_080
-    text = shown(found)
-    for wanted in ("adapters of the base", "83,886,080", "adapter weights", f"{found.trained:,}"):
-        assert wanted in text
+    estimate = Estimate(recipe("recipe=medusa2_llama3"), 8)
+    assert estimate.adapters == 83_886_080
+    text = shown(estimate)
+    for entry in ("adapters of the base", "83,886,080", "adapter weights", f"{estimate.trained:,}"):
+        assert entry in text
     assert "base, frozen" not in text
 
 
 def test_every_number_is_shown() -> None:
     run = recipe("recipe=medusa_llama3", "shard=full")
-    found = Estimate(run, 8)
-    text = shown(found)
-    for wanted in ("8,030,261,248", f"{found.head.parameters:,}", f"{found.tokens('pretrain'):,}", "one checkpoint"):
-        assert wanted in text
+    plan = Estimate(run, 8)
+    text = shown(plan)
+    for entry in ("8,030,261,248", f"{plan.head.parameters:,}", f"{plan.tokens('pretrain'):,}", "one checkpoint"):
+        assert entry in text
     lines = {line.split()[0]: line for line in text.splitlines() if line}
-    for name in found.phases:
-        assert size(found.total(name)) in lines["total"]
-        assert found.total(name, "full") == found.total(name) < found.total(name, "head") < found.total(name, "none")
+    for name in plan.phases:
+        assert size(plan.total(name)) in lines["total"]
+        assert plan.total(name, "full") == plan.total(name) < plan.total(name, "head") < plan.total(name, "none")
         for mode in ("none", "head", "full"):
             alone = Estimate(replace(run, shard=replace(run.shard, mode=mode)), 8)
-            assert alone.total(name) == found.total(name, mode)
+            assert alone.total(name) == plan.total(name, mode)
             assert size(alone.total(name)) in lines[f"shard={mode}"]
     assert "shard=full" not in shown(Estimate(run, 1))
 
@@ -357,7 +357,7 @@ def test_hybrid_shards_within_a_node() -> None:
 
 def test_a_trained_base_has_a_second_copy_of_sharded_layers() -> None:
     """Without sharding, the copy shares the base's layers."""
-    found, alone = (Estimate(recipe(f"recipe={name}_llama3", "shard=full"), 8) for name in ("medusa2", "medusa"))
-    layers = 2 * found.shape.num_layers * found.shape.layer_parameters
-    difference = found.memory("joint")["base weights"] - alone.memory("pretrain")["base weights"]
+    tuned, alone = (Estimate(recipe(f"recipe={name}_llama3", "shard=full"), 8) for name in ("medusa2", "medusa"))
+    layers = 2 * tuned.shape.num_layers * tuned.shape.layer_parameters
+    difference = tuned.memory("joint")["base weights"] - alone.memory("pretrain")["base weights"]
     assert difference == pytest.approx(layers / 8, abs=8)

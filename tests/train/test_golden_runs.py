@@ -25,8 +25,8 @@ def train(folder: Path, recipe: str, *overrides: str) -> Path:
 def test_golden_losses(tmp_path: Path, head: str) -> None:
     """Ten steps a phase; regenerate with ``python tests/golden/regenerate.py`` and give a reason in the changelog."""
     settings = ["head.induction_rank=0", *(["head.layers=null"] if head == "eagle3" else [])]
-    found = losses_of(train(tmp_path, f"{head}_smollm2", GOLDEN_TEXT, TRAINED, *settings))
-    assert found == pytest.approx(json.loads((GOLDEN / f"{head}_tiny_losses.json").read_text()), rel=1e-4)
+    losses = losses_of(train(tmp_path, f"{head}_smollm2", GOLDEN_TEXT, TRAINED, *settings))
+    assert losses == pytest.approx(json.loads((GOLDEN / f"{head}_tiny_losses.json").read_text()), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_resume_equals_no_interruption_bit_for_bit(
     options = (*options, TRAINED, "checkpoint.every_steps=3", "checkpoint.keep=20")
     whole = train(tmp_path / "whole", recipe, *options)
     for stop in stops:
-        part = tmp_path / f"part{stop}"
-        shutil.copytree(tmp_path / "whole", part, symlinks=True)
-        forget_after(part / "run", stop)
+        folder = tmp_path / f"part{stop}"
+        shutil.copytree(tmp_path / "whole", folder, symlinks=True)
+        forget_after(folder / "run", stop)
         # Positions of a stream only save time.
-        shutil.rmtree(part / "corpora" / "stream", ignore_errors=True)
-        assert_same_run(train(part, recipe, *options), whole)
+        shutil.rmtree(folder / "corpora" / "stream", ignore_errors=True)
+        assert_same_run(train(folder, recipe, *options), whole)

@@ -88,8 +88,8 @@ def test_killed_twenty_times_at_random(runs: Any, whole: Path, tmp_path: Path) -
             folder = tmp_path / f"run{ended}"
     assert runs.one(folder) == 0, f"seed {seed}: {runs.output(folder)[-2000:]}"
     runs.assert_equal(folder, whole)
-    wanted = {"== corpus", "== phase pretrain", "== phase distill", "in a save"}
-    assert wanted <= set(+stages), f"seed {seed} (another: DRAFTHEAD_TEST_SEED=N): killed in {dict(stages)}"
+    stages_to_hit = {"== corpus", "== phase pretrain", "== phase distill", "in a save"}
+    assert stages_to_hit <= set(+stages), f"seed {seed} (another: DRAFTHEAD_TEST_SEED=N): killed in {dict(stages)}"
 
 
 def test_the_best_weights_are_saved_and_used(runs: Any, whole: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every recipe: it composes for its real base, fits the GPUs it names, and runs whole with debug=tiny."""
+"""Every recipe composes for its real base, fits the GPUs it names, and runs whole with debug=tiny."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def traits(name: str) -> set[str]:
 
 
 def fast_recipes() -> list[str]:
-    """Return few recipes that have all traits; the other recipes run as slow tests."""
+    """Return few recipes that have all traits. All others run as slow tests."""
     by_name, chosen = {name: traits(name) for name in RECIPES}, []
     missing = set.union(*by_name.values())
     while missing:
@@ -105,8 +105,8 @@ def test_it_runs_tiny(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert ("without its threshold of" in capsys.readouterr().out) == name.startswith("kangaroo")
     run = tmp_path / "run"
     evaluation = json.loads((run / "eval.json").read_text())
-    wanted = {"mean_accepted_length", "acceptance_per_depth", "ctar", "tokens_per_second", "speedup", "tasks"}
-    assert wanted | {"hardware", "versions"} <= evaluation.keys() | evaluation["overall"].keys()
+    metrics = {"mean_accepted_length", "acceptance_per_depth", "ctar", "tokens_per_second", "speedup", "tasks"}
+    assert metrics | {"hardware", "versions"} <= evaluation.keys() | evaluation["overall"].keys()
     same = evaluation["overall"]["identical_outputs"]
     assert same["same"] == same["of"] == 3
     for path in ("head/model.safetensors", "head/config.json", "head/tree.json", "report.html"):

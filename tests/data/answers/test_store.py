@@ -116,7 +116,7 @@ def test_leftovers_are_ignored_then_removed(tmp_path: Path) -> None:
         path.write_bytes(b"torn")
     again = AnswerStore(tmp_path, MADE_BY)
     assert_holds(again, {1})
-    # A reader may open the folder while the writer works: it must not take the writer's files away.
+    # A reader may open the folder while the writer works, and must not remove the writer's files.
     assert all(path.exists() for path in leftovers)
     again.append_shard([make_answer(2)])
     assert_holds(again, {1, 2})

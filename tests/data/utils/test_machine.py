@@ -29,8 +29,8 @@ def test_our_own_processes_are_not_counted() -> None:
     """Own and other processes together use at most all cores, however busy the machine is."""
     before, count = os.times(), os.cpu_count() or 1
     with OtherProcesses() as others:
-        own = [subprocess.Popen([sys.executable, "-c", SPIN.format(1.5)]) for _ in range(count)]
-        for process in own:
+        processes = [subprocess.Popen([sys.executable, "-c", SPIN.format(1.5)]) for _ in range(count)]
+        for process in processes:
             process.wait()
     after = os.times()
     own_s = after.children_user + after.children_system - before.children_user - before.children_system

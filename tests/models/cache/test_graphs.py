@@ -91,10 +91,10 @@ def test_passes_equal_those_of_the_shapes_at_hand(make: MakeBase, kind: str, pre
     for step in range(14):
         tree = TREES[step % len(TREES)]
         ids = tokens(len(tree))
-        shape = replace(tree.shape, tree=None) if step < len(TREES) else tree.shape  # grown anew in every step, or not
-        found = [b.verify_logits(ids, shape, c) for b, c in zip((plain, static), caches, strict=True)]
-        compare([hidden.final for hidden, _ in found])
-        compare([logits for _, logits in found])
+        shape = replace(tree.shape, tree=None) if step < len(TREES) else tree.shape  # grown in every step, or static
+        outputs = [b.verify_logits(ids, shape, c) for b, c in zip((plain, static), caches, strict=True)]
+        compare([hidden.final for hidden, _ in outputs])
+        compare([logits for _, logits in outputs])
         if step % 5 == 4:
             for cache in caches:
                 cache.crop()
@@ -197,7 +197,7 @@ def test_a_pass_stays_on_its_device(tiny_base: TinyBase, kind: str, dtype: torch
 
 
 def test_the_bound_is_looked_up_only_when_it_matters(bases: tuple[BaseModel, BaseModel]) -> None:
-    """Paths are counted as accepted in full until the text might not fit; then the true length decides."""
+    """Paths count as accepted in full until the context might not fit; then the true length decides."""
     base = bases[1]
     cache = base.new_cache(len(PROMPT) + 12 + len(TREE))
     base.forward(torch.tensor([PROMPT]), cache)
@@ -244,13 +244,13 @@ def test_a_cache_with_more_room_stays_static(bases: tuple[BaseModel, BaseModel])
     """A drafter's memory grows by enlarging its cache, which must keep what was read, and its passes."""
     _, base = bases
     tokens = torch.tensor([PROMPT])
-    grown, wanted = base.new_cache(len(PROMPT)), base.new_cache(40)
-    for cache in (grown, wanted):
+    grown, expected = base.new_cache(len(PROMPT)), base.new_cache(40)
+    for cache in (grown, expected):
         base.forward(tokens, cache)
     grown = grown.resize(40)
-    assert isinstance(grown, StaticKVCache) and isinstance(wanted, StaticKVCache)
+    assert isinstance(grown, StaticKVCache) and isinstance(expected, StaticKVCache)
     assert grown.capacity == 40 and grown.length == len(PROMPT)
-    torch.testing.assert_close(base.forward(tokens, grown).final, base.forward(tokens, wanted).final)
+    torch.testing.assert_close(base.forward(tokens, grown).final, base.forward(tokens, expected).final)
     assert grown._memory.passes
 
 
@@ -270,8 +270,8 @@ class FakeBackend(GraphBackend):
 
         def replay() -> None:
             self.replays += 1
-            for kept, new in zip(outputs, run(), strict=True):
-                kept.copy_(new)
+            for output, new in zip(outputs, run(), strict=True):
+                output.copy_(new)
 
         return replay, outputs
 
@@ -286,11 +286,11 @@ def replaying(base: BaseModel, head: MedusaHead) -> FakeBackend:
 
 
 def test_replays_give_the_same_tokens(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:
-    base, wanted = make("always"), decode(bases[0], None, PROMPT, max_new_tokens=24, ignore_eos=True).tokens
+    base, expected = make("always"), decode(bases[0], None, PROMPT, max_new_tokens=24, ignore_eos=True).tokens
     head = medusa(base)
     backend = replaying(base, head)
     for drafter in (None, head, None, head):
-        assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == wanted
+        assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == expected
     assert backend.replays > 60
 
 
@@ -304,7 +304,7 @@ def test_outputs_are_the_callers_to_keep() -> None:
 
 
 def test_a_failed_capture_warns_once_and_stays_eager(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:
-    base, wanted = make("always"), decode(bases[0], None, PROMPT, max_new_tokens=24, ignore_eos=True).tokens
+    base, expected = make("always"), decode(bases[0], None, PROMPT, max_new_tokens=24, ignore_eos=True).tokens
     head = medusa(base)
     backend = replaying(base, head)
 
@@ -315,7 +315,7 @@ def test_a_failed_capture_warns_once_and_stays_eager(make: MakeBase, bases: tupl
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for drafter in (None, head):
-            assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == wanted
+            assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == expected
     assert [str(w.message) for w in caught] == ["CUDA graphs are off for this model: operation not permitted"]
 
 
@@ -345,4 +345,4 @@ def test_cuda_graphs_give_the_tokens_of_eager_passes(make: MakeBase, kind: str) 
     assert all(answer == answers[0] for answer in answers)
     assert static._static is not None and static._static.backend.enabled
     memory = static.new_cache(8)._memory
-    assert memory.passes and any(found.call._recording for found in memory.passes.values())
+    assert memory.passes and any(captured.call._recording for captured in memory.passes.values())

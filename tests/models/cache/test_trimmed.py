@@ -74,8 +74,8 @@ def test_logits_of_trees_are_those_over_a_whole_cache(name: str, base_of: BaseOf
     assert_close(base.forward(prompt, trimmed).final, base.forward(prompt, whole).final)
     for step in range(30):
         tokens = torch.tensor([random_ids(len(TREE), step)])
-        (_, found), (_, wanted) = (base.verify_logits(tokens, shape, c) for c in (trimmed, whole))
-        assert_close(found, wanted)
+        (_, logits), (_, expected) = (base.verify_logits(tokens, shape, c) for c in (trimmed, whole))
+        assert_close(logits, expected)
         path = PATHS[step % len(PATHS)]
         for each in (trimmed, whole):
             each.commit_path(torch.tensor([path]), torch.tensor([len(path)]))
@@ -86,7 +86,7 @@ def test_logits_of_trees_are_those_over_a_whole_cache(name: str, base_of: BaseOf
 @torch.inference_mode()
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_rows_are_those_over_a_whole_cache(name: str, base_of: BaseOf) -> None:
-    """Rows on both sides of the window, that go on at paces of their own, end, and are read anew."""
+    """Rows on both sides of the window that continue at different paces, end, and are read again."""
     base, shape = base_of(name), TREE.shape
     caches: list[RaggedCache] = [base.new_slots(3, CAPACITY, nodes=len(TREE)), base.new_slots(3, CAPACITY)]
 
@@ -108,8 +108,8 @@ def test_logits_of_rows_are_those_over_a_whole_cache(name: str, base_of: BaseOf)
         if step == 22:
             rows, caches = [2, 1], [each.select([2, 1]) for each in caches]
         tokens = torch.tensor([random_ids(len(TREE), 100 * row + step) for row in rows])
-        found, wanted = (base.verify_logits(tokens, shape, each)[1] for each in caches)
-        assert_close(found, wanted)
+        logits, expected = (base.verify_logits(tokens, shape, each)[1] for each in caches)
+        assert_close(logits, expected)
         paths = [PATHS[(step * (row + 1)) % len(PATHS)] for row in rows]
         nodes = torch.tensor([path + [0] * (4 - len(path)) for path in paths])
         for each in caches:
@@ -142,8 +142,8 @@ def over_whole_caches(base: BaseModel, sampler: Sampler) -> list[list[int]]:
     """Answers of plain decoding row by row, and of a second turn after the second one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheShape, "trimmed", lambda self, *args, **kwargs: self)
-        found = [decoded(base, None, [p], sampler=sampler, seeds=[n])[0].tokens for n, p in enumerate(PROMPTS)]
-        return [*found, decoded(base, None, [second_turn(found)], sampler=sampler)[0].tokens]
+        answers = [decoded(base, None, [p], sampler=sampler, seeds=[n])[0].tokens for n, p in enumerate(PROMPTS)]
+        return [*answers, decoded(base, None, [second_turn(answers)], sampler=sampler)[0].tokens]
 
 
 def second_turn(answers: list[list[int]]) -> list[int]:
@@ -190,8 +190,8 @@ def test_a_shared_beginning_and_replaced_rows(name: str, base_of: BaseOf) -> Non
     )
     loop = DecodeLoop(base=base, drafter=None, config=config, max_new_tokens=NEW, batch_size=2, capacity=CAPACITY)
     for row in loop.run([DecodingSequence(number=n, prompt=prompt, seed=n) for n, prompt in enumerate(prompts)]):
-        ids, read = row.prompt + row.answer, len(row.prompt) - 1
-        hidden = base.forward(torch.tensor([ids[:-1]]), base.new_cache(len(ids))).final[0, read:]
+        ids, last = row.prompt + row.answer, len(row.prompt) - 1
+        hidden = base.forward(torch.tensor([ids[:-1]]), base.new_cache(len(ids))).final[0, last:]
         assert base.logits(hidden).argmax(-1).tolist() == row.answer
 
 
@@ -206,8 +206,8 @@ def test_what_was_dropped_cannot_come_back(base_of: BaseOf) -> None:
     with pytest.raises(UserError, match="hold 20 positions but .* are needed: the cache was made for trees of 4 nodes"):
         base.verify(tokens[:, :30], TokenTree.chain(29).shape, cache)
     cache.crop(0)
-    wanted = base.forward(tokens, base.new_cache(CAPACITY)).final
-    assert_close(base.forward(tokens, cache).final, wanted)
+    expected = base.forward(tokens, base.new_cache(CAPACITY)).final
+    assert_close(base.forward(tokens, cache).final, expected)
 
 
 def test_where_nothing_would_be_saved_the_cache_is_whole(base_of: BaseOf) -> None:
@@ -225,7 +225,7 @@ def test_where_nothing_would_be_saved_the_cache_is_whole(base_of: BaseOf) -> Non
     ],
 )
 def test_bytes_of_2000_tokens(name: str, more: dict[str, Any], whole: int, held: int, base_of: BaseOf) -> None:
-    """What docs/bases.md says."""
+    """Memory is as small as docs/bases.md says."""
     base, rows = base_of(name, window=64, max_position_embeddings=4096, **more), 4
     assert held_bytes(base.new_cache(2016)) == whole and held_bytes(base.new_cache(2016, nodes=16)) == held
     assert held_bytes(base.new_slots(rows, 2016, nodes=16)) == rows * held

@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 2**31)
 
 
 class Dice:
-    """Random numbers that record what was asked: the same numbers for all rows, and the bonus's distribution kept."""
+    """Random numbers, equal for all rows, that record the decisions asked for and the bonus's distribution."""
 
     def __init__(self, uniforms: list[float]) -> None:
         self._uniforms = torch.tensor(uniforms, dtype=torch.float64)
@@ -65,8 +65,8 @@ def random_proposal(seed: int, rows: int, nodes: int) -> tuple[Proposal, Tensor]
     for node in range(1, nodes):
         above = torch.randint(0, node, (rows,), generator=chance)
         reached = (above == 0) | (parents.gather(1, above[:, None])[:, 0] >= 0)
-        kept = reached & (torch.rand(rows, generator=chance) < 0.85)
-        parents[:, node] = torch.where(kept, above, -1)
+        active = reached & (torch.rand(rows, generator=chance) < 0.85)
+        parents[:, node] = torch.where(active, above, -1)
     tokens = torch.randint(V, (rows, nodes), generator=chance)
     proposal = Proposal(tokens=tokens, shape=TreeShape.from_parents(parents), draft_sampling=DET)
     return proposal, random_probs(rows, nodes, chance)
@@ -83,13 +83,13 @@ def typical_by_hand(
     paths, scores = {0: [0]}, {0: 0.0}
     for node in range(1, proposal.tokens.shape[1]):
         above = int(proposal.shape.parents[row, node])
-        own = probs[above][int(proposal.tokens[row, node])]
-        if above in paths and own > threshold(probs[above]):
-            paths[node], scores[node] = [*paths[above], node], scores[above] + math.log(own)
+        p = probs[above][int(proposal.tokens[row, node])]
+        if above in paths and p > threshold(probs[above]):
+            paths[node], scores[node] = [*paths[above], node], scores[above] + math.log(p)
     best = max(paths, key=lambda node: (len(paths[node]), scores[node]))
     dist, cut = probs[best], threshold(probs[best])
-    kept = [v if v > cut or v == max(dist) else 0.0 for v in dist]
-    return paths[best], [v / sum(kept) for v in kept]
+    truncated = [v if v > cut or v == max(dist) else 0.0 for v in dist]
+    return paths[best], [v / sum(truncated) for v in truncated]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12), st.sampled_from([(0.09, 0.3), (0.3, 0.9)]))
@@ -138,9 +138,9 @@ def test_block_judges_every_chain_as_if_alone(depths: list[int], draft_sampling:
         count = int(alone.accepted[0]) + 1
         assert together.nodes[row, :count].tolist() == alone.nodes[0, :count].tolist()
         assert not together.nodes[row, count:].any()
-    kept = torch.arange(together.nodes.shape[1]) <= together.accepted[:, None]
+    committed = torch.arange(together.nodes.shape[1]) <= together.accepted[:, None]
     assert together.probs is not None
-    torch.testing.assert_close(together.probs, torch.where(kept[..., None], lookup(target)(together.nodes), 0.0))
+    torch.testing.assert_close(together.probs, torch.where(committed[..., None], lookup(target)(together.nodes), 0.0))
 
 
 def one_draft(probs: Tensor | None) -> Proposal:
@@ -181,7 +181,7 @@ def test_the_smallest_number_accepts_no_impossible_token(rule: Callable[..., Acc
 def masses(
     tree: TokenTree, rule: AcceptanceRule, draft_sampling: DraftSampling, seed: int
 ) -> tuple[CommittedProbs, Tensor, Tensor]:
-    """What is committed, enumerated; and the probs of target and drafter after the root."""
+    """Return the enumerated distribution of committed tokens, and the probs of target and drafter after the root."""
     target = TabularLM.random(V, tree.depth, seed)
     table = target.near(seed + 1, 1.0)
     draft = TableDraft(table=table, draft_config=DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=RAW))

@@ -35,14 +35,18 @@ def test_plain_decoding_is_transformers_generate(tiny_base: TinyBase, architectu
 def test_the_transformers_baseline_is_greedy_whatever_the_model_asks_for(tiny_base: TinyBase) -> None:
     base = tiny_base()
     plain = decode(base, None, PROMPT, max_new_tokens=30)
-    own = base.model.generation_config
-    asked = {"repetition_penalty": own.repetition_penalty, "do_sample": own.do_sample, "top_k": own.top_k}
+    defaults = base.model.generation_config
+    asked = {
+        "repetition_penalty": defaults.repetition_penalty,
+        "do_sample": defaults.do_sample,
+        "top_k": defaults.top_k,
+    }
     try:
-        own.update(repetition_penalty=5.0, do_sample=True, top_k=3)
+        defaults.update(repetition_penalty=5.0, do_sample=True, top_k=3)
         assert transformers_generate(base, PROMPT, 30).tokens == plain.tokens
-        assert base.model.generation_config is own
+        assert base.model.generation_config is defaults
     finally:
-        own.update(**asked)
+        defaults.update(**asked)
 
 
 @pytest.mark.parametrize("max_new", range(1, 12))
@@ -110,7 +114,7 @@ def test_nothing_after_eos_or_the_limit_is_committed(tiny_base: TinyBase) -> Non
         state.read_prompts([PROMPT])
         output = state.step([0], [1], room=[room])
         assert int(output.acceptance.accepted) >= 2, "the cut must be inside what was accepted"
-        kept = min(room, plain.index(eos) if eos in plain else room)
-        assert int(output.counts) == kept and output.tokens[0, :kept].tolist() == plain[1 : 1 + kept]
-        assert int(state.cache.positions(torch.zeros(1, 1, dtype=torch.int64))) == len(PROMPT) + kept
-        assert state.last_token.tolist() == [plain[kept]]
+        length = min(room, plain.index(eos) if eos in plain else room)
+        assert int(output.counts) == length and output.tokens[0, :length].tolist() == plain[1 : 1 + length]
+        assert int(state.cache.positions(torch.zeros(1, 1, dtype=torch.int64))) == len(PROMPT) + length
+        assert state.last_token.tolist() == [plain[length]]

@@ -22,21 +22,21 @@ def drawn(probs: torch.Tensor, count: int, kind: DraftSampling) -> torch.Tensor:
 
 def joint(kind: DraftSampling) -> dict[tuple[int, ...], float]:
     """Probabilities of two candidates of one node."""
-    found: dict[tuple[int, ...], float] = {}
+    exact: dict[tuple[int, ...], float] = {}
     for first, second in product(range(4), repeat=2):
         left = 1.0 - PROBS[first].item() * (kind is DraftSampling.WITHOUT_REPLACEMENT)
         allowed = kind is DraftSampling.WITH_REPLACEMENT or first != second
-        found[first, second] = allowed * PROBS[first].item() * PROBS[second].item() / left
-    return found
+        exact[first, second] = allowed * PROBS[first].item() * PROBS[second].item() / left
+    return exact
 
 
 @pytest.mark.parametrize("kind", [DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT])
 def test_two_candidates_have_their_joint_distribution(kind: DraftSampling) -> None:
-    found = drawn(PROBS.expand(ROWS, 1, 4), 2, kind)[:, 0]
+    samples = drawn(PROBS.expand(ROWS, 1, 4), 2, kind)[:, 0]
     expected = joint(kind)
     assert sum(expected.values()) == pytest.approx(1)
     possible = [pair for pair, chance in expected.items() if chance > 0]
-    counts = torch.tensor([int((found == torch.tensor(pair)).all(-1).sum()) for pair in possible])
+    counts = torch.tensor([int((samples == torch.tensor(pair)).all(-1).sum()) for pair in possible])
     assert counts.sum() == ROWS
     assert p_value(counts, torch.tensor([expected[pair] * ROWS for pair in possible])) > 1e-3
 
@@ -48,7 +48,7 @@ def test_every_parent_has_its_own_samples() -> None:
 
 def test_candidates_beyond_the_support_are_missing() -> None:
     probs = torch.stack([PROBS, torch.eye(4)[2], torch.full((4,), 0.25)])[None]
-    found = drawn(probs, 5, DraftSampling.WITHOUT_REPLACEMENT)[0]
-    assert sorted(found[0].tolist()) == [MISSING, MISSING, 0, 2, 3] and found[0, 3:].tolist() == [MISSING] * 2
-    assert found[1].tolist() == [2, *[MISSING] * 4]
-    assert sorted(found[2].tolist()) == [MISSING, 0, 1, 2, 3]
+    samples = drawn(probs, 5, DraftSampling.WITHOUT_REPLACEMENT)[0]
+    assert sorted(samples[0].tolist()) == [MISSING, MISSING, 0, 2, 3] and samples[0, 3:].tolist() == [MISSING] * 2
+    assert samples[1].tolist() == [2, *[MISSING] * 4]
+    assert sorted(samples[2].tolist()) == [MISSING, 0, 1, 2, 3]

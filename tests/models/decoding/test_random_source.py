@@ -82,26 +82,26 @@ def test_a_row_does_not_depend_on_its_neighbours(data: st.DataObject) -> None:
     probs = torch.rand(1, 3, 20)
     for _ in range(data.draw(st.integers(1, 12))):
         active = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(seeds), max_size=len(seeds))))
-        found = ask(together, len(seeds), 1, active)[0, row]
-        assert found == (ask(alone, 1, 1)[0, 0] if active[row] else False)
+        decisions = ask(together, len(seeds), 1, active)[0, row]
+        assert decisions == (ask(alone, 1, 1)[0, 0] if active[row] else False)
     assert together.categorical(probs.expand(len(seeds), -1, -1))[row].tolist() == alone.categorical(probs)[0].tolist()
 
 
 def test_more_numbers_than_one_block() -> None:
     times = 3 * _BLOCK + 5
-    found = ask(rng([1, 2]), 2, times)
-    assert found[:, 0].tolist() == ask(rng([1]), 1, times)[:, 0].tolist()
-    for part in found[:, 0].split(_BLOCK):  # type: ignore[no-untyped-call]
-        assert 0 < part.float().mean() < 1, "a block of equal decisions"
-    assert found[:_BLOCK, 0].tolist() != found[_BLOCK : 2 * _BLOCK, 0].tolist()
+    decisions = ask(rng([1, 2]), 2, times)
+    assert decisions[:, 0].tolist() == ask(rng([1]), 1, times)[:, 0].tolist()
+    for block in decisions[:, 0].split(_BLOCK):  # type: ignore[no-untyped-call]
+        assert 0 < block.float().mean() < 1, "a block of equal decisions"
+    assert decisions[:_BLOCK, 0].tolist() != decisions[_BLOCK : 2 * _BLOCK, 0].tolist()
 
 
 def test_seed_position_and_stream_each_matter() -> None:
     def numbers(seed: int, position: int, stream: int) -> tuple[bool, ...]:
         return tuple(ask(rng([seed], [position], stream), 1, 60)[:, 0].tolist())
 
-    found = {numbers(s, p, stream) for s in (0, 1, -1) for p in (0, 1, 2) for stream in (DRAFT, VERIFY)}
-    assert len(found) == 18
+    streams = {numbers(s, p, stream) for s in (0, 1, -1) for p in (0, 1, 2) for stream in (DRAFT, VERIFY)}
+    assert len(streams) == 18
     assert numbers(3, 4, DRAFT) == numbers(3, 4, DRAFT)
 
 

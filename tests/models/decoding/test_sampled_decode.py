@@ -1,4 +1,4 @@
-"""Sampled speculative decoding of a real small model: its distribution, and that a seed decides the text."""
+"""Sampled speculative decoding of a real small model: its distribution, and equal answers for equal seeds."""
 
 from collections import Counter, defaultdict
 from functools import cache
@@ -82,7 +82,7 @@ def test_distribution_in_a_batch(kind: str) -> None:
 
 
 def test_the_tests_would_see_another_distribution() -> None:
-    """As many plain samples, at another temperature."""
+    """Compare with equally many plain samples at another temperature."""
     other = dist(tuple(PROMPTS[0]), Sampler(temperature=0.6, top_k=3))
     generator = torch.Generator().manual_seed(0)
     drawn = torch.tensor(list(other.values())).multinomial(160, replacement=True, generator=generator)
@@ -119,11 +119,11 @@ def test_greedy_with_a_repetition_penalty_equals_generate(penalty: float, drafte
     base, accepted, texts = small_base(), 0, set()
     head, draft_config = (fitted_head(), DraftConfig(tree=TokenTree.expansion([8, 4]))) if drafted else (None, None)
     how = {"max_new_tokens": 16, "draft_config": draft_config, "ignore_eos": True}
-    wanted = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for prompt in PROMPTS:
         result = decode(base, head, prompt, sampler=Sampler(repetition_penalty=penalty), **how)
         ids = torch.tensor([prompt])
-        expected = base.model.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=penalty, **wanted)
+        expected = base.model.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=penalty, **settings)
         assert result.tokens == expected[0, len(prompt) :].tolist()
         accepted += sum(step.accepted for step in result.steps)
         texts.add(tuple(result.tokens))

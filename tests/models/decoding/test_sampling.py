@@ -33,7 +33,7 @@ def model() -> GenerationMixin:
 def probs_of_generate(
     model: GenerationMixin, sampler: Sampler, logits: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """What ``generate`` would sample from."""
+    """Return the distribution that ``generate`` would sample from."""
     config = GenerationConfig(
         do_sample=True,
         temperature=sampler.temperature,
@@ -55,12 +55,12 @@ def test_probs_are_those_of_generate(model: GenerationMixin, name: str) -> None:
     logits = 3 * torch.randn(6, VOCABULARY, generator=generator)
     ids = torch.randint(0, VOCABULARY, (6, 9), generator=generator)
     before = logits.clone()
-    found = SETTINGS[name].probs(logits, ids)
-    torch.testing.assert_close(found, probs_of_generate(model, SETTINGS[name], logits, ids), rtol=0, atol=0)
+    probs = SETTINGS[name].probs(logits, ids)
+    torch.testing.assert_close(probs, probs_of_generate(model, SETTINGS[name], logits, ids), rtol=0, atol=0)
     assert logits.equal(before), "the logits are the caller's"
-    torch.testing.assert_close(found.sum(-1), torch.ones(6))
+    torch.testing.assert_close(probs.sum(-1), torch.ones(6))
     if name not in ("plain", "top_k beyond the vocabulary"):
-        assert not found.allclose(logits.softmax(-1)), "the setting must do something"
+        assert not probs.allclose(logits.softmax(-1)), "the setting must do something"
 
 
 @pytest.mark.parametrize("scale", [0.1, 3.0], ids=["flat", "peaked"])
@@ -68,12 +68,12 @@ def test_top_p_of_a_large_vocabulary_keeps_what_sorting_it_keeps(scale: float) -
     """Some rows have more tokens in the nucleus than are looked at first."""
     logits = scale * torch.randn(4, 20_000, generator=torch.Generator().manual_seed(0))
     logits[0] *= 3
-    found = Sampler(temperature=1.0, top_p=0.8).probs(logits)
+    probs = Sampler(temperature=1.0, top_p=0.8).probs(logits)
     sorted_probs, ids = logits.softmax(-1).sort(-1, descending=True)
     before = torch.zeros_like(logits).scatter(-1, ids, sorted_probs.cumsum(-1) - sorted_probs)
-    differs = (found > 0) != (before < 0.8)
+    differs = (probs > 0) != (before < 0.8)
     assert bool(((before - 0.8).abs()[differs] < 1e-5).all()) and int(differs.sum()) < 8, "to rounding at the edge"
-    torch.testing.assert_close(found.sum(-1), torch.ones(4))
+    torch.testing.assert_close(probs.sum(-1), torch.ones(4))
 
 
 def test_temperature_0_is_the_argmax_exactly() -> None:

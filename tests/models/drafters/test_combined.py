@@ -54,7 +54,7 @@ def proposal(rows: list[list[Path]], sampled: bool) -> Proposal:
 
 
 def trials(found: Proposal, row: int) -> Trials:
-    """What a proposal would try in one row, read off its tensors; a path has one node only."""
+    """Return the candidates that a proposal tries in one row, and check that paths are unique."""
     shape, paths = found.shape, drafted_paths(found, row)
     assert len(set(paths.values())) == len(paths)
     children = shape.children.expand(len(found.tokens), -1, -1)[row].tolist()
@@ -72,17 +72,17 @@ def trials(found: Proposal, row: int) -> Trials:
 def test_union_keeps_every_trial_and_its_distribution(data: st.DataObject, kinds: list[bool], rows: int) -> None:
     parts = [proposal([data.draw(trees()) for _ in range(rows)], sampled) for sampled in kinds]
     merged = combine(parts)
-    parts = [part for part in parts if len(part.shape) > 1] or parts[:1]  # who found nothing has no trials
+    parts = [proposed for proposed in parts if len(proposed.shape) > 1] or parts[:1]  # who found nothing has no trials
     for row in range(rows):
-        wanted: Trials = {}
+        expected: Trials = {}
         offset = 0
-        for part in parts:
-            for path, tried in trials(part, row).items():
+        for proposed in parts:
+            for path, tried in trials(proposed, row).items():
                 shifted = [(child, dist + offset if dist >= 0 else -1) for child, dist in tried]
-                wanted.setdefault(path, []).extend(shifted)
-            offset += 0 if part.probs is None else part.probs.shape[1]
-        assert trials(merged, row) == wanted
-    probs = [part.probs for part in parts if part.probs is not None]
+                expected.setdefault(path, []).extend(shifted)
+            offset += 0 if proposed.probs is None else proposed.probs.shape[1]
+        assert trials(merged, row) == expected
+    probs = [proposed.probs for proposed in parts if proposed.probs is not None]
     assert (merged.probs is None) == (not probs)
     if merged.probs is not None:
         assert torch.equal(merged.probs, torch.cat(probs, 1))
@@ -108,20 +108,20 @@ def test_two_kinds_of_samples_are_refused() -> None:
 @pytest.mark.parametrize("room", [2, 4, 6])
 def test_a_small_union_gives_the_likeliest_nodes_of_the_first(tiny_base: TinyBase, room: int) -> None:
     base = tiny_base()
-    model, look_up, own = early_exit(base, 2, num_tokens=2), PromptLookup(3), TokenTree.expansion([3, 2])
-    merged = CombinedDrafter([model, look_up], [own, TokenTree.chain(3)], nodes=room)
+    model, look_up, tree = early_exit(base, 2, num_tokens=2), PromptLookup(3), TokenTree.expansion([3, 2])
+    merged = CombinedDrafter([model, look_up], [tree, TokenTree.chain(3)], nodes=room)
     draft_config = DraftConfig(tree=cast(TokenTree, merged.tree))
     state = merged.update(merged.init_state(1), torch.tensor([[1, 2, 3, 4, 5, 2]]), None)
-    found = merged.draft(state, torch.tensor([3]), draft_config)  # 2, 3 came before, and 4, 5, 2 behind it
+    drafted = merged.draft(state, torch.tensor([3]), draft_config)  # 2, 3 came before, and 4, 5, 2 behind it
     copied = {(4,), (4, 5), (4, 5, 2)}
-    paths = set(trials(found, 0)) - {()}
-    assert copied <= paths and len(found.shape) <= max(room, 4)
-    alone = CombinedDrafter([model, PromptLookup(3)], [own.first(max(1, room - 3)), TokenTree.chain(3)]).draft(
+    paths = set(trials(drafted, 0)) - {()}
+    assert copied <= paths and len(drafted.shape) <= max(room, 4)
+    alone = CombinedDrafter([model, PromptLookup(3)], [tree.first(max(1, room - 3)), TokenTree.chain(3)]).draft(
         state, last_token=torch.tensor([3]), draft_config=draft_config
     )
     assert paths == set(trials(alone, 0)) - {()}
     nothing_found = merged.draft(state, torch.tensor([9]), draft_config)
-    assert len(nothing_found.shape) == min(room, len(own))
+    assert len(nothing_found.shape) == min(room, len(tree))
 
 
 def test_the_target_in_it_is_always_right(tiny_base: TinyBase) -> None:

@@ -89,7 +89,7 @@ def test_greedy_text_is_plain_text(
     single = [decode(base, drafter, p, max_new_tokens=new, draft_config=draft_config, ignore_eos=True) for p in PROMPTS]
     batch = decode_batch(base, drafter, PROMPTS, max_new_tokens=new, draft_config=draft_config, ignore_eos=True)
     assert [r.tokens for r in single] == [r.tokens for r in batch] == plain
-    # Near the end a row alone drafts less than one beside longer ones.
+    # Near the end, a row alone drafts less than in a batch with longer rows.
     accepted = [[[step.accepted for step in r.steps if step.position < 37] for r in rs] for rs in (single, batch)]
     assert accepted[0] == accepted[1] or any(word in name for word in DEPEND_ON_OTHER_ROWS)
     assert 0 < sum(map(sum, accepted[0])), "drafts must be accepted for the test to say something"
@@ -120,8 +120,8 @@ def test_states_stay_as_they_were(tiny_base: TinyBase, name: str, rows: int) -> 
 
     def drafted(state: DraftState, last: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         rng = PerRowRng([7] * len(last), [9] * len(last), DRAFT, last.device)
-        found = drafter.draft(state, last, draft_config, rng)
-        return found.tokens.tolist(), found.shape.parents.tolist()
+        proposal = drafter.draft(state, last, draft_config, rng)
+        return proposal.tokens.tolist(), proposal.shape.parents.tolist()
 
     def afresh(reads: Reads) -> DraftState:
         state: DraftState = drafter.init_state(len(reads[0][0]))
@@ -130,13 +130,13 @@ def test_states_stay_as_they_were(tiny_base: TinyBase, name: str, rows: int) -> 
         return state
 
     prompt = 10 * torch.arange(rows)[:, None] + torch.arange(6) % 3
-    last, kept = prompt[:, 0], torch.tensor([2, 1, 2][:rows])
-    read: Reads = [(prompt, torch.tensor([6, 4, 5][:rows]))]
-    old = afresh(read)
+    last, committed = prompt[:, 0], torch.tensor([2, 1, 2][:rows])
+    prefill: Reads = [(prompt, torch.tensor([6, 4, 5][:rows]))]
+    old = afresh(prefill)
     path = torch.tensor(drafted(old, last)[0])[:, :2]
-    further, elsewhere = [*read, (path, kept)], [*read, (path + 1, kept)]
-    new, other = (drafter.update(old, reads[-1][0], None, kept) for reads in (further, elsewhere))
-    for state, reads in ((new, further), (other, elsewhere), (old, read), (new, further)):
+    further, elsewhere = [*prefill, (path, committed)], [*prefill, (path + 1, committed)]
+    new, other = (drafter.update(old, reads[-1][0], None, committed) for reads in (further, elsewhere))
+    for state, reads in ((new, further), (other, elsewhere), (old, prefill), (new, further)):
         assert drafted(state, last) == drafted(afresh(reads), last)
     alone = afresh([(tokens[-1:], counts[-1:]) for tokens, counts in further])
     assert drafted(new.select([rows - 1]), last[-1:]) == drafted(alone, last[-1:])

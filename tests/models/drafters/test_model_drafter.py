@@ -18,7 +18,7 @@ PROMPTS = [[5, 6, 7, 5, 6, 7], [9], list(range(40, 90))]
 
 
 def count_reads(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens a model reads in every pass from now on."""
+    """Return a list that records the number of tokens a model reads in every pass from now on."""
     passes: list[int] = []
     for name, call in (("forward", model.forward), ("verify", model.verify)):
 
@@ -55,8 +55,8 @@ def test_drafts_only_ids_that_the_model_knows(tiny_base: TinyBase) -> None:
     small.logits = lambda hidden: base.logits(hidden)[..., :200]  # type: ignore[method-assign]
     drafter = ModelDrafter(small, base)
     state = drafter.update(drafter.init_state(1), torch.tensor([[5, 250, 7]]), None)
-    found = drafter.draft(state, torch.tensor([299]), DraftConfig(tree=TokenTree.expansion([2, 1, 2, 1])))
-    assert int(found.tokens[:, 1:].max()) < 200
+    proposal = drafter.draft(state, torch.tensor([299]), DraftConfig(tree=TokenTree.expansion([2, 1, 2, 1])))
+    assert int(proposal.tokens[:, 1:].max()) < 200
     small.vocab_size = 301
     with pytest.raises(UserError, match="has 301 ids but the target has 300"):
         ModelDrafter(small, base)

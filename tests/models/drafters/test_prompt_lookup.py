@@ -1,4 +1,4 @@
-"""Prompt lookup against a loop over the text, and its trees by hand."""
+"""Prompt lookup against a loop over the context, and its trees by hand."""
 
 import pytest
 import torch
@@ -51,10 +51,10 @@ def by_loop(text: list[int], num_tokens: int, max_ngram: int | None, per_match: 
 def test_several_matches_share_their_prefix_within_the_planned_nodes() -> None:
     """The cache has room for the plan's nodes only; the best match comes first."""
     text, drafter = [1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2], PromptLookup(2, 2, matches=2)
-    found = draft(drafter, [text, [7, 8, 9]])
-    assert paths(found, 0) == {(3,), (3, 4), (3, 5)} and paths(found, 1) == set()
-    found = draft(drafter, [text], DraftConfig(tree=TokenTree.chain(2)))
-    assert paths(found, 0) == {(3,), (3, 5)} and found.tokens.shape == (1, 3)
+    proposal = draft(drafter, [text, [7, 8, 9]])
+    assert paths(proposal, 0) == {(3,), (3, 4), (3, 5)} and paths(proposal, 1) == set()
+    proposal = draft(drafter, [text], DraftConfig(tree=TokenTree.chain(2)))
+    assert paths(proposal, 0) == {(3,), (3, 5)} and proposal.tokens.shape == (1, 3)
     assert draft(PromptLookup(), [[1, 2, 3]]).tokens.tolist() == [[3]]
 
 
@@ -69,8 +69,8 @@ def test_a_longer_match_drafts_more(texts: list[list[int]], max_ngram: int | Non
 
 def test_its_bound_is_named_after_its_tokens(tiny_base: TinyBase) -> None:
     lookups = [build_drafter(parse_drafter(spec), tiny_base())[0] for spec in ("prompt_lookup:8:2", "prompt_lookup:8")]
-    found = [(x.depth, x.max_ngram, x.per_match) for x in lookups if isinstance(x, PromptLookup)]
-    assert found == [(8, 4, 2), (8, 3, None)]
+    limits = [(x.depth, x.max_ngram, x.per_match) for x in lookups if isinstance(x, PromptLookup)]
+    assert limits == [(8, 4, 2), (8, 3, None)]
 
 
 def test_refuses_numbers_below_one() -> None:
@@ -83,17 +83,17 @@ def test_refuses_numbers_below_one() -> None:
 def test_equals_a_loop_over_the_latest_answers_and_the_text(
     texts: list[list[int]], answers: list[list[int]], max_ngram: int | None, memory: int
 ) -> None:
-    """As if they stood before the text, of which every one begins with a token of its own."""
+    """The latest answers act as if they came before the context, each after a unique token."""
     drafter = PromptLookup(4, max_ngram, memory=memory)
     for answer in answers:
         drafter.remember(answer)
-    kept: list[list[int]] = []
+    remembered: list[list[int]] = []
     for answer in reversed(answers):
         answer = answer[-(memory - 1) :] if memory > 1 else []
-        if sum(len(each) + 1 for each in kept) + len(answer) + 1 > memory or not answer:
+        if sum(len(each) + 1 for each in remembered) + len(answer) + 1 > memory or not answer:
             break
-        kept.insert(0, answer)
-    before = [token for number, answer in enumerate(kept) for token in (*answer, 10 + number)]
+        remembered.insert(0, answer)
+    before = [token for number, answer in enumerate(remembered) for token in (*answer, 10 + number)]
     proposal = draft(drafter, texts)
     for row, text in enumerate(texts):
         chain = by_loop([*before, *text], 4, max_ngram)

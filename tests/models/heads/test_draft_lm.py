@@ -1,4 +1,4 @@
-"""A draft model of the base's layers: the same numbers as the base, labels in the right place, and a run."""
+"""A draft model of the base's layers: numbers equal to the base's, positions of labels, and a run."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_loss_is_that_of_the_next_token_but_one(tiny_base: TinyBase) -> None:
 
 
 def test_width_of_the_mlp(tiny_base: TinyBase) -> None:
-    """More channels change nothing at first; fewer keep the largest; both draft exactly and train."""
+    """More channels change nothing at first, and fewer keep the largest. Both draft exactly and train."""
     base = tiny_base()
     hidden = base.hidden_states(DOCUMENTS, HiddenStatesSpec())
     whole = DraftLMConfig(num_layers=2).build(base).eval()

@@ -1,4 +1,4 @@
-"""DSpark's training against an independent reference; what its block sees; how it starts."""
+"""DSpark's training against an independent reference, its block's attention, and its initial weights."""
 
 from dataclasses import replace
 
@@ -168,7 +168,7 @@ def test_paths_have_distributions_of_their_own(tiny_base: TinyBase) -> None:
 
 
 def test_dpace_weighs_by_how_far_drafts_get(tiny_base: TinyBase) -> None:
-    """Of every place, explicitly: w_j is the mean over m of q_1 .. q_m for m >= j, with each q_i at least a half."""
+    """D-PACE by a loop over anchors: w_j = sum of q_1 .. q_m over m >= j, by 4; each q_i is at least 1/2."""
     base, documents = tiny_base(), [random_ids(9), random_ids(6, 1)]
     head, batch = new_head(base, torch.arange(0, 300, 2), confidence=False), row_of(documents, trained_from=3)
     base_hidden = base.hidden_states(batch, head.spec)

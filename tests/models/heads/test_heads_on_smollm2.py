@@ -114,7 +114,7 @@ def untrained_head() -> MedusaHead:
 
 
 def test_sampled_answers_have_the_bases_distribution() -> None:
-    """In batches of four, each row with a seed of its own."""
+    """In batches of four, each row with a different seed."""
     prompt, sampler = prompts()[0], Sampler(temperature=1.0, top_k=3)
     draft_config = DraftConfig(tree=TokenTree.expansion([2, 1]), draft_sampling=DraftSampling.WITHOUT_REPLACEMENT)
     options = {"draft_config": draft_config, "sampler": sampler, "ignore_eos": True}

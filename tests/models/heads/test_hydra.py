@@ -48,7 +48,7 @@ def reference_logits(head: HydraHead, k: int, h: Tensor, tokens: list[int]) -> T
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parity_with_the_papers_equations(tiny_base: TinyBase, variant: str) -> None:
-    """Copied weights; every token read is the text's own, of the same document."""
+    """Copied weights; every token read is the true one, of the same document."""
     d2t = torch.arange(0, 300, 2)
     head = randomised(HydraConfig(num_draft_tokens=3, **VARIANTS[variant]).build(tiny_base(), d2t))  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ WITH_INDUCTION = {
 
 
 def copied(head: InductionHead, base: BaseModel, text: list[int], path: list[int], state: Tensor) -> Tensor:
-    """Return the copied code [r] after ``text`` and the drafts ``path``, by a loop over the tokens of the text."""
+    """Return the copied code [r] after ``text`` and the drafts ``path``, by a loop over the tokens."""
 
     def code(token: int, part: int) -> Tensor:
         embedded = F.normalize(base.embedding[token], dim=0) * base.hidden_size**0.5
@@ -81,7 +81,7 @@ def test_an_untrained_head_copies_what_stood_there_before(tiny_base: TinyBase, k
 
 
 def test_the_text_is_where_it_copies_from(tiny_base: TinyBase) -> None:
-    """Of two documents in a row, the second does not see the first."""
+    """The second of two documents in a row does not see the first."""
     base = tiny_base()
     head = WITH_INDUCTION["hydra"].build(base).eval()
     first, second = random_ids(12), random_ids(12)[:8]

@@ -98,8 +98,8 @@ def test_only_the_remaining_layers_run(tiny_base: TinyBase) -> None:
     for hook in hooks:
         hook.remove()
     steps = len(result.steps)
-    # The deep layer: the prompt and once a step. The shallow ones: the prompt, and per step every draft (one of them
-    # the root's) and the last draft, after which nothing was drafted.
+    # The deep layer: the prompt and one pass per step. The shallow ones: the prompt, and per step every draft (one of
+    # them the root's) and the last draft, after which nothing was drafted.
     assert runs[2] == 1 + steps
     assert runs[0] == runs[1] == 1 + sum(s.depth + 1 for s in result.steps)
 

@@ -34,7 +34,7 @@ def batch() -> TrainBatch:
 
 
 def tuned_head(base: BaseModel, size: float = 0.05, **settings: Any) -> Medusa2Head:
-    """A head in its joint phase whose weights, adapters included, are not where they start."""
+    """A head in its joint phase whose weights, adapters included, are not the initial ones."""
     defaults = {"num_draft_tokens": 2, "lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0}
     head = Medusa2Config(**{**defaults, **settings}).build(base)
     head.train_base(now=True)

@@ -22,7 +22,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parity_with_the_published_equations(tiny_base: TinyBase, variant: str) -> None:
-    """Copied weights; every token read is the text's own."""
+    """Copied weights; every token read is the true one."""
     config = MLPSpeculatorConfig(num_draft_tokens=4, **VARIANTS[variant])  # type: ignore[arg-type]
     head = randomised(config.build(tiny_base(), torch.arange(0, 300, 2)), 0.1)
     layer = of_head(head)

@@ -17,8 +17,8 @@ def test_attention_by_lengths_equals_attention_by_the_mask(kv_heads: int) -> Non
     by_mask = by_lengths.clone()
     assert not vars(by_mask)
     states = [torch.randn(2, heads, 8, 6, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
-    found, wanted = (grouped_sdpa(nn.Identity(), *states, mask, scaling=0.3)[0] for mask in (by_lengths, by_mask))
-    torch.testing.assert_close(found, wanted)
-    gradients = [torch.autograd.grad(out.square().sum(), states) for out in (found, wanted)]
+    actual, expected = (grouped_sdpa(nn.Identity(), *states, mask, scaling=0.3)[0] for mask in (by_lengths, by_mask))
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(out.square().sum(), states) for out in (actual, expected)]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)

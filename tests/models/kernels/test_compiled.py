@@ -1,4 +1,4 @@
-"""The product compiled for the CPU at hand: right for every shape, a row alike beside any others, none if it fails."""
+"""The product compiled for this CPU: right for every shape, independent of other rows, unused if it fails."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,15 +30,15 @@ def test_product(outputs: int, inputs: int, biased: bool) -> None:
     assert torch.equal(layer.dense(), weight)
     x = torch.randn(41, inputs)
     for rows in range(len(x) + 1):
-        found = layer(x[:rows])
-        torch.testing.assert_close(found, F.linear(x[:rows], weight, bias), rtol=1e-4, atol=1e-4)
-        assert torch.equal(found, layer(x)[:rows]), "a row's result depends on the rows beside it"
+        product = layer(x[:rows])
+        torch.testing.assert_close(product, F.linear(x[:rows], weight, bias), rtol=1e-4, atol=1e-4)
+        assert torch.equal(product, layer(x)[:rows]), "a row's result depends on the rows beside it"
     threads = torch.get_num_threads()
     for count in (1, 2, 3, 5):
         torch.set_num_threads(count)
         again = layer(x)
         torch.set_num_threads(threads)
-        assert torch.equal(again, found), "the result depends on how blocks are dealt to threads"
+        assert torch.equal(again, product), "the result depends on how blocks are dealt to threads"
     strided = torch.randn(2, inputs, 3).transpose(1, 2)
     torch.testing.assert_close(layer(strided), F.linear(strided, weight, bias), rtol=1e-4, atol=1e-4)
 

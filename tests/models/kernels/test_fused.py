@@ -61,7 +61,7 @@ def test_every_layer_is_fused(pair: _Pair) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.chain(1), TokenTree.chain(3), TREE], ids=len)
 def test_passes(pair: _Pair, batch: int, tree: TokenTree) -> None:
-    """Of a prompt, and of a tree after it."""
+    """Hidden states of a prompt and of a tree after it are equal."""
     config = replace(pair.stock.config, prepack=True)
     pair.fused = BaseModel(copy.deepcopy(pair.stock.model), pair.stock.tokenizer, config)
     ids = torch.randint(1, 250, (batch, 9 + len(tree)), generator=torch.Generator().manual_seed(0))
@@ -79,9 +79,9 @@ def test_training_hidden_states(pair: _Pair) -> None:
     rows = row_of([[3, 4, 5], [6, 7, 8]], padding=0), row_of([[9, 10, 11, 12, 13, 14]], padding=0)
 
     def states(base: BaseModel) -> Tensor:
-        found = base.hidden_states(stacked(rows), HiddenStatesSpec(layers=(0, 1, 3)))
-        assert found.layers is not None
-        return torch.cat([found.final, found.layers], -1)
+        hidden = base.hidden_states(stacked(rows), HiddenStatesSpec(layers=(0, 1, 3)))
+        assert hidden.layers is not None
+        return torch.cat([hidden.final, hidden.layers], -1)
 
     pair.assert_equal(states)
 
@@ -128,7 +128,7 @@ def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
 @pytest.mark.parametrize("rows", [(1, 1), (1, 2), (2, 3)], ids=str)
 @torch.no_grad()
 def test_parts_of_a_heads_own_layer(tiny_base: TinyBase, rows: tuple[int, int], dtype: torch.dtype) -> None:
-    """Where weights cannot be packed the same modules compute the same."""
+    """Modules compute the same if weights cannot be packed."""
     torch.manual_seed(0)
     base = tiny_base()
     width = base.hidden_size
@@ -137,9 +137,9 @@ def test_parts_of_a_heads_own_layer(tiny_base: TinyBase, rows: tuple[int, int], 
         norm.weight += torch.randn(width)
     mlp = HeadMLP(base, 40).to(dtype)
     x = torch.randn(*rows, 2, width, dtype=dtype)
-    wanted = torch.stack([norm(x[:, :, n]) for n, norm in enumerate(norms)], 2)
-    torch.testing.assert_close(FusedRMSNorm(*norms)(x), wanted)
-    torch.testing.assert_close(FusedRMSNorm(norms[1])(x[:, :, 1]), wanted[:, :, 1])
+    expected = torch.stack([norm(x[:, :, n]) for n, norm in enumerate(norms)], 2)
+    torch.testing.assert_close(FusedRMSNorm(*norms)(x), expected)
+    torch.testing.assert_close(FusedRMSNorm(norms[1])(x[:, :, 1]), expected[:, :, 1])
     torch.testing.assert_close(FusedMLP(mlp)(x[:, :, 0]), mlp(x[:, :, 0]))
 
 
@@ -165,8 +165,8 @@ def test_rotation_and_its_gradient() -> None:
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64, requires_grad=True)
     angle = torch.randn(2, 5, 4, dtype=torch.float64).repeat(1, 1, 2)
     turns = angle.cos(), angle.sin()
-    wanted = apply_rotary_pos_emb(x, x, *turns, unsqueeze_dim=2)[0]
-    torch.testing.assert_close(rotate(x, *turns), wanted)
+    expected = apply_rotary_pos_emb(x, x, *turns, unsqueeze_dim=2)[0]
+    torch.testing.assert_close(rotate(x, *turns), expected)
     direction = torch.randn_like(x)
-    found, same = (torch.autograd.grad((out * direction).sum(), x)[0] for out in (rotate(x, *turns), wanted))
-    torch.testing.assert_close(found, same)
+    actual, same = (torch.autograd.grad((out * direction).sum(), x)[0] for out in (rotate(x, *turns), expected))
+    torch.testing.assert_close(actual, same)

@@ -49,9 +49,9 @@ def test_product_equals_f_linear(rows: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
     stock = nn.Linear(24, 40, bias=bias).requires_grad_(False)
     x = torch.randn(*rows, 24)
-    found = PrepackedLinear(stock.weight, stock.bias)(x)
-    assert found.shape == (*rows, 40)
-    torch.testing.assert_close(found, F.linear(x, stock.weight, stock.bias))
+    product = PrepackedLinear(stock.weight, stock.bias)(x)
+    assert product.shape == (*rows, 40)
+    torch.testing.assert_close(product, F.linear(x, stock.weight, stock.bias))
 
 
 def test_only_plain_float32_layers_are_prepacked() -> None:
@@ -63,7 +63,7 @@ def test_only_plain_float32_layers_are_prepacked() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 40])
 def test_weights_in_8_bits_round_no_input(rows: int) -> None:
-    """A text's first token is a hundred times the size of the others, which must not be lost beside it."""
+    """The first token's states are a hundred times larger than the others, which must not be rounded away."""
     if (library := skinny_library()) is None:
         pytest.skip("no C++ compiler here")
     torch.manual_seed(0)
@@ -71,9 +71,9 @@ def test_weights_in_8_bits_round_no_input(rows: int) -> None:
     weight[3] = 0.0
     x[0] *= 100
     layer = Int8Linear(weight, bias, library)
-    found, wanted = layer(x), F.linear(x, weight, bias)
-    assert float(((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max()) < 0.015
-    assert torch.equal(found[-1:], layer(x[-1:])), "a row's result depends on the rows beside it"
+    product, expected = layer(x), F.linear(x, weight, bias)
+    assert float(((product - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 0.015
+    assert torch.equal(product[-1:], layer(x[-1:])), "a row's result depends on the rows beside it"
     assert layer(x.bfloat16()).dtype == torch.bfloat16
 
 
@@ -81,9 +81,9 @@ def test_loaded_weights_are_the_ones_that_draft(tiny_base: TinyBase) -> None:
     first, second = (MedusaConfig(num_draft_tokens=2).build(tiny_base(seed=seed)).eval() for seed in (0, 1))
     hidden, last = torch.randn(1, 32), torch.tensor([5])
     with torch.inference_mode():
-        assert not torch.equal(first.draft_logits(hidden, last, 2), wanted := second.draft_logits(hidden, last, 2))
+        assert not torch.equal(first.draft_logits(hidden, last, 2), expected := second.draft_logits(hidden, last, 2))
         first.load_state_dict(second.state_dict())
-        torch.testing.assert_close(first.draft_logits(hidden, last, 2), wanted)
+        torch.testing.assert_close(first.draft_logits(hidden, last, 2), expected)
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -103,8 +103,8 @@ def test_every_kernel_computes_the_product(
     layer.keep({kernel})
     torch.testing.assert_close(layer(x), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
     assert torch.equal(layer.dense(), weight)
-    wanted = F.linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16()).float()
-    torch.testing.assert_close(layer.inference(torch.bfloat16)(x), wanted, rtol=0.05, atol=0.1)
+    expected = F.linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16()).float()
+    torch.testing.assert_close(layer.inference(torch.bfloat16)(x), expected, rtol=0.05, atol=0.1)
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -166,7 +166,7 @@ def test_hidden_states_to_train_on_may_be_read_in_bfloat16(measured_base: BaseMo
     assert reading_copy(base) is base
     base.kernels.bfloat16_reads = True
     rounded = reading_copy(base).hidden_states(batch, HiddenStatesSpec(layers=(1,)))
-    for wanted, found in ((exact.final, rounded.final), (exact.layers, rounded.layers)):
-        assert wanted is not None and found is not None and not torch.equal(wanted, found)
-        torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.1)
+    for expected, actual in ((exact.final, rounded.final), (exact.layers, rounded.layers)):
+        assert expected is not None and actual is not None and not torch.equal(expected, actual)
+        torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.1)
     torch.testing.assert_close(base.hidden_states(batch, HiddenStatesSpec()).final, exact.final, rtol=0, atol=0)

@@ -110,7 +110,7 @@ def test_several_make_what_one_makes(base: BaseModel, tmp_path: Path, size: int)
 
 
 def test_a_late_process_does_not_take_the_blocks_of_another(base: BaseModel, tmp_path: Path) -> None:
-    """The second process goes on from the first meeting only when the first one has written, or waits for it."""
+    """The second process continues after the first meeting only if the first one has written, or waits for it."""
     barrier, expected = threading.Barrier(2), rows_of(make(base, CONFIG, tmp_path / "one"))
     folder, meetings = tmp_path / "two", [0, 0]
 

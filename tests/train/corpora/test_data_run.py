@@ -13,8 +13,8 @@ SHAPE = TINY | {"vocab_size": 320, "max_position_embeddings": 2048}
 
 
 def answers(corpora: Path) -> list[tuple[int, list[int], bytes]]:
-    found = AnswerStore(corpora / "answers").read()
-    return [(g.prompt_number, g.input_ids.tolist(), g.hidden_states.tobytes()) for g in found]
+    answers = AnswerStore(corpora / "answers").read()
+    return [(g.prompt_number, g.input_ids.tolist(), g.hidden_states.tobytes()) for g in answers]
 
 
 def text(corpora: Path) -> list[list[int]]:

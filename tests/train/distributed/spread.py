@@ -1,7 +1,7 @@
 """Training steps on several gloo processes, and the same steps on one, for test_sharding.py to compare.
 
-Run as a script it is one of the processes: ``python spread.py FOLDER CASE...`` with RANK, WORLD_SIZE, LOCAL_RANK and
-LOCAL_WORLD_SIZE set; the processes find each other by a file in FOLDER.
+As a script, ``python spread.py FOLDER CASE...``, it is one of the processes, with RANK, WORLD_SIZE, LOCAL_RANK and
+LOCAL_WORLD_SIZE set. The processes find each other by a file in FOLDER.
 """
 
 import os
@@ -135,8 +135,8 @@ def micro_batches(
     case: Case, head: DraftHead, step: int, parts: range | list[int]
 ) -> Iterator[tuple[TrainBatch, HiddenStates]]:
     for micro in range(case.grad_accum_steps):
-        for part in parts:
-            batch = batch_of((step * case.grad_accum_steps + micro) * PROCESSES + part, part == case.empty)
+        for chunk in parts:
+            batch = batch_of((step * case.grad_accum_steps + micro) * PROCESSES + chunk, chunk == case.empty)
             yield batch, head.base.hidden_states(batch, head.spec)
 
 

@@ -146,11 +146,11 @@ def test_the_slurm_script_starts_a_launcher_on_every_node(tmp_path: Path) -> Non
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **{f"SLURM_{k}": v for k, v in slurm.items()}}
     script = [str(LAUNCH / "slurm.sh"), "recipe=medusa_llama3", "name=two words"]
     done = subprocess.run(script, env=environment, cwd=LAUNCH.parent.parent, capture_output=True, text=True, check=True)
-    wanted = (
+    expected = (
         "8: launch --config_file recipes/launch/nodes.yaml --num_machines 2 --num_processes 8 --machine_rank {} "
         "--main_process_ip first --main_process_port 23456 train/run.py recipe=medusa_llama3 name=two words"
     )
-    assert done.stdout.splitlines() == [wanted.format(0), wanted.format(1)]
+    assert done.stdout.splitlines() == [expected.format(0), expected.format(1)]
 
 
 def test_the_slurm_script_asks_for_time_to_save() -> None:

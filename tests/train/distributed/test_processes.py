@@ -57,7 +57,7 @@ def test_a_signal_to_one_stops_both_and_both_resume(runs: Any, whole_of_two: Pat
 
 @pytest.mark.slow
 def test_two_killed_while_generating_resume_bit_for_bit(runs: Any, whole_of_two: Path, tmp_path: Path) -> None:
-    """First rank 1 dies and its shards are missing, then rank 0."""
+    """First rank 1 is killed and its shards are missing, then rank 0."""
     for rank, answer in ((1, 4), (0, 3)):
         codes = runs.all(tmp_path, QUICK, processes=2, at=events(rank, ("answer", answer), "SIGKILL"))
         assert codes[rank] == KILLED and codes[1 - rank] == 1

@@ -63,7 +63,7 @@ def assert_same(found: Path, wanted: Path) -> None:
 
 
 def test_a_sharded_run_of_one_process_is_a_run(tmp_path: Path) -> None:
-    """Also when it is stopped and goes on in another way: what is saved does not say how it was spread."""
+    """Also if it resumes with another sharding, because checkpoints do not depend on the sharding."""
     plain = train(tmp_path / "plain", "medusa_smollm2", STOCK, TRAINED)
     shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "sharded" / "corpora")
     sharded = train(tmp_path / "sharded", "medusa_smollm2", "shard=full", STOCK)
@@ -124,7 +124,7 @@ def test_accelerate_launches_two_processes(recipe: str, options: tuple[str, ...]
     """Half the rows on each."""
     plain = train(tmp_path / "plain", recipe, STOCK, *options, *rows(2, recipe))
     shutil.copytree(tmp_path / "plain" / "corpora", tmp_path / "two" / "corpora")
-    # With --cpu it starts a single process; where there is no GPU, ours takes the CPU all the same.
+    # With --cpu, accelerate starts a single process. Without a GPU, our run takes the CPU anyway.
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--main_process_port", str(free_port())]
     ways = ["shard=full", shard] if shard != "shard=head" else [shard]
@@ -136,7 +136,7 @@ def test_accelerate_launches_two_processes(recipe: str, options: tuple[str, ...]
 
 @pytest.mark.slow
 def test_two_nodes_with_data_of_their_own(tmp_path: Path) -> None:
-    """As SLURM would start them, on one machine: each makes its corpora, and one writes the run."""
+    """Processes started as by SLURM, on one machine: each makes its corpora, and one writes the run."""
     recipe = "medusa_smollm2"
     plain = train(tmp_path / "plain", recipe, STOCK, *rows(2, recipe))
     port, commands = free_port(), []

@@ -48,8 +48,8 @@ def test_not_finite_becomes_null(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write(row(1, overlap_1=math.nan, more={"a": [math.inf, 2]}))
     assert "NaN" not in log.path.read_text()
-    (found,) = log.rows()
-    assert found["overlap_1"] is None and found["more"] == {"a": [None, 2]}
+    (logged,) = log.rows()
+    assert logged["overlap_1"] is None and logged["more"] == {"a": [None, 2]}
 
 
 def test_console_line_has_a_fixed_order() -> None:

@@ -67,13 +67,13 @@ def test_versions_hardware_and_command_are_kept_and_secrets_are_not(
     monkeypatch.setenv("WANDB_API_KEY", "very-secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_provenance(tmp_path, "")
-    found = record(tmp_path)
-    assert found["versions"]["drafthead"] == drafthead.__version__
-    assert all(found["versions"][name] for name in ("python", "torch", "transformers", "hydra-core"))
-    assert found["hardware"]["cores"] >= 1
-    assert len(found["command"]) >= 2
+    recorded = record(tmp_path)
+    assert recorded["versions"]["drafthead"] == drafthead.__version__
+    assert all(recorded["versions"][name] for name in ("python", "torch", "transformers", "hydra-core"))
+    assert recorded["hardware"]["cores"] >= 1
+    assert len(recorded["command"]) >= 2
     assert "very-secret" not in (tmp_path / "provenance.json").read_text()
-    assert found["environment"]["OMP_NUM_THREADS"] == "1"
+    assert recorded["environment"]["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_huge_diff_is_cut(tmp_path: Path, checkout: Path) -> None:

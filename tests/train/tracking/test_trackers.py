@@ -1,4 +1,4 @@
-"""What trackers receive, through accelerate's own classes; none needs a network, and none stops a run."""
+"""Rows that trackers receive through accelerate's classes, without a network. No tracker stops a run."""
 
 import json
 import math
@@ -121,14 +121,14 @@ def test_tensorboard_receives_settings_and_curves(open_tracker: Open, tmp_path: 
         tracker.log(row("distill", step, step, overlap_1=math.inf), step=step)
     tracker.finish({"overall": {"speedup": 1.5}})
     assert lines == [f"tensorboard: tensorboard --logdir {tmp_path / 'tensorboard'}"]
-    found = EventMultiplexer()
-    found.AddRunsFromDirectory(str(tmp_path / "tensorboard"))
-    found.Reload()
-    assert [(e.step, e.value) for e in found.Scalars(".", "distill/loss_1")] == [(1, 1.0), (2, 0.5)]
-    assert [(e.step, e.value) for e in found.Scalars(".", "evaluation/overall/speedup")] == [(2, 1.5)]
-    assert "distill/overlap_1" not in found.Runs()["."]["scalars"]
-    (kept,) = (tmp_path / "tensorboard").rglob("hparams.yml")
-    assert "phases.pretrain.optim.lr: 0.001" in kept.read_text()
+    events = EventMultiplexer()
+    events.AddRunsFromDirectory(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars(".", "distill/loss_1")] == [(1, 1.0), (2, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars(".", "evaluation/overall/speedup")] == [(2, 1.5)]
+    assert "distill/overlap_1" not in events.Runs()["."]["scalars"]
+    (hparams,) = (tmp_path / "tensorboard").rglob("hparams.yml")
+    assert "phases.pretrain.optim.lr: 0.001" in hparams.read_text()
 
 
 @pytest.mark.usefixtures("wandb_service")
@@ -146,15 +146,15 @@ def test_wandb_offline_receives_settings_curves_tables_and_the_report(
     curves = dict(run.summary)
     tracker.finish(EVALUATION)
     assert capfd.readouterr() == ("", "")
-    (part,) = tmp_path.glob("wandb/offline-run-*")
-    assert lines == [f"wandb: offline (no login found); to upload later: wandb login && wandb sync {part}"]
+    (wandb_run,) = tmp_path.glob("wandb/offline-run-*")
+    assert lines == [f"wandb: offline (no login found); to upload later: wandb login && wandb sync {wandb_run}"]
     assert run.config["seed"] == 3 and run.config["base"] == SETTINGS["base"]
     assert run.config["phases"]["pretrain"]["optim"]["betas"] == [0.9, 0.95]
     assert curves["pretrain/loss_1"] == 1.0 and "pretrain/overlap_1" not in curves
-    (tasks,) = part.glob("files/media/table/evaluation/by_task_*.json")
+    (tasks,) = wandb_run.glob("files/media/table/evaluation/by_task_*.json")
     table = json.loads(tasks.read_text())
     assert table["columns"][:2] == ["task", "speedup"] and table["data"][0][:2] == ["math", "1.50x"]
-    (page,) = part.glob("files/media/html/report_*.html")
+    (page,) = wandb_run.glob("files/media/html/report_*.html")
     assert page.read_text() == "<h1>a report</h1>"
     assert any((tmp_path / "wandb").rglob("staging/*")), "artifacts wait in the run folder, not in the home folder"
 
@@ -179,7 +179,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_its_newest_part_has_all_rows(
         assert lines[0].endswith(f"wandb sync {run.settings.sync_dir}")
         runs.append(run.id)
     assert runs[0] == runs[1]
-    assert [found["total_step"] for found in log.rows()] == [1, 2, 3, 4, 5]
+    assert [logged["total_step"] for logged in log.rows()] == [1, 2, 3, 4, 5]
 
 
 def test_the_run_id_belongs_to_the_rows(tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ def test_only_what_is_missed_has_a_gradient(tiny_base: TinyBase) -> None:
     second = HydraConfig(num_draft_tokens=2).build(base)
     hidden = base.hidden_states(batch, second.spec)
     whole = second.loss(batch, hidden, LossConfig())
-    (part, _), *_ = boosted(iter([(batch, hidden)]), first, 2, 0.0)
+    (boosted_batch, _), *_ = boosted(iter([(batch, hidden)]), first, 2, 0.0)
     (rest, _), *_ = boosted(iter([(batch, hidden)]), first, 2, 1.0)
     torch.testing.assert_close(second.loss(rest, hidden, LossConfig()).loss_sum, whole.loss_sum)
-    some = second.loss(part, hidden, LossConfig())
+    some = second.loss(boosted_batch, hidden, LossConfig())
     assert 0 < float(some.loss_sum.detach()) < float(whole.loss_sum.detach()) and 0 < int(some.tokens) < int(
         whole.tokens
     )

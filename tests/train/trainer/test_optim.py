@@ -62,13 +62,13 @@ def test_the_two_stages_of_ibm_at_every_step() -> None:
     shape = {"warmup": "parabolic", "decay_from": "start", "final_lr_ratio": 0.1}
     first = curve(OptimConfig(lr=1e-3, warmup_steps=750, **shape), 15000)
     second = curve(OptimConfig(lr=1e-4, warmup_steps=300, **shape), 6000)
-    wanted = [1e-3 * ibm(x) for x in range(1, 21001)]
-    assert first + second == pytest.approx(wanted, rel=1e-12, abs=0)
+    expected = [1e-3 * ibm(x) for x in range(1, 21001)]
+    assert first + second == pytest.approx(expected, rel=1e-12, abs=0)
     assert (ibm(0), ibm(15000), ibm(21000)) == pytest.approx((0.0, 0.1, 0.01))
 
 
 class Joint(nn.Module):
-    """Heads beside a base's adapter."""
+    """Heads and an adapter of the base."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ class Joint(nn.Module):
 def test_a_factor_for_some_parameters_and_decay_of_trainable_matrices_only() -> None:
     module = Joint()
     groups = build_optimizer(module.parameters(), OptimConfig(weight_decay=0.3), module.lr_mult).param_groups
-    wanted = [module.adapter.weight, module.adapter.bias, module.heads.weight, module.heads.bias]
-    assert [group["params"] for group in groups] == [[p] for p in wanted]
+    expected = [module.adapter.weight, module.adapter.bias, module.heads.weight, module.heads.bias]
+    assert [group["params"] for group in groups] == [[p] for p in expected]
     assert [(g["lr_mult"], g["weight_decay"]) for g in groups] == [(1, 0.3), (1, 0), (4, 0.3), (4, 0)]
     assert groups[0]["betas"] == (0.9, 0.95)
     with pytest.raises(UserError, match="no trainable parameter"):
@@ -94,10 +94,10 @@ def test_a_factor_for_some_parameters_and_decay_of_trainable_matrices_only() -> 
 def test_the_order_of_parameters_decides_the_place_of_their_state() -> None:
     """Whatever order factors are met in, the groups are the same: a resumed run must find its state."""
     module = Joint()
-    wanted = build_optimizer(module.parameters(), OptimConfig(), module.lr_mult).state_dict()
+    expected = build_optimizer(module.parameters(), OptimConfig(), module.lr_mult).state_dict()
     parts = [*module.adapter.parameters(), *module.heads.parameters()]
-    found = build_optimizer(parts, OptimConfig(), module.lr_mult).state_dict()
-    assert found == wanted
+    state = build_optimizer(parts, OptimConfig(), module.lr_mult).state_dict()
+    assert state == expected
 
 
 class _Quadratic:

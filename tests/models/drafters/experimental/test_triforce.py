@@ -26,9 +26,9 @@ def test_kept_positions_by_hand() -> None:
     query[0, 0, 0, 0] = query[0, 1, 0, 1] = query[0, 2, 0, 2] = 1.0
     assert Policy.parse("recent").places(5, keys, None)[0, 0].tolist() == [16, 17, 18, 19, 20]
     assert Policy.parse("sinks:2").places(5, keys, None)[0, 1].tolist() == [0, 1, 18, 19, 20]
-    found = Policy.parse("retrieval:2").places(8, keys, [query])
-    assert found[0, 0].tolist() == [0, 1, 6, 7, 12, 13, 19, 20], "3 / 2 of position 12 is more than position 6 and 7"
-    assert {8, 9} < set(found[0, 1].tolist())
+    picks = Policy.parse("retrieval:2").places(8, keys, [query])
+    assert picks[0, 0].tolist() == [0, 1, 6, 7, 12, 13, 19, 20], "3 / 2 of position 12 is more than position 6 and 7"
+    assert {8, 9} < set(picks[0, 1].tolist())
     assert Policy.parse("retrieval:2").places(30, keys, None).shape == (1, 2, 21)
     for wrong in ("recent:3", "sinks", "retrieval:0", "oldest"):
         with pytest.raises(UserError, match="unknown policy"):
@@ -54,16 +54,16 @@ def test_greedy_text_is_plain_text(
     plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens
     for budget in (16, 999):
         drafter = TriForce(base, budget, policy, num_tokens=4, refresh=9, drafter=inner)
-        found = decode(base, drafter, PROMPT, max_new_tokens=60, ignore_eos=True)
-        assert found.tokens == plain
-        accepted = [step.accepted == step.depth for step in found.steps]
-        assert all(accepted) if budget == 999 else 0 < sum(s.accepted for s in found.steps)
+        decoded = decode(base, drafter, PROMPT, max_new_tokens=60, ignore_eos=True)
+        assert decoded.tokens == plain
+        accepted = [step.accepted == step.depth for step in decoded.steps]
+        assert all(accepted) if budget == 999 else 0 < sum(s.accepted for s in decoded.steps)
 
 
 def test_sampled_answers_have_the_targets_distribution(tiny_base: TinyBase) -> None:
     base, sampler = tiny_base(), Sampler(temperature=1.0, top_k=2)
     drafter = TriForce(base, 16, "retrieval:4", num_tokens=2, drafter=PromptLookup(3))
-    wanted = DraftConfig(
+    draft_config = DraftConfig(
         tree=TokenTree.chain(2),
         draft_sampling=DraftSampling.WITH_REPLACEMENT,
         sampler=Sampler(temperature=1.0, top_k=3),
@@ -71,25 +71,25 @@ def test_sampled_answers_have_the_targets_distribution(tiny_base: TinyBase) -> N
     prompt = [5, 6, 7, 8] * 8
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(300):
-        found = decode(base, drafter, prompt, max_new_tokens=3, sampler=sampler, draft_config=wanted, seed=seed)
-        counts[tuple(found.tokens)] += 1
+        decoded = decode(base, drafter, prompt, max_new_tokens=3, sampler=sampler, draft_config=draft_config, seed=seed)
+        counts[tuple(decoded.tokens)] += 1
     assert p_value_of_answers(counts, probs_of_answers(base, prompt, sampler, 3)) > 0.01
 
 
 def test_a_state_without_the_targets_cache_drafts_the_same(tiny_base: TinyBase) -> None:
     base = tiny_base()
     drafter = TriForce(base, 16, "retrieval:4", num_tokens=3, refresh=5)
-    own = drafter.init_state(1)
+    detached = drafter.init_state(1)
     cache = base.new_cache(120)
     attached = drafter.attach(drafter.init_state(1), cache)
-    config, place = DraftConfig(tree=TokenTree.chain(3)), 40
+    config, position = DraftConfig(tree=TokenTree.chain(3)), 40
     for count in (40, 3, 1, 2, 4):
-        tokens = torch.tensor([PROMPT[:40] if count == 40 else PROMPT[place : place + count]])
-        place += 0 if count == 40 else count
+        tokens = torch.tensor([PROMPT[:40] if count == 40 else PROMPT[position : position + count]])
+        position += 0 if count == 40 else count
         base.forward(tokens, cache)
-        own, attached = (drafter.update(state, tokens, None) for state in (own, attached))
-        last = torch.tensor([PROMPT[place]])
-        drafts = [drafter.draft(state, last, config).tokens.tolist() for state in (own, attached)]
+        detached, attached = (drafter.update(state, tokens, None) for state in (detached, attached))
+        last = torch.tensor([PROMPT[position]])
+        drafts = [drafter.draft(state, last, config).tokens.tolist() for state in (detached, attached)]
         assert drafts[0] == drafts[1]
 
 

@@ -40,7 +40,7 @@ def two_deep(model: BaseModel, base: BaseModel) -> VerticalCascade:
 
 
 def test_the_target_itself_is_always_right(tiny_base: TinyBase) -> None:
-    """When sampling: q equals p, so every draft is accepted."""
+    """With sampling, q equals p, so every draft is accepted."""
     base, draft_config = tiny_base(), sampled(TokenTree.chain(4))
     drafter = VerticalCascade(base, early_exit(base, 2), num_tokens=4, draft_config=draft_config)
     for r in decode_batch(
@@ -58,13 +58,13 @@ def test_a_row_draws_the_same_whatever_its_neighbours(tiny_base: TinyBase) -> No
 
 def test_seeds_inside_are_those_of_row_and_step(tiny_base: TinyBase) -> None:
     last = torch.zeros(2, dtype=torch.int64)
-    found = [
+    seeds = [
         seed
         for position in (3, 4)
         for seed in inner_seeds(last, PerRowRng([1, 2], [position] * 2, DRAFT, torch.device("cpu")))
     ]
-    assert len(set(found)) == 4 and min(found) > 2**40
-    assert inner_seeds(last[:1], PerRowRng([2], [4], DRAFT, torch.device("cpu"))) == found[3:]
+    assert len(set(seeds)) == 4 and min(seeds) > 2**40
+    assert inner_seeds(last[:1], PerRowRng([2], [4], DRAFT, torch.device("cpu"))) == seeds[3:]
 
 
 DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig]] = {
