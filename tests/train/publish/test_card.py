@@ -57,13 +57,13 @@ def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
 ) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: acme\n---\n")
     stored = (f"base.name={tmp_path}", "base.random=false")
-    found = written_card(tmp_path, tiny_base(), {"name": "exact", "lossless": True}, *stored)
-    assert "/home/me" not in str(found) + (tmp_path / "head" / "eval.json").read_text()
-    assert "exactly what the base would generate" in found.content
-    assert "`acme`, from the base's card" in found.content
-    assert "mine, at most 24 new tokens, batch size 1. Some <CPU>; CPU cores: 2" in found.content
-    assert "drafthead 0.2.0, torch 2.13.0." in found.content
-    assert {(r.metric_type, r.dataset_name, r.metric_value) for r in found.data.eval_results} == {
+    model_card = written_card(tmp_path, tiny_base(), {"name": "exact", "lossless": True}, *stored)
+    assert "/home/me" not in str(model_card) + (tmp_path / "head" / "eval.json").read_text()
+    assert "exactly what the base would generate" in model_card.content
+    assert "`acme`, from the base's card" in model_card.content
+    assert "mine, at most 24 new tokens, batch size 1. Some <CPU>; CPU cores: 2" in model_card.content
+    assert "drafthead 0.2.0, torch 2.13.0." in model_card.content
+    assert {(r.metric_type, r.dataset_name, r.metric_value) for r in model_card.data.eval_results} == {
         (metric, f"mine, {task}", value)
         for task in ("math", "overall")
         for metric, value in (("speedup", 1.5), ("mean_accepted_length", 1.8))
@@ -71,10 +71,13 @@ def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
 
 
 def test_a_lossy_rule_does_not_promise_the_bases_text(tiny_base: TinyBase, tmp_path: Path) -> None:
-    found = written_card(tmp_path, tiny_base(), {"name": "typical", "lossless": False, "total_variation": 0.3})
-    assert "exactly what the base" not in found.content and "lossy rule, typical" in found.content
-    assert found.data.eval_results[0].metric_name == "speedup over the fastest autoregressive decoding (lossy, TV 0.3)"
-    assert "the base's licence could not be read" in found.content
+    model_card = written_card(tmp_path, tiny_base(), {"name": "typical", "lossless": False, "total_variation": 0.3})
+    assert "exactly what the base" not in model_card.content and "lossy rule, typical" in model_card.content
+    assert (
+        model_card.data.eval_results[0].metric_name
+        == "speedup over the fastest autoregressive decoding (lossy, TV 0.3)"
+    )
+    assert "the base's licence could not be read" in model_card.content
 
 
 def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_base: TinyBase) -> None:
@@ -130,6 +133,9 @@ def test_tokens_a_step_count_the_processes_that_the_run_began_with(monkeypatch: 
 def test_a_head_without_a_run_gets_a_card_too(tiny_base: TinyBase, tmp_path: Path) -> None:
     MedusaConfig(num_draft_tokens=2).build(tiny_base(), None).save_pretrained(tmp_path)
     card.minimal_card(tmp_path)
-    found = ModelCard.load(tmp_path / "README.md")
-    assert found.data.license == "unknown" and "(Medusa) for speculative decoding with `random-llama`" in found.content
-    assert 'load_head("<this repository or folder>")' in found.content
+    model_card = ModelCard.load(tmp_path / "README.md")
+    assert (
+        model_card.data.license == "unknown"
+        and "(Medusa) for speculative decoding with `random-llama`" in model_card.content
+    )
+    assert 'load_head("<this repository or folder>")' in model_card.content

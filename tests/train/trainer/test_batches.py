@@ -33,10 +33,10 @@ def test_the_stream_is_what_load_gives(data: PhaseData) -> None:
 
 
 def test_the_next_rows_are_read_meanwhile_and_no_more(data: PhaseData) -> None:
-    read, asked, done = data.read, [], threading.Semaphore(0)
+    original_read, asked, done = data.read, [], threading.Semaphore(0)
 
     def watched(numbers: list[int]) -> tuple[TrainBatch, torch.Tensor | None]:
-        batch = read(numbers)
+        batch = original_read(numbers)
         asked.append((numbers[0], threading.current_thread() is threading.main_thread()))
         done.release()
         return batch
