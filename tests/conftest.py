@@ -90,6 +90,38 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
+class DatasetHub:
+    """A stand-in for datasets of the Hub, which answers while ``up``."""
+
+    def __init__(self) -> None:
+        self.commit, self.files, self.up = "a" * 40, ["README.md", "data/train.parquet"], True
+        self.rows: Callable[[str], Any] = lambda revision: []
+        """Returns the rows of a commit."""
+        self.asked: list[tuple[str, str | None]] = []
+        self.opened: dict[str, Any] = {}
+
+    def info(self, name: str, revision: str | None) -> tuple[str, list[str]]:
+        """Return commit and files."""
+        self.asked.append((name, revision))
+        if not self.up:
+            raise ConnectionError("no route\nto host")
+        return self.commit, self.files
+
+    def load(self, name: str, subset: str | None = None, *, revision: str = "", **options: Any) -> Any:
+        """Return the rows, as ``datasets.load_dataset`` does."""
+        self.opened = {"name": name, "subset": subset, "revision": revision, **options}
+        return self.rows(revision)
+
+
+@pytest.fixture
+def dataset_hub(monkeypatch: pytest.MonkeyPatch) -> DatasetHub:
+    hub = DatasetHub()
+    stand_ins = {"datasets.load_dataset": hub.load, "drafthead.data.text.readers._hub_info": hub.info}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(name, stand_in)
+    return hub
+
+
 class CompletionsServer:
     """An OpenAI-compatible completions server on loopback, which can be made to fail.
 

@@ -15,28 +15,7 @@ OLD, NEW = "a" * 40, "b" * 40
 SET = SourceConfig(kind="hf", name="org/set")
 
 
-class Hub:
-    """Answers as the Hub does, while there is a network."""
-
-    def __init__(self, *files: str) -> None:
-        self.commit, self.files, self.up = OLD, list(files), True
-        self.asked: list[tuple[str, str | None]] = []
-
-    def __call__(self, name: str, revision: str | None) -> tuple[str, list[str]]:
-        self.asked.append((name, revision))
-        if not self.up:
-            raise ConnectionError("no route\nto host")
-        return self.commit, self.files
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub = Hub("README.md", "data/train.parquet")
-    monkeypatch.setattr(readers, "_hub_info", hub)
-    return hub
-
-
-def test_a_dataset_stays_at_the_commit_of_the_start(hub: Hub, tmp_path: Path) -> None:
+def test_a_dataset_stays_at_the_commit_of_the_start(dataset_hub: Any, tmp_path: Path) -> None:
     """Whatever happens to the Hub or the network; what cannot move is not asked about."""
     folder = tmp_path / "set"
     folder.mkdir()
@@ -47,23 +26,23 @@ def test_a_dataset_stays_at_the_commit_of_the_start(hub: Hub, tmp_path: Path) ->
     first = resolve_revision(sources, path)
     assert [source.revision for source in first] == [OLD, "c" * 40, None, None, OLD]
     assert [source.name for source in first] == [source.name for source in sources]
-    assert hub.asked == [("org/set", None), ("org/tagged", "v1")] and SET.revision is None
-    hub.commit = NEW
+    assert dataset_hub.asked == [("org/set", None), ("org/tagged", "v1")] and SET.revision is None
+    dataset_hub.commit = NEW
     assert resolve_revision(sources, path) == first
-    hub.up = False
+    dataset_hub.up = False
     assert resolve_revision(sources, path) == first
-    assert len(hub.asked) == 2, "asked again"
+    assert len(dataset_hub.asked) == 2, "asked again"
 
 
-def test_a_commit_that_nobody_tells(hub: Hub, tmp_path: Path) -> None:
-    hub.up = False
+def test_a_commit_that_nobody_tells(dataset_hub: Any, tmp_path: Path) -> None:
+    dataset_hub.up = False
     with pytest.raises(UserError, match=r"commit of dataset 'org/set' .*no route to"):
         resolve_revision([SET], tmp_path / "commits.json")
     assert not (tmp_path / "commits.json").exists(), "another try asks again"
 
 
 @pytest.mark.parametrize("content", [None, [], [OLD, OLD], ["main"], [1], {"org/set": OLD}])
-def test_kept_commits_are_checked(hub: Hub, tmp_path: Path, content: Any) -> None:
+def test_kept_commits_are_checked(dataset_hub: Any, tmp_path: Path, content: Any) -> None:
     write_checksummed_json(tmp_path / "commits.json", content)
     with pytest.raises(UserError, match="commits.json holds no commits of 1 sources; remove the folder"):
         resolve_revision([SET], tmp_path / "commits.json")
@@ -87,13 +66,13 @@ def test_the_hub_is_asked_for_commit_and_files(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "deep/a.PT", "a.npz", "a.py"])
-def test_pickles_and_scripts_are_refused_by_name(hub: Hub, tmp_path: Path, name: str) -> None:
+def test_pickles_and_scripts_are_refused_by_name(dataset_hub: Any, tmp_path: Path, name: str) -> None:
     """Refuse a folder and a repository before ``datasets`` opens them."""
     about = ["README.md", ".gitattributes", "LICENSE", "dataset_infos.json"]
     for file in (*about, name):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("x")
-    hub.files = [*about, name]
+    dataset_hub.files = [*about, name]
     for source in (SourceConfig(kind="hf", name=str(tmp_path)), SET):
         for stream in (True, False):
             with pytest.raises(
@@ -108,7 +87,6 @@ def test_data_beside_a_script_is_read(tmp_path: Path) -> None:
     assert list(iter_documents(SourceConfig(kind="hf", name=str(tmp_path)), 10)) == ["fine"]
 
 
-def test_what_cannot_be_listed_is_left_to_the_library(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.up = False
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: options["revision"])
+def test_what_cannot_be_listed_is_left_to_the_library(dataset_hub: Any) -> None:
+    dataset_hub.up, dataset_hub.rows = False, str
     assert readers.open_dataset("org/set", split="train", revision=OLD, stream=True) == OLD

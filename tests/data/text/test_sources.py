@@ -161,18 +161,18 @@ def test_limits(settings: dict[str, Any], says: str) -> None:
         SourceConfig(**settings)
 
 
-def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def load_dataset(name: str, subset: str | None, **options: Any) -> list[dict[str, Any]]:
-        asked.update(options, name=name, subset=subset)
-        return [{"text": f"row {n}"} for n in range(5)]
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+def test_hub(dataset_hub: Any) -> None:
+    dataset_hub.rows = lambda revision: [{"text": f"row {n}"} for n in range(5)]
     source = SourceConfig(kind="hf", name="org/set", subset="en", split="test", revision="abc")
     assert len(load_documents([source], 0)) == 5
-    assert asked == {"name": "org/set", "subset": "en", "split": "test", "revision": "abc", "streaming": False}
-    assert len(load_documents([source], 0, max_characters=13)) == 3 and asked["streaming"]
+    assert dataset_hub.opened == {
+        "name": "org/set",
+        "subset": "en",
+        "split": "test",
+        "revision": "abc",
+        "streaming": False,
+    }
+    assert len(load_documents([source], 0, max_characters=13)) == 3 and dataset_hub.opened["streaming"]
     assert len(load_prompts([source], 0, 2)) == 2
     source.column = "body"
     with pytest.raises(UserError, match="hf:org/set row 0 has no column 'body'; present: text"):

@@ -61,13 +61,13 @@ def test_max_new_tokens_inside_a_block(tiny_base: TinyBase, max_new: int) -> Non
     assert 1 + sum(s.committed for s in result.steps) == max_new
 
 
-def test_eos_inside_a_block(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eos_inside_a_block(tiny_base: TinyBase) -> None:
     """Whichever token of the answer is EOS, decoding stops right after its first occurrence."""
-    base = tiny_base()
+    base = BaseModel.load(tiny_base().config)
     plain = decode(base, None, PROMPT, max_new_tokens=40, ignore_eos=True).tokens
     head = trained_head(base, plain)
     for eos in set(plain):
-        monkeypatch.setattr(BaseModel, "eos_ids", property(lambda self, eos=eos: frozenset({eos})))
+        base.model.generation_config.eos_token_id = eos
         result = decode(base, head, PROMPT, max_new_tokens=40, draft_config=DraftConfig(tree=TREE))
         assert result.tokens == plain[: plain.index(eos) + 1]
 

@@ -11,7 +11,6 @@ import torch
 
 from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.data.text import readers
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_manifest
@@ -181,16 +180,14 @@ def test_held_out_features_are_kept_where_that_is_asked_for(tiny_base: TinyBase,
     assert not torch.equal(loaded.layer(0), expected.layer(0)), "float16 on disk"
 
 
-def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, dataset_hub: Any) -> None:
     """A dataset that grows between two starts gives the rows of the first; without stored commits, the run notices."""
-    commits = {"now": "a" * 40}
 
-    def load_dataset(name: str, subset: str | None, *, revision: str, **options: object) -> datasets.IterableDataset:
+    def of_commit(revision: str) -> datasets.IterableDataset:
         texts = [f"{n}: row {n} of {revision[0]}" * 5 for n in range(400)]
         return datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset()
 
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr(readers, "_hub_info", lambda name, revision: (commits["now"], ["a.parquet"]))
+    dataset_hub.rows = of_commit
     text = TextConfig(sources=[SourceConfig(kind="hf", name="org/set")], stream=True, stream_shards=1, workers=1)
 
     def rows() -> tuple[torch.Tensor, dict[str, object]]:
@@ -201,10 +198,10 @@ def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, monke
         return loaded, made.manifests
 
     expected, manifests = rows()
-    del commits["now"]  # nobody answers
+    dataset_hub.up = False
     again, same = rows()
     assert torch.equal(again, expected) and same == manifests
     shutil.rmtree(tmp_path / "stream")
-    commits["now"] = "b" * 40
+    dataset_hub.up, dataset_hub.commit = True, "b" * 40
     moved, other = rows()
     assert not torch.equal(moved, expected) and other != manifests
