@@ -28,7 +28,7 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 LayerSizes = tuple[int, int, int, int]
 """Heads and width of a layer's keys, heads and width of its values."""
 Place = tuple[int, int, int, int]
-"""Stack and place in it of a layer's keys, stack and place in it of its values."""
+"""Stack of a layer's keys and index in it, then stack of its values and index in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Trim:
     room: int
     """Most pending positions."""
     held: int
-    """Positions that they hold. Dropping copies one window, and happens less often the larger this is."""
+    """Positions that these layers hold. A larger number means fewer drops, each of which copies one window."""
     capacity: int
     """Positions of the whole context."""
 

@@ -50,7 +50,7 @@ class _Pass:
 class _Memory:
     """Stacks of keys and values ([L, 1, H, S, E]), the committed length ([1] int64), and passes captured over them.
 
-    Also a window of another one: the first positions, which a pass attends over.
+    A window is another ``_Memory`` over the first positions, which a pass attends over.
     """
 
     stacks: tuple[Tensor, ...]
@@ -63,7 +63,7 @@ class _Memory:
         return self.stacks[0].shape[3]
 
     def clear(self, size: int) -> None:
-        """Masked positions weigh nothing, but nothing times NaN is NaN."""
+        """Zero the first ``size`` positions, because even a masked NaN would make the attention NaN."""
         for stack in self.stacks:
             stack[:, :, :, :size].zero_()
         self.length.zero_()
@@ -131,7 +131,7 @@ class _Writer:
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Committed positions (transformers' name), [1] int64: the device alone knows them."""
+        """Return the committed positions (transformers' name), [1] int64 on the device."""
         return self._window.length
 
 
@@ -144,13 +144,14 @@ def _static_pass(
     depths: Tensor,
     ancestors: Tensor,
 ) -> Outputs:
-    """Read a tree after the committed positions: hidden states [1, N, D], and logits [1, N, V] if requested.
+    """Read a tree after the committed positions; return hidden states [1, N, D], and logits [1, N, V] if requested.
 
     ``tokens`` and ``depths`` are [1, N] int64, ``ancestors`` [1, N, N] bool; ``logits`` is the output head.
     """
     nodes, size = tokens.shape[1], window.size
     slots = torch.arange(size, device=tokens.device)
-    offset = slots - window.length  # [S], from the root's position
+    # [S] positions relative to the root. With length 3 and 2 nodes: -3 -2 -1 (committed), 0 1 (nodes), 2 .. (empty).
+    offset = slots - window.length
     inside = (offset >= 0) & (offset < nodes)
     seen = (ancestors[0].index_select(1, offset.clamp(0, nodes - 1)) & inside) | (offset < 0)
     dtype = window.stacks[0].dtype
@@ -173,7 +174,7 @@ def _static_pass(
 class StaticKVCache(KVCache):
     """A ``KVCache`` whose committed length is on the device, and which can run static passes.
 
-    A step reads nothing back from the device, unless the context may have outgrown its window. Reading ``length`` does.
+    A step waits for the device only if the context may have outgrown its window. Reading ``length`` also waits.
     """
 
     def __init__(self, model: StaticModel, memory: _Memory, capacity: int) -> None:
@@ -200,7 +201,7 @@ class StaticKVCache(KVCache):
         return self.pending == 0 and self._bound > 0 and nodes <= MAX_STATIC_NODES
 
     def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
-        """Read a tree ([1, N] int64; N must fit), which is pending then: hidden states [1, N, D], and logits."""
+        """Read a tree ([1, N] int64; N must fit), which stays pending; return hidden states [1, N, D], and logits."""
         nodes = tokens.shape[1]
         key = (nodes, self._window(nodes), with_logits)
         self.pending = nodes
@@ -217,7 +218,7 @@ class StaticKVCache(KVCache):
         return captured.call(tokens, None, None)
 
     def _window(self, new: int) -> int:
-        """Size of the window for so many new positions; looks up the true length only where the bound needs another."""
+        """Return the window size for ``new`` positions; read the true length only if the bound needs another."""
         if window_for(self._bound + new) > self._size or self._bound + new > self.capacity:
             check_capacity(self.length + new, self.capacity)
             self._size = window_for(self._bound + new)

@@ -3,7 +3,7 @@
 ``speculative`` walks down from the root. The way the candidates were drawn decides which published rule this is:
 
 - a chain: speculative sampling (Leviathan et al., 2211.17192);
-- with replacement: SpecInfer's multi-step sampling (2305.09781), whose random order equals the order of drawing;
+- with replacement: SpecInfer's multi-step sampling (2305.09781), whose random order is here the order of drawing;
 - without replacement: Sequoia (2402.12374);
 - top-k: EAGLE.
 

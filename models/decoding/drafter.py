@@ -91,10 +91,10 @@ class DynamicTree:
 
 @settings(frozen=True, kw_only=True)
 class AdaptiveLength:
-    """Draft length by what was accepted: transformers' ``heuristic`` schedule of assisted generation.
+    """Draft length that adapts to acceptance: transformers' ``heuristic`` schedule of assisted generation.
 
-    It looks at the past only, so the output stays exact. It starts anew in every answer; in transformers it continues
-    from prompt to prompt, and results depend on their order.
+    The length depends on earlier steps only, so the output stays exact. It is reset for every answer. In transformers
+    it continues from prompt to prompt, so results depend on their order.
     """
 
     start: Positive = 5
@@ -107,13 +107,13 @@ class AdaptiveLength:
     def next(self, length: int, drafted: int, accepted: int) -> int:
         """Return the levels to draft, at least 1, after a step that drafted and accepted these numbers."""
         if drafted == 0:
-            return length  # it says nothing of the drafter
+            return length  # a step without drafts says nothing about the drafter
         return length + self.grow if accepted >= drafted else max(1, length - self.shrink)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """What to draft in a step, and how."""
+    """The tree to draft in a step, and the way its candidates are chosen."""
 
     tree: TokenTree | DynamicTree
     draft_sampling: DraftSampling = DraftSampling.TOP_K

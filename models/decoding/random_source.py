@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 DRAFT, VERIFY = 0, 1
-"""Streams of random numbers: drafting must not move what verification draws."""
+"""Streams of random numbers. They are separate, so that drafting does not change what verification draws."""
 
 
 class RandomSource(Protocol):
@@ -26,7 +26,7 @@ class RandomSource(Protocol):
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
         """Return one sample of each of [B, C, V] unnormalised distributions, [B, C] int64; of zeros any token.
 
-        ``offset``: sample as a step does that starts this many tokens later.
+        ``offset``: sample like a step that starts this many tokens later.
         """
         ...
 
