@@ -4,7 +4,6 @@ import gc
 import sys
 from importlib import import_module
 
-from drafthead.data.utils.errors import UserError
 from drafthead.version import __version__
 
 COMMANDS = {
@@ -72,17 +71,13 @@ def main() -> None:
         sys.stderr.write(f"drafthead: unknown command {command!r}; choose one of {', '.join(COMMANDS)}, or --help\n")
         raise SystemExit(2)
     sys.argv = [f"drafthead {command}", *rest]
-    try:
-        # Imports create no garbage, and searching for it takes a tenth of their time.
-        gc.disable()
+    gc.disable()  # imports create no garbage, and searching for it takes a tenth of their time
+    compose = import_module("drafthead.data.utils.compose")  # not at the top, to keep --help and --version quick
+    with compose.one_line_errors():
         module = import_module(COMMANDS[command][0])
         gc.freeze()
         gc.enable()
         module.main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit("interrupted") from None
 
 
 if __name__ == "__main__":

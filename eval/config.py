@@ -26,87 +26,103 @@ ENGINES = ("vllm", "llamacpp", "sglang")
 
 @settings(kw_only=True)
 class EngineConfig:
-    """One serving engine: started here, or a server that runs already."""
+    """One serving engine: started by the evaluation, or a server that already runs."""
 
     python: str = ""
-    """The interpreter that has it. vLLM by default: of the environment that ``drafthead engines install=vllm`` makes;
-    llama.cpp: this one (``pip install drafthead[llamacpp]``)."""
+    """Python interpreter of the engine's environment. For vLLM, by default the environment of ``drafthead engines
+    install=vllm``. For llama.cpp, the current environment (``pip install drafthead[llamacpp]``)."""
     url: str = ""
-    """A running server that serves the exported head, instead of starting one. SGLang: needed."""
+    """Address of a running server with the exported head, instead of starting one. SGLang requires it."""
     plain_url: str = ""
-    """A running server without the head; empty: with ``url`` the engine's plain decoding is not measured."""
+    """Address of a running server without the head. If it is empty and ``url`` is set, the engine's plain decoding is
+    not measured."""
     base_type: str = "f32"
-    """llama.cpp: of the base's GGUF, f32, f16, bf16, q8_0, q4_0 or q4_1. Texts equal ours only with f32."""
+    """Weight type of the base's GGUF file, for llama.cpp: f32, f16, bf16, q8_0, q4_0 or q4_1. Answers equal ours only
+    with f32."""
 
 
 @settings(kw_only=True)
 class EnginesConfig:
-    """What all engines of an evaluation share, and each one's own settings."""
+    """Settings that all engines of an evaluation share, and the settings of each engine."""
 
     vllm: EngineConfig = field(default_factory=EngineConfig)
     llamacpp: EngineConfig = field(default_factory=EngineConfig)
     sglang: EngineConfig = field(default_factory=EngineConfig)
     drafts: Positive | None = None
-    """Length of the chain that engines, and our own engine beside them, draft; null: the head's trained positions."""
+    """Length of the chain that engines and our decoder draft. With null, the head's trained positions."""
     tolerance: PositiveFloat = 0.02
-    """By how much acceptance may differ from ours: in the mean accepted length, as a share of it, and at each draft
-    position, as a share of the steps."""
+    """Largest deviation of an engine's acceptance from ours. In the mean accepted length it is relative; at each draft
+    position it is a fraction of the steps."""
     tie: PositiveFloat = 0.01
-    """Logits of our base closer than this may swap between engines: another order of sums, over all layers."""
+    """Difference of our base's logits below which two tokens may swap between engines. Engines sum in another order in
+    every layer."""
     threads: int | None = None
-    """Of each engine; null: as many as torch uses here."""
+    """CPU threads of each engine. With null, as many as torch uses."""
     start_timeout_s: PositiveFloat = 300.0
+    """Seconds to wait for an engine to start."""
     answer_timeout_s: PositiveFloat = 300.0
+    """Seconds to wait for an engine's answer."""
 
 
 @settings(kw_only=True)
-class EvalConfig(DrafterConfig):
-    """Prompts, lengths, trees, the distribution of the output and how drafts are accepted."""
+class SuiteConfig:
+    """Prompts of a command, and the length of their answers."""
 
     suite: str = "smoke"
-    """``smoke``, ``mt_bench``, ``mt_bench_turns``, ``spec_bench_like``, ``long_context``, ``long_questions``, ``code``,
-    ``builtin``, a path to a JSONL file of prompts, or ``hf:NAME[:SPLIT[:COLUMN]]``."""
-    tasks: list[str] = field(default_factory=list)
-    """Only these tasks of the suite; empty: all."""
-    split: Split = "all"
-    """``test``: the half of the suite that recipes choose nothing on; ``dev``: the other; ``all``."""
+    """Evaluation prompts: a packaged suite, a JSONL file, or ``hf:NAME[:SPLIT[:COLUMN]]``. Packaged suites are
+    ``smoke``, ``mt_bench``, ``mt_bench_turns``, ``spec_bench_like``, ``long_context``, ``long_questions``, ``code`` and
+    ``builtin``. A line of a file holds ``prompt``, ``messages``, ``turns`` or ``input_ids``, and optionally ``task``.
+    NAME may be a local folder."""
     limit: Positive | None = None
-    """At most so many prompts, spread over the suite's tasks."""
+    """Number of prompts, spread evenly over the suite's tasks. With null, all prompts."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 128
+    """Longest answer, in tokens."""
+    seed: int = 0
+    """Seed of the prompt order, sampling and the bootstrap."""
+
+
+@settings(kw_only=True)
+class EvalConfig(SuiteConfig, DrafterConfig):
+    """Settings of an evaluation: prompts, lengths, trees, the distribution of the output and the acceptance rule."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of the suite to answer. Empty: all."""
+    split: Split = "all"
+    """Half of the suite to measure on, or both. Trees and settings are chosen on ``dev``; results are reported on
+    ``test``."""
     tree: str = "head"
-    """``head`` (calibrated on held-out answers and this machine), ``chain``, ``chain:K``, ``expansion:1-1-3``
-    (SpecInfer), ``dynamic:NODES`` or ``dynamic:NODES:WIDTH`` (EAGLE-2), or a path to a ``tree.json``."""
+    """Draft tree: head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH] or a tree.json. ``head`` is the head's own
+    tree, calibrated on held-out answers and this machine. ``expansion`` lists the children per level (SpecInfer);
+    ``dynamic`` grows a tree in each step (EAGLE-2)."""
     draft_sampling: Literal["top_k", "with_replacement", "without_replacement"] = "top_k"
-    """``top_k``, ``with_replacement`` or ``without_replacement``: how a node's children are drawn."""
+    """Draft selection at each node. ``top_k`` takes the most likely tokens; the other two sample them."""
     draft_temperature: PositiveFloat = 1.0
-    """Of sampled children."""
+    """Temperature of sampled drafts; ``top_k`` ignores it."""
     confidence_threshold: float | None = None
-    """Nothing is drafted after a draft with less confidence (Kangaroo's threshold); 0: never stop; null: the head's own
-    threshold, where drafts are top-k in a static tree."""
+    """Stop drafting after a draft with a lower probability (Kangaroo). 0 never stops. With null, the head's own
+    threshold applies to top-k drafts in a static tree."""
     prefix_threshold: float = 0.0
-    """Nothing is drafted below a node whose path the head's own confidences, multiplied, put under this (DSpark); for
-    sampled children too. 0: never stop. Needs ``head.confidence``."""
+    """Stop drafting below a node whose path has a lower confidence (DSpark). The path's confidence is the product of
+    the head's confidences. It also applies to sampled drafts. 0 never stops. Needs ``head.confidence``."""
     length: Literal["constant", "heuristic"] = "constant"
-    """``constant``, or ``heuristic``: two drafts more after a step that accepted all, one less after any other."""
+    """Draft length. ``heuristic`` drafts 2 more after a fully accepted step and 1 less after any other step."""
     sampler: Sampler = field(default_factory=Sampler)
     """The distribution of the output; temperature 0 is greedy decoding."""
     rule: AcceptanceRule = field(default_factory=AcceptanceRule)
     """How drafts are accepted: ``exact`` or ``block`` (lossless), ``typical`` or ``lenient`` (lossy)."""
     baselines: list[str] = field(default_factory=list)
-    """Other methods in the same interleaved run: drafters by the grammar of ``models/drafters/expression.py``
-    (``prompt_lookup``, ``early_exit:24``, ``model:NAME``, ``head+prompt_lookup:3``, ``relay:head@2+prompt_lookup@4``;
-    ``head`` is the head alone), and transformers'
-    ``hf_prompt_lookup:3``, ``hf_assisted:NAME``. Three kinds of autoregressive decoding are always among them: our
-    loop, and transformers' ``generate`` over our modules and over the stock ones."""
+    """Other methods to time in the same interleaved run, such as ``prompt_lookup:3``. They are drafters as in
+    ``drafter`` (``head`` is the head alone), and transformers' own ``hf_prompt_lookup[:TOKENS]`` and
+    ``hf_assisted:NAME``. Autoregressive decoding is always included three times: our loop, and transformers'
+    ``generate`` over our modules and over the stock ones."""
     stock_baseline: bool = True
-    """Time transformers' ``generate`` over the stock modules too: needs memory for the base twice."""
+    """Also time transformers' ``generate`` over the stock modules. This loads the base a second time."""
     engines: list[str] = field(default_factory=list)
-    """Serving engines that answer the same prompts with the exported head, plainly and speculatively, in the same
-    interleaved run: ``vllm``, ``llamacpp``, ``sglang``. Greedy decoding with a head alone."""
+    """Serving engines to measure with the exported head: ``vllm``, ``llamacpp``, ``sglang``. Each answers the same
+    prompts with and without drafts, in the same interleaved run, and is compared with our chain of equal length. The
+    evaluation fails if acceptance or answers differ. Greedy decoding with a head alone."""
     engine: EnginesConfig = field(default_factory=EnginesConfig)
     """How engines are reached, and how near they must come."""
-    seed: int = 0
-    """Of the prompt order, sampling and the bootstrap."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,14 +182,15 @@ def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
 
 @settings(kw_only=True)
 class GridConfig:
-    """Combinations that ``drafthead eval`` decodes in one interleaved run; the fastest becomes its head's default."""
+    """Combinations that ``drafthead eval`` decodes in one interleaved run; the fastest becomes the head's default."""
 
     heads: list[str] = field(default_factory=list)
-    """Head folders of the same base to compare with ``head``, for example of several exit layers."""
+    """Head folders of the same base to compare with ``head``. For example heads of several exit layers. The fastest
+    combination becomes its head's default if its interval lies above that default."""
     confidence_threshold: list[BelowOne] = field(default_factory=list)
-    """Confidence thresholds; empty: each head's own."""
+    """Confidence thresholds to compare. Empty: each head's own."""
     drafts: list[NonNegative] = field(default_factory=list)
-    """Lengths of chains; 0 is a head's own tree, and so is an empty list."""
+    """Chain lengths to compare. 0, and an empty list, is the head's own tree."""
 
     def __bool__(self) -> bool:
         return bool(self.heads or self.confidence_threshold or self.drafts)
@@ -181,20 +198,20 @@ class GridConfig:
 
 @settings(kw_only=True)
 class EvalRunConfig(EvalConfig):
-    """``drafthead eval``: a saved head, or a drafter that needs no training, on a suite."""
+    """Settings of ``drafthead eval``: an evaluation of a saved head, or of a drafter that needs no training."""
 
     head: str = ""
-    """A head folder (``outputs/NAME/head``), a Hub repository, or a drafter as in ``baselines``."""
+    """Head folder (``outputs/NAME/head``), Hub repository (``user/name``), or a drafter such as ``prompt_lookup:3``."""
     base: BaseConfig = field(default_factory=BaseConfig)
     """By default the base that the head names."""
     out: str = ""
-    """Folder of ``eval.json`` and ``report.html``; by default ``eval-<suite>`` beside the head."""
+    """Folder of ``eval.json`` and ``report.html``. By default ``eval-SUITE`` next to the head."""
     resume: bool = True
-    """Keep the prompts that an interrupted evaluation has finished; false measures all again."""
+    """Keep the finished prompts of an interrupted evaluation. With false, all are measured again."""
     grid: GridConfig = field(default_factory=GridConfig)
     """Heads, draft lengths and thresholds to choose from by measured speed."""
     dry: bool = False
-    """Measure a grid, but leave the heads as they are."""
+    """Measure a grid without changing the heads' defaults."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

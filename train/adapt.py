@@ -54,18 +54,18 @@ OBJECTIVES = {
 
 @settings(kw_only=True)
 class OnlineConfig:
-    """Settings by which a head learns from the answers that it drafts."""
+    """Settings of online learning from a head's own answers."""
 
     interval: Positive = 8
     """Answers between two updates."""
     positions: Literal["rejected", "all"] = "rejected"
-    """``rejected``: the first rejected draft of every step, as in the paper; ``all``: every token of the answers."""
+    """Trained positions: the first ``rejected`` draft of each step, as in the paper, or ``all`` tokens."""
     objective: Literal["ce", "kl", "reverse_kl", "jsd", "kl_mixture"] = "kl"
-    """``ce``, ``kl``, ``reverse_kl``, ``jsd`` or ``kl_mixture`` (0.9 forward, 0.1 reverse)."""
+    """Loss of the updates. ``kl_mixture`` is 0.9 forward and 0.1 reverse KL."""
     steps: Positive = 1
-    """Optimiser steps of an update."""
+    """Optimiser steps per update."""
     max_tokens: Positive = 8192
-    """Most tokens (prompts included) that are kept between updates; the oldest answers are dropped first."""
+    """Tokens, including prompts, kept between updates. The oldest answers are dropped first."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, schedule="constant"))
 
     def __post_init__(self) -> None:

@@ -24,54 +24,56 @@ from drafthead.models.heads.parts.draft_head import DraftHeadConfig, parse_head
 from drafthead.models.heads.parts.losses import LossConfig
 
 STAGES = ("corpora", "train", "quality", "tree", "evaluate", "card", "push")
-"""What a run does, in order; ``train/pipeline.py`` has a function of each name."""
+"""Stages of a run, in order; ``train/pipeline.py`` has a function of each name."""
 COMPLETE = "complete.json"
-"""Written when every prompt is answered: the server is not needed any more."""
+"""File that is written when every prompt is answered. The server is then not needed any more."""
 SHARD_MODES = ("none", "head", "full")
 AUTO = "auto"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HISTORY = 16
-"""Losses before the median is used: until then only steps that are not finite are skipped."""
+"""Losses needed before the median is used. Until then only steps that are not finite are skipped."""
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "linear": lambda done: 1 - done,
     "constant": lambda done: 1.0,
 }
-"""Remaining part of the decay, 1 -> 0, over the part of its steps that is done, 0 -> 1."""
+"""Maps of decay progress (0 to 1) to the remaining decay factor (1 to 0)."""
 WARMUPS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "parabolic": lambda done: 1 - (1 - done) ** 2,
 }
-"""Part of the peak reached over the part of the warm-up that is done, both 0 -> 1."""
+"""Maps of warm-up progress (0 to 1) to the fraction of the peak (0 to 1)."""
 
 
 @settings(kw_only=True)
 class OptimConfig:
-    """The optimiser and its schedule, one per phase."""
+    """Optimiser and learning-rate schedule of a phase."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """``adamw``, or ``muon``: torch's Muon for the matrices of layers, AdamW for the rest (vectors, tables, projections
-    to the vocabulary). Its updates have the size of AdamW's, so one learning rate serves both."""
+    """Optimiser of the trained weights. ``muon`` uses torch's Muon for the matrices of layers and AdamW for the rest
+    (vectors, tables, projections to the vocabulary). Its updates have the size of AdamW's, so one learning rate serves
+    both."""
     momentum: BelowOne = 0.95
-    """Muon's."""
+    """Momentum of Muon; AdamW ignores it."""
     lr: Annotated[float, Field(gt=0, lt=1)] = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moment estimates, each in [0, 1)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled decay of matrices; vectors (biases, norms) never decay."""
+    """Decoupled weight decay of matrices. Vectors (biases, norms) never decay."""
     warmup_steps: NonNegative = 0
-    """Steps that rise to the peak; 0 starts at the peak."""
+    """Steps over which the learning rate rises to its peak. 0 starts at the peak."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls until the last step: ``cosine``, ``linear`` or ``constant``."""
+    """Shape of the learning rate's decay from the peak to the last step."""
     decay_from: Literal["warmup", "start"] = "warmup"
-    """Where the fall begins: ``warmup``, at its end; or ``start``, at step 0, and while the warm-up lasts the lower of
-    the two counts (IBM's MLPSpeculator recipe)."""
+    """Start of the decay: at the end of the warm-up, or at step 0. With ``start``, the lower of warm-up and decay
+    applies during the warm-up (IBM's MLPSpeculator recipe)."""
     final_lr_ratio: Share = 0.1
-    """Learning rate of the last step as a fraction of the peak; ``constant`` ignores it."""
+    """Learning rate of the last step, as a fraction of the peak. ``schedule=constant`` ignores it."""
     warmup: Literal["linear", "parabolic"] = "linear"
-    """``linear``, or ``parabolic``: 1 - (1 - x)^2, steep first (IBM's MLPSpeculator recipe)."""
+    """Shape of the warm-up. ``parabolic`` follows 1 - (1 - x)^2, steep at first (IBM's MLPSpeculator recipe)."""
     clip_norm: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Largest global gradient norm; larger gradients are scaled down. 0 turns clipping off."""
 
     def __post_init__(self) -> None:
         betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
@@ -80,15 +82,16 @@ class OptimConfig:
 
 @settings(kw_only=True)
 class LossSpikeConfig:
-    """Which updates are skipped, and how many may be."""
+    """Limits on the updates that a phase may skip."""
 
     spike: float = 5.0
-    """An update is skipped when its loss exceeds this many times the median of the latest ones; 0: only when the loss
-    or its gradient is not finite."""
+    """Skip an update if its loss exceeds this multiple of the recent median. 0 skips only updates whose loss or
+    gradient is not finite."""
     window: Annotated[int, Field(ge=HISTORY)] = 100
-    """Latest steps of the phase that the median and the count are taken over."""
+    """Latest steps of the phase over which the median and the skipped updates are counted."""
     limit: int = 10
-    """Updates that may be skipped among them; one more ends the run, with the weights of the last good update."""
+    """Updates that may be skipped within the window. One more ends the run, with the weights of the last good
+    update."""
 
     def __post_init__(self) -> None:
         require(self.spike == 0 or 1 < self.spike < math.inf, "spike", "> 1, or 0 to skip nothing finite", self.spike)
@@ -97,19 +100,21 @@ class LossSpikeConfig:
 
 @settings(kw_only=True)
 class ShardConfig:
-    """How training is spread over devices, and what it computes in."""
+    """Distribution of training over devices, and its precision."""
 
     mode: Literal["none", "head", "full"] = "none"
-    """What is sharded: ``none``, ``head`` (its weights, gradients and moments) or ``full`` (the base's layers, too)."""
+    """Weights that are sharded over the processes. ``head`` shards the head's weights, gradients and moments; ``full``
+    shards the base's layers too."""
     hybrid: bool = False
-    """Shard within every node, and replicate over nodes: less traffic between them, more memory."""
+    """Shard within each node and replicate over nodes. This needs less traffic between nodes and more memory."""
     precision: Literal["float32", "bfloat16", "auto"] = "float32"
-    """What the head computes in: ``float32``, or ``bfloat16`` with weights and sums of gradients in float32; ``auto``
-    is bfloat16 on a CPU that was measured, at load, to multiply faster in it."""
+    """Precision in which the head computes. With ``bfloat16``, weights and sums of gradients stay in float32. ``auto``
+    is bfloat16 on a CPU that multiplies faster in bfloat16, as measured when the base is loaded."""
     checkpointing: bool = False
-    """Compute the activations of heads that attend again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them. It applies to heads with attention over their
+    own states."""
     offload_base: bool = False
-    """The base's shards wait in host memory and come to the device layer by layer; needs ``mode: full``."""
+    """Keep the base's shards in host memory and move them to the device layer by layer. Needs ``shard.mode=full``."""
 
     def __post_init__(self) -> None:
         require(
@@ -125,17 +130,19 @@ class ShardConfig:
 
 @settings(kw_only=True)
 class TrackerConfig:
-    """An experiment tracker besides ``metrics.jsonl``."""
+    """Experiment tracker that receives the metrics in addition to ``metrics.jsonl``."""
 
     kind: Literal["none", "wandb", "tensorboard"] = "none"
-    """``none``, ``wandb`` or ``tensorboard``; a tracker needs its package."""
+    """Experiment tracker that also receives the metrics. Its package must be installed."""
     project: str = "drafthead"
+    """Project of the tracker."""
     entity: str | None = None
-    """wandb user or team; None is the account's default."""
+    """User or team on wandb. With null, the account's default."""
     run_name: str | None = None
-    """None takes the run's own name."""
+    """Name of the run in the tracker. With null, the run's own name."""
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """wandb's. ``auto`` obeys WANDB_MODE, else is online when a login is found and offline when none is."""
+    """Mode of wandb. ``auto`` obeys WANDB_MODE; without it, wandb is online if a login is found and offline
+    otherwise."""
 
 
 @settings(kw_only=True)
@@ -143,15 +150,16 @@ class TextConfig:
     """Text of the pretraining phase."""
 
     sources: list[SourceConfig] = field(default_factory=list)
+    """Sources of text: a list of ``{kind, name, ...}``. Keys of a source: see SourceConfig in docs/settings.md."""
     max_tokens: Annotated[int, Field(ge=64)] = 100_000
-    """Tokens packed on disk; a stream has no limit."""
+    """Tokens of packed text on disk. A stream ignores it."""
     stream: bool = False
-    """Read and pack the text while training, over and over, instead of keeping rows on disk: for what is larger than
-    the disk. Near-duplicates are not left out."""
+    """Read and pack text during training instead of storing rows on disk. Use it for text larger than the disk. The
+    sources are repeated as needed, and near-duplicates are not removed."""
     stream_shards: Positive = 8
-    """Parts of a stream's sources; with a multiple of the processes each process reads parts of its own."""
+    """Shards of a stream's sources. Use a multiple of the process count so that each process reads its own shards."""
     workers: Positive = 2
-    """Threads of a process that pack a stream's rows ahead of their use."""
+    """Threads per process that pack a stream's rows ahead of their use."""
 
     def manifest(self) -> dict[str, Any]:
         """Return the settings that determine the rows."""
@@ -164,23 +172,24 @@ class AnswersConfig:
     """The base's own answers, for the distillation phase."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    """Prompts."""
+    """Sources of prompts: a list of ``{kind, name, ...}``. Keys of a source: see SourceConfig in docs/settings.md."""
     prompts: NonNegative = 1000
     """Prompts taken from the sources."""
     self_prompted: NonNegative = 0
-    """Prompts that the base writes itself, besides (it continues its chat template up to the user's turn)."""
+    """Additional prompts that the base writes itself. It continues its chat template up to the user's turn."""
     exclude_suites: list[str] = field(default_factory=list)
-    """Evaluation suites: prompts that nearly repeat one of theirs are left out."""
+    """Evaluation suites to keep out: prompts that nearly repeat one of theirs are removed."""
     max_prompt_tokens: Annotated[int, Field(ge=8)] = 128
-    """Longer prompts are left out."""
+    """Longest prompt, in tokens; longer ones are removed."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     precomputed: str | None = None
-    """Answers made before, used instead of generating: ``embedded:smollm2``, ``embedded:smollm2_large``, or the folder
-    ``answers`` of another corpus. As many are taken as prompts are wanted, after the base has repeated some."""
+    """Existing answers to use instead of generating them. ``embedded:smollm2``, ``embedded:smollm2_large``, or the
+    folder ``answers`` of another corpus. The base first repeats some of them as a check; then as many are taken as
+    prompts are requested."""
     fresh: bool = False
-    """Make the answers anew, whatever ``precomputed`` says."""
+    """Generate the answers even if ``precomputed`` names existing ones."""
     batch_size: Positive = 64
-    """Answers generated at a time by the built-in decoding, on each process."""
+    """Answers that each process generates at a time with the built-in decoding."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """A server that generates the answers instead (vLLM, SGLang)."""
 
@@ -208,7 +217,7 @@ class DataConfig:
     """Corpora of a run."""
 
     folder: str = "outputs/corpora"
-    """Where corpora are kept; runs with equal settings share them."""
+    """Folder of the corpora. Runs with equal data settings share them."""
     text: TextConfig = field(default_factory=TextConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
 
@@ -218,12 +227,12 @@ class DataConfig:
 
 @settings(kw_only=True)
 class BoostConfig:
-    """Train on what another head misses (SpecInfer's boosting), to combine the two in one tree."""
+    """Training on what another head misses (SpecInfer's boosting), to combine the two heads in one tree."""
 
     head: str = ""
-    """Folder or repository of the first head; empty: no boosting."""
+    """Folder or repository of the first head, whose misses this head learns. Empty turns boosting off."""
     floor: Share = 0.1
-    """Weight of the targets that the first head's tree holds; those that it misses have 1."""
+    """Weight of the targets that the first head's tree already contains. Targets that it misses have weight 1."""
 
 
 @settings(kw_only=True)
@@ -231,24 +240,24 @@ class PhaseConfig:
     """One training phase."""
 
     corpus: Literal["text", "answers"]
-    """``text`` (causal-LM pretraining) or ``answers`` (distillation on the base's own answers)."""
+    """Training data of the phase. ``text`` is causal-LM pretraining, ``answers`` is distillation on the base's own
+    answers."""
     seq_len: Annotated[int, Field(ge=16)] = 512
-    """Tokens a packed row."""
+    """Tokens per packed row."""
     micro_batch_size: Positive = 8
-    """Rows a process and micro-batch."""
+    """Rows per process and micro-batch."""
     grad_accum_steps: Positive = 1
-    """Micro-batches an optimiser step."""
+    """Micro-batches per optimiser step."""
     steps: Positive = 100
-    """Optimiser steps; the corpus is reshuffled and repeated as needed."""
+    """Optimiser steps. The corpus is reshuffled and repeated as needed."""
     max_tokens: Positive | None = None
-    """Train on a random part of the corpus that has about so many trained tokens (a larger part holds a smaller one);
-    None: on all of it."""
+    """Train on a random subset of the corpus with about this many trained tokens. A larger subset contains every
+    smaller one. Null trains on the whole corpus."""
     store_hidden_states: bool = False
-    """Store the hidden states of the base on disk and read them from there, those of the held-out answers too. Answers
-    are stored with their final states while they are generated; the base computes all others once per row. Without it
-    the base computes them in every step."""
+    """Store the base's hidden states on disk instead of computing them in every step. Answers are stored with their
+    final states during generation; the base computes all other states once per row. Held-out answers are included."""
     train_base: bool = False
-    """Train the base along, through the head's adapters (head=medusa2). Hidden states are those of the original
+    """Also train the base, through the head's LoRA adapters (``head=medusa2``). Hidden states are those of the original
     base."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -257,13 +266,14 @@ class PhaseConfig:
 
 @settings(kw_only=True)
 class CheckpointConfig:
-    """When to save, and how much to keep. The end of a phase is saved, too, and every new best."""
+    """Checkpoints. The end of a phase and every new best are saved too."""
 
     every_steps: Positive = 200
+    """Optimiser steps between two checkpoints."""
     keep: Positive = 2
-    """Newest checkpoints; the one with the largest held-out mean accepted length is kept besides."""
+    """Newest checkpoints to keep. The one with the largest held-out mean accepted length is kept too."""
     final: Literal["last", "best"] = "best"
-    """Which weights the run ends with: the ``best`` by held-out mean accepted length, or the ``last``."""
+    """Weights that the run ends with: the ``best`` by held-out mean accepted length, or the ``last``."""
 
 
 @settings(kw_only=True)
@@ -271,54 +281,59 @@ class RunConfig:
     """One run: corpora, phases, evaluation."""
 
     name: str
-    """Names the run folder, ``outputs/<name>``."""
+    """Name of the run; its folder is ``outputs/NAME``."""
     seed: NonNegative = 0
+    """Seed of the head's initial weights, the order of the data and sampling."""
     mode: Literal["train", "estimate"] = "train"
-    """``estimate`` prints what the run will cost, without loading weights."""
+    """Run mode. ``estimate`` prints what the run will cost, without loading weights."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
-    """Any of ``corpora, train, quality, tree, evaluate, card, push``; each reads what it needs from the run folder."""
+    """Stages to run, in order. Each stage reads what it needs from the run folder. Choices: ``corpora``, ``train``,
+    ``quality``, ``tree``, ``evaluate``, ``card``, ``push``."""
     out: str
-    """The run folder."""
+    """Folder of the run."""
     resume: bool = True
-    """Resume from the newest checkpoint of the run folder; false starts the run over (corpora are kept)."""
+    """Resume from the newest checkpoint of the run folder. With false, the run starts over; corpora are kept."""
     base: BaseConfig = field(default_factory=BaseConfig)
     head: dict[str, Any] = field(default_factory=dict)
+    """Head to train: ``head=NAME`` chooses a type, ``head.KEY=VALUE`` sets its settings. The keys of each type are in
+    docs/settings.md."""
     init_from: str | None = None
-    """Train on from this head (a folder, also of an imported head, or a Hub repository) instead of an untrained one.
-    Settings and draft vocabulary are its own; ``head`` must name its type."""
+    """Continue training from this head instead of an untrained one. It is a folder (also of an imported head) or a Hub
+    repository. Settings and draft vocabulary are those of that head, and ``head`` must name its type."""
     init_data: str | None = None
-    """With ``init_from``: ``data.folder`` of the corpus that the head was trained on. Acceptance on its held-out
-    answers is measured before and after, as on those of the new one: narrow data make a head forget."""
+    """Folder (``data.folder``) of the corpus that the ``init_from`` head was trained on. Acceptance on its held-out
+    answers is measured before and after training, because a head can forget when the new data are narrow."""
     data: DataConfig = field(default_factory=DataConfig)
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
     shard: ShardConfig = field(default_factory=ShardConfig)
     """What is spread over several devices: ``shard=none``, ``head``, ``full`` or ``hybrid`` (docs/scale.md)."""
     per_node_data: bool = False
-    """Every node makes and keeps corpora and caches of its own under ``data.folder``: for nodes without a common one.
-    The run folder must be common in any case."""
+    """Let every node make and keep its own corpora and caches. Use it for nodes without a shared ``data.folder``; the
+    run folder must be shared in any case."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     """Which updates are skipped, and how many of them end the run."""
     heartbeat_timeout_s: Annotated[float, Field(ge=1)] = 120.0
-    """Of several processes, one without a heartbeat for this long counts as dead, and the others end."""
+    """Seconds without a heartbeat after which a process counts as dead and the others end."""
     log_every: Positive = 20
     """Optimiser steps between two console lines."""
     validate_every: Positive = 200
     """Optimiser steps between two measurements of acceptance on held-out answers."""
     tree_search: Literal["greedy", "sequoia"] = "greedy"
-    """How the tree is chosen: ``greedy`` (joint counts of whole paths) or ``sequoia`` (its dynamic program)."""
+    """Search for the head's tree. ``greedy`` uses joint counts of whole paths; ``sequoia`` is Sequoia's dynamic
+    program."""
     tree_batches: list[int] = field(default_factory=list)
-    """Rows side by side for which trees of their own are chosen, too: ``[2, 4, 8]``."""
+    """Batch sizes that also get a tree, such as ``[2, 4, 8]``."""
     tree_prompts: NonNegative = 36
-    """Prompts of the dev half of ``eval.suite`` that the base answers to choose the tree by, where
-    ``eval.split`` is ``test``; otherwise, or with 0, held-out answers of training choose it."""
+    """Prompts of the dev half of ``eval.suite`` on whose answers the tree is chosen. This needs ``eval.split=test``.
+    Otherwise, or with 0, held-out training answers choose it."""
     quality_limits: QualityLimits = field(default_factory=QualityLimits)
     """How far phases with ``train_base`` may take the base from what it was; a run that goes too far ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     push: bool = False
-    """Upload the finished head to the Hub; needs ``HF_TOKEN`` or ``hf auth login``."""
+    """Upload the finished head to the Hub. Needs ``HF_TOKEN`` or ``hf auth login``."""
     hub: HubConfig = field(default_factory=HubConfig)
     """Where to: by default a repository of the run's name under the token's own account."""
 
@@ -342,7 +357,7 @@ class RunConfig:
 
     @property
     def trains_base(self) -> bool:
-        """Whether a phase trains the base along."""
+        """Return True if a phase also trains the base."""
         return any(p.train_base for p in self.phases.values())
 
     @property
@@ -353,7 +368,7 @@ class RunConfig:
 
     @property
     def answer_row_length(self) -> int:
-        """Tokens of the longest rows that answers are packed into."""
+        """Return the length of the longest rows of answers, in tokens."""
         return max(p.seq_len for p in self.phases.values() if p.corpus == "answers")
 
     def head_config(self) -> DraftHeadConfig:
@@ -365,7 +380,7 @@ ConfigStore.instance().store(name="train_schema", node=schema(RunConfig))
 
 
 def parse_run(cfg: DictConfig) -> RunConfig:
-    """Everything about a run that can be checked without its model and data."""
+    """Return the checked settings of a run, as far as they can be checked without its model and data."""
     run = parse(cfg, RunConfig)
     _check_base_training(run)
     _check_init_from(run)
@@ -396,7 +411,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
 
 
 def _check_init_from(run: RunConfig) -> None:
-    """Refuse a start that would not be one."""
+    """Reject ``init_from`` settings that would have no effect."""
     if run.init_data is not None and run.init_from is None:
         raise UserError("init_data is measured with init_from, which is not set; name a head, or leave it out")
     if run.init_from is not None and run.trains_base:

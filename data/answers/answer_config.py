@@ -16,37 +16,40 @@ from drafthead.data.utils.settings import (
 
 @settings(kw_only=True)
 class SamplerConfig:
-    """The distribution and length of the base's answers."""
+    """Sampling of the base's answers."""
 
     temperature: NonNegativeFloat = 0.0
-    """0 is greedy, exactly."""
+    """Sampling temperature. 0 is greedy decoding."""
     top_k: NonNegative = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Sample from the k most likely tokens. 0 keeps all."""
     top_p: PositiveShare = 1.0
-    """Keep the smallest set of tokens with this probability."""
+    """Sample from the smallest set of tokens with this total probability."""
     max_new_tokens: Positive = 128
     """Longest answer, in tokens."""
     ignore_eos: bool = False
-    """Continue after the end of a turn."""
+    """Continue answers after the end of a turn."""
     seed: NonNegative = 0
+    """Seed of the sampled answers."""
 
 
 @settings(kw_only=True)
 class ServerConfig:
-    """A completions server that answers instead of the built-in decoding."""
+    """A completions server that generates the answers instead of the built-in decoding."""
 
     url: str | None = None
-    """Its address, such as ``http://node7:8000``; its key is read from OPENAI_API_KEY. None: no server."""
+    """Address of a completions server (vLLM, SGLang) that generates the answers. For example ``http://node7:8000``. Its
+    key is read from OPENAI_API_KEY. With null, the built-in decoding generates them."""
     model: str | None = None
-    """The name it serves the base under. None: the only one it serves, or the base's own name."""
+    """Name under which the server serves the base. With null, the only model it serves, or the base's own name."""
     concurrency: Positive = 64
-    """Requests at a time."""
+    """Concurrent requests."""
     timeout: PositiveFloat = 600.0
-    """Seconds that an answer may take."""
+    """Seconds that one answer may take."""
     tries: Positive = 25
-    """Requests for one answer before the run ends; the waits between them double from half a second to 8 seconds."""
+    """Requests for one answer before the run ends. Waits between them double from half a second to 8 seconds."""
     min_greedy_match_rate: Share = 0.8
-    """Smallest share of the server's greedy tokens that the base must choose too: reveals another model."""
+    """Smallest fraction of the server's greedy tokens that the base must choose too. A lower one means that the server
+    runs another model."""
 
     def __post_init__(self) -> None:
         if self.url is not None:

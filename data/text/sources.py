@@ -42,9 +42,9 @@ class SourceConfig:
     """A source of text or prompts."""
 
     kind: str
-    """``hf`` (a dataset of the Hub or on disk), ``jsonl``, ``text``, ``embedded`` or ``builtin``."""
+    """Kind of source: ``hf`` (a dataset of the Hub or on disk), ``jsonl``, ``text``, ``embedded`` or ``builtin``."""
     name: str = ""
-    """Id on the Hub; path or glob of files (``.gz`` is read too); or the name of an embedded or builtin set."""
+    """Hub id, path or glob of files (also ``.gz``), or the name of an embedded or builtin set."""
     subset: str | None = None
     """Configuration of a dataset."""
     split: str = "train"
@@ -52,14 +52,15 @@ class SourceConfig:
     revision: str | None = None
     """Commit or tag of a dataset on the Hub."""
     column: str = "text"
-    """Column of a dataset or of JSON lines: a text, or for prompts also a conversation."""
+    """Column of a dataset or of JSON lines that holds the text. For prompts it may also hold a conversation."""
     turns: Positive = 1
-    """User's turns kept of a conversation in a dataset or JSON lines; the base answers each anew."""
+    """User turns to keep of a conversation. The base answers each of them itself. For datasets and JSON lines."""
     limit: Positive | None = None
-    """Read at most this many entries; a dataset is then streamed, not downloaded. None: all."""
+    """Number of entries to read. A dataset is then streamed, not downloaded. With null, all entries."""
     weight: PositiveFloat | None = None
-    """Its part of the mixture (of the characters of text, of the number of prompts), relative to the other sources',
-    which then have one too. A source that ends before gives what it has. None: everything it has."""
+    """Weight of the source in the mixture, relative to the other sources. It counts characters of text or prompts.
+    Either all sources have a weight or none. A source that ends early gives what it has. With null, each source gives
+    everything."""
 
     def __post_init__(self) -> None:
         require(self.kind in KINDS, "kind", f"one of {', '.join(KINDS)}", self.kind)

@@ -4,18 +4,19 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, dataclass, fields
 from enum import Enum
 from functools import cache
-from itertools import groupby
 from typing import Any, cast, get_args, get_origin
 
 from drafthead.data.utils.settings import is_settings, limit_of, types_of, without_none
 
 COLUMN = 40
 """Column of a help text at which explanations start."""
+WIDTH = 120
+"""Columns of a help text."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_typed, value))}]"
+        return f"[{','.join(map(_typed, value))}]"
     if isinstance(value, float):
         return f"{value:g}"
     return str(value.value if isinstance(value, Enum) else value)
@@ -98,31 +99,48 @@ def help_text(usage: str, cls: Any, spelled: Mapping[str, str] | None = None) ->
     ``spelled`` maps the name of a field to the key that users type, where the two differ.
     """
     lines = [usage.rstrip("\n"), "", "settings (key=default):"]
-    settings = sorted(describe(cls), key=lambda setting: setting.section != "")  # stable: the command's own come first
-    for section, group in groupby(settings, key=lambda setting: setting.section):
+    for section, group in _sections(describe(cls)).items():
         lines += ["", f"{section}:"] if section else []
         for setting in group:
             key = (spelled or {}).get(setting.key, setting.key)
             typed = f"  {key}={setting.default_text or ('...' if setting.required else '')}"
             text = first_sentence(setting.help) + (f" ({setting.limit})" if setting.limit else "")
-            lines.append(f"{typed:<{COLUMN - 1}} {text}".rstrip())
+            indent = " " * COLUMN
+            explanation = textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+            if explanation and len(typed) < COLUMN:
+                explanation[0] = typed + explanation[0][len(typed) :]
+            else:
+                lines.append(typed)
+            lines += explanation
     return "\n".join(lines) + "\n"
+
+
+def _sections(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
+    """Return settings by the class that holds them, the command's own first."""
+    sections: dict[str, list[Setting]] = {"": []}
+    for setting in settings:
+        sections.setdefault(setting.section, []).append(setting)
+    return sections
 
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring without its markup."""
-    return re.split(r"(?<=\.)\s(?=[A-Z`])", text.replace("``", ""))[0].rstrip(".")
+    return re.split(r"(?<=\.)\s(?=[A-Z`\d])", text)[0].replace("``", "").rstrip(".")
 
 
-def settings_table(cls: Any, prefix: str = "") -> str:
-    """Return the settings of a class as Markdown tables, one per section, with their whole docstrings."""
-    lines: list[str] = []
-    settings = sorted(describe(cls, prefix), key=lambda setting: setting.section != "")
-    for section, group in groupby(settings, key=lambda setting: setting.section):
-        lines += [f"\n**{section}**\n"] if section else [""]
-        lines += ["| setting | default | limit | meaning |", "|---|---|---|---|"]
+def settings_table(cls: Any, prefix: str = "", spelled: Mapping[str, str] | None = None) -> str:
+    """Return the settings of a class as Markdown tables, one per section, with their whole docstrings.
+
+    ``prefix`` is put before every key; ``spelled`` is that of ``help_text``.
+    """
+    tables: list[str] = []
+    for section, group in _sections(describe(cls, prefix)).items():
+        rows = [f"**{section}**", ""] if section and f"{section}." != prefix else []
+        rows += ["| setting | default | limit | meaning |", "|---|---|---|---|"]
         for setting in group:
+            key = (spelled or {}).get(setting.key, setting.key)
             default = "required" if setting.required else f"`{setting.default_text}`" if setting.default_text else ""
-            cells = (f"`{setting.key}`", default, setting.limit, setting.help.replace("``", "`"))
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+            cells = (f"`{key}`", default, setting.limit, setting.help.replace("``", "`"))
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        tables += ["\n".join(rows) + "\n"] if group else []
+    return "\n".join(tables)

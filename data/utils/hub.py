@@ -36,12 +36,13 @@ TEMPORARY_STATUS = (408, 429)
 
 @settings(kw_only=True)
 class HubConfig:
-    """The repository of a run's head."""
+    """Settings of the Hub repository of a head."""
 
     repo: str | None = None
-    """``user/name``, or ``name`` under the token's own account; None takes the run's name."""
+    """Repository on the Hub, ``user/name``. A plain ``name`` belongs to the token's own account. With null, the run's
+    name is used."""
     private: bool = False
-    """Make the repository private; one that is public already is then refused."""
+    """Make the repository private. A repository that is already public is then refused."""
 
     def __post_init__(self) -> None:
         if self.repo is not None:

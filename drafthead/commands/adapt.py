@@ -4,15 +4,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder, read_json_lines, write_atomic
 from drafthead.data.utils.settings import settings
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
@@ -31,31 +30,31 @@ usage: drafthead adapt head=DIR [suite=NAME] [key=value ...]
 drafthead adapt head=outputs/hydra_smollm2/head suite=code limit=40
 drafthead adapt head=outputs/hydra_smollm2/head suite=my.jsonl interval=8 objective=kl positions=all
 
-Every interval answers the head takes an optimiser step on the positions where its drafts were rejected; the base's
-distribution there is known from decoding. The answers are the base's own: the rule is exact, and weights change between
-answers only. A stream that was killed resumes after its last update. out/head is the adapted head, out/answers.jsonl
-one line an answer, out/stream.png the mean accepted length along the stream, beside that of the head as it was (which
-is simulated on the same answers; greedy decoding only).
+The head takes an optimiser step after every `interval` answers, on the positions where its drafts were rejected. The
+target distributions there are known from decoding. Output is exactly the base's own: the acceptance rule is exact, and
+weights change only between answers. Prompts are answered in the suite's order, first turns only. An interrupted stream
+resumes after its last update.
+
+Files in out: head/ is the adapted head; answers.jsonl has one line per answer; stream.png shows the mean accepted
+length along the stream. With greedy decoding it also shows the original head, simulated on the same answers.
 """
 
 
 @settings(kw_only=True)
-class AdaptConfig(OnlineConfig):
+class AdaptConfig(OnlineConfig, SuiteConfig):
     """Settings of the command."""
 
     head: str
+    """Head to adapt: a folder (``outputs/NAME/head``) or a Hub repository (``user/name``)."""
     base: BaseConfig = field(default_factory=BaseConfig)
     suite: str = "spec_bench_like"
-    """As in ``drafthead eval``; answered in the suite's order, first turns only."""
     tasks: list[str] = field(default_factory=list)
-    limit: int | None = None
-    max_new_tokens: Annotated[int, Field(ge=2)] = 128
+    """Tasks of the suite to answer. Empty: all."""
     sampler: Sampler = field(default_factory=Sampler)
-    seed: int = 0
     out: str = ""
-    """By default ``adapt-<suite>`` beside the head."""
+    """Folder of the results. By default ``adapt-SUITE`` next to the head."""
     resume: bool = True
-    """Continue a stream that was stopped; false starts over."""
+    """Continue an interrupted stream after its last update. With false, it starts over."""
 
 
 @command("adapt", AdaptConfig, USAGE)

@@ -17,18 +17,21 @@ from drafthead.eval.lossless.cases import LOSSY
 from drafthead.eval.lossless.certify import PAIRS, Row, certify, rule_total_variation, settings_label
 
 USAGE = """\
+Prove that the acceptance rules keep the target's distribution, by enumerating all outcomes.
+
 usage: drafthead certify [key=value ...]
 
-Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
-of every random draw. A row is exact when the total variation between the committed tokens and the target's own
-distribution is below 1e-9, lossy when its rule says that it is, refused when it cannot be built because it would bias
-the output, biased when it is a published way to draft that must be found to be so. Anything else FAILED, and the exit
-code is 1.
+drafthead certify
+drafthead certify each=true only=block
+drafthead certify json=rows.json
 
-  drafthead certify                       one line per rule, draft sampling and shape: the worst of all samplers
-  drafthead certify each=true             a line per sampler
-  drafthead certify only=block            only rows with these words, as the table has them
-  drafthead certify json=rows.json        every row, for machines
+Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
+of every random draw. Results of a row:
+  exact    the total variation between the committed tokens and the target's distribution is below 1e-9
+  lossy    the rule is documented as lossy
+  refused  it cannot be built, because it would bias the output
+  biased   a published way of drafting that is known to bias the output, and found to do so
+  FAILED   anything else; the exit code is then 1
 """
 
 
@@ -37,8 +40,11 @@ class CertifyConfig:
     """Settings of the command."""
 
     each: bool = False
+    """Print a line per sampler. With false, a line shows the worst of all samplers."""
     only: str = ""
+    """Only rows that contain these words, as the table prints them."""
     json: str | None = None
+    """File for all rows, as JSON."""
 
 
 @command("certify", CertifyConfig, USAGE)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -26,6 +26,18 @@ _WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir",
 """Hydra's options that take the next argument."""
 
 
+class Registered(NamedTuple):
+    """Settings of a command, for the reference page."""
+
+    cls: type[Any]
+    spelled: dict[str, str]
+    """Field -> the key that users type, where the two differ."""
+
+
+REGISTERED: dict[str, Registered] = {}
+"""Settings of the commands that were imported, by name."""
+
+
 def command(
     name: str, cls: type[T], usage: str, *, spelled: dict[str, str] | None = None, words: str = ""
 ) -> Callable[[Task[T]], Callable[[], None]]:
@@ -39,6 +51,7 @@ def command(
         words: field that takes all arguments that are not settings, joined by spaces.
     """
     keys = spelled or {}
+    REGISTERED[name] = Registered(cls, {field: key for key, field in keys.items()})
     settings_class: Any = cls  # functools.cache takes hashable arguments, which type[T] is not to mypy
     hidden = {"run": {"dir": "."}, "sweep": {"dir": f"outputs/{name}"}, "output_subdir": None}
     defaults = [f"{name}_schema", "_self_", {"override hydra/job_logging": "none"}]
@@ -58,7 +71,7 @@ def command(
             """Entry point."""
             arguments = sys.argv[1:]
             if {"--help", "-h"} & {*arguments} or (not arguments and required(cls)):
-                sys.stdout.write(help_text(usage, cls, {field: key for key, field in keys.items()}))
+                sys.stdout.write(help_text(usage, cls, REGISTERED[name].spelled))
                 raise SystemExit(0)
             with one_line_errors():
                 sys.argv[1:] = _overrides(arguments, cls, keys, words)

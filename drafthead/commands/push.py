@@ -13,13 +13,14 @@ from drafthead.models.heads.parts.head_folder import read_head_config
 from drafthead.train.publish.card import minimal_card
 
 USAGE = """\
+Upload a head to the Hugging Face Hub: config, weights, tree, card, evaluation and figure.
+
 usage: drafthead push head=DIR repo=user/name [private=true]
 
-  head=DIR          head folder (outputs/NAME/head): its config, weights, tree, card, evaluation and figure are uploaded
-  repo=user/name    made where it does not exist; without user/, it is the token's own account's
-  private=true      make it private; a repository that is public already is refused
+drafthead push head=outputs/medusa_smollm2/head repo=user/medusa-smollm2
 
-HF_TOKEN, or `hf auth login`, says who uploads. Files that are there already are not sent again.
+Log in with HF_TOKEN or `hf auth login`. The repository is created if it does not exist. Files that it already has are
+not sent again.
 """
 
 
@@ -28,6 +29,8 @@ class PushConfig(HubConfig):
     """Settings of the command."""
 
     head: str
+    """Head folder (``outputs/NAME/head``) to upload. Config, weights, tree, card, evaluation and figure are
+    uploaded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

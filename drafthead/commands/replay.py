@@ -10,7 +10,8 @@ from pydantic import Field
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import Positive, settings
+from drafthead.data.utils.settings import Positive, PositiveFloat, settings
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.report.plots import ACCENT, INK, SOFT, new_axes, save_png, short_name, styled
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import (
@@ -38,50 +39,51 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 USAGE = """\
+Simulate the acceptance of any draft length and tree on the base's answers, without decoding.
+
 usage: drafthead replay head=DIR [key=value ...]
 
-  head=DIR              head folder (outputs/NAME/head), Hub repository (user/name), or a drafter (prompt_lookup:3)
-  base=NAME             base model; by default the one that the head was trained for
-  suite=smoke           prompts that the base answers; limit=N takes fewer, max_new_tokens=128 is an answer's length
-  texts=FILE            answers to replay instead: a .jsonl file that save=FILE wrote, or a corpus of the base's answers
-                        (outputs/corpora/NAME); limit=N takes the first
-  save=FILE             write the base's answers there
-  sampler.temperature=0 of the target, 0 is greedy; with texts=FILE any sampler (top_p, ...)
-  nodes=[6,16,64]       tree sizes, root included
-  chain=[1,2,3]         draft lengths of chains
-  draft_sampling=NAME   {kinds}; draft_temperature=1 is for the sampled ones
-  rule=exact            or block: block verification of chains
-  drafters=[A,B]        drafters to simulate next to the head, by the grammar of drafthead eval, where head is this one:
-                        [prompt_lookup@6,head+prompt_lookup:4,relay:head@2+prompt_lookup@4,suffix_memory:4]. A suffix
-                        memory knows the earlier answers. tree_nodes=N are the nodes of a combined tree
-  plot=FILE.png         the mean accepted lengths as a figure
-  seed=0                of sampling
+drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench nodes=[6,16,64] chain=[1,2,3]
+drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl
+drafthead replay head=outputs/medusa_smollm2/head texts=answers.jsonl sampler.temperature=0.7 sampler.top_p=0.9
+drafthead replay head=outputs/medusa_smollm2/head drafters=[prompt_lookup@6,head+prompt_lookup:4]
+
+The base answers by sampler.temperature alone; texts=FILE allows any sampler.
 """
 
 
 @settings(kw_only=True)
-class ReplayConfig:
+class ReplayConfig(SuiteConfig):
     """Settings of the command."""
 
     head: str
+    """Head folder (``outputs/NAME/head``), Hub repository (``user/name``), or a drafter such as ``prompt_lookup:3``."""
     base: BaseConfig = field(default_factory=BaseConfig)
-    suite: str = "smoke"
-    limit: int | None = None
     texts: str | None = None
+    """Answers to replay instead of generating them: a JSONL file of ``save``, or a corpus. A corpus of the base's
+    answers is ``outputs/corpora/NAME``. ``limit`` takes the first ones."""
     save: str | None = None
-    max_new_tokens: int = 128
+    """JSONL file to write the base's answers to."""
     sampler: Sampler = field(default_factory=Sampler)
     nodes: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = field(
         default_factory=lambda: [6, 16, 64]
     )
+    """Tree sizes to simulate, root included."""
     chain: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 3])
-    draft_sampling: str = DraftSampling.TOP_K.value
-    draft_temperature: float = 1.0
+    """Chain lengths to simulate."""
+    draft_sampling: Literal["top_k", "with_replacement", "without_replacement"] = "top_k"
+    """Draft selection at each node. ``top_k`` takes the most likely tokens; the other two sample them."""
+    draft_temperature: PositiveFloat = 1.0
+    """Temperature of sampled drafts; ``top_k`` ignores it."""
     rule: Literal["exact", "block"] = "exact"
+    """Acceptance rule. ``block`` applies block verification to chains."""
     drafters: list[str] = field(default_factory=list)
-    tree_nodes: int | None = None
+    """Drafters to simulate as well, such as ``[prompt_lookup@6,head+prompt_lookup:4]``. They are written as in
+    ``drafthead eval drafter=...``; ``head`` is this head. A suffix memory also searches earlier answers."""
+    tree_nodes: Annotated[int, Field(ge=2)] | None = None
+    """Nodes of a combined tree (``A+B``), root included. With null, as many nodes as the head's own tree."""
     plot: str | None = None
-    seed: int = 0
+    """PNG file for a figure of the mean accepted lengths."""
 
     def __post_init__(self) -> None:
         if DraftSampling(self.draft_sampling) is not DraftSampling.TOP_K and self.drafters:
@@ -106,7 +108,7 @@ class Row:
     """Predicted speedup; None if the cost of drafting is unknown."""
 
 
-@command("replay", ReplayConfig, USAGE.format(kinds=", ".join(kind.value for kind in DraftSampling)))
+@command("replay", ReplayConfig, USAGE)
 def main(config: ReplayConfig) -> None:
     """Print the table."""
     texts = read_texts(Path(config.texts), config.limit) if config.texts else []

@@ -18,6 +18,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder, write_json
 from drafthead.data.utils.machine import hardware, other_processes_line, versions
 from drafthead.data.utils.settings import Positive, settings
+from drafthead.eval.config import SuiteConfig
 from drafthead.eval.metrics.acceptance import mean_accepted_length
 from drafthead.eval.metrics.speed import decode_tokens_per_second
 from drafthead.eval.metrics.speedup_breakdown import expected_tokens
@@ -42,38 +43,38 @@ Train draft models of equal size and different shapes, and compare them: wider a
 
 usage: drafthead study [depths=[1,2,4]] [key=value ...]
 
-drafthead study depths=[1,2,4]                                      on SmolLM2, as large as two of its layers
+drafthead study depths=[1,2,4]
 drafthead study depths=[1,2,4,8] train=[phases.distill.steps=600]
 drafthead study depths=[1,2] widths=[3072,1536] recipe=draft_lm_smollm2
 
-A draft model of d layers gets MLPs as wide as makes its layers as large as reference=2 whole layers of the base, unless
-widths=[...] says so itself. Each is trained by the recipe, in a run folder of its own under out that resumes where it
-stopped. Its acceptance is simulated on the base's answers to the suite, its latency measured, and the throughput of its
-best chain predicted from the two, and then measured by decoding: out/study.json and out/study.png, with lines of equal
-predicted speed.
+The recipe trains each draft model in its own run folder below out, which resumes where it stopped. Acceptance is
+simulated on the base's answers to the suite, and latency is measured. Both predict the speed of each model's best
+chain, which is then measured by decoding. Results: out/study.json and out/study.png, with lines of equal predicted
+speed.
 """
 
 
 @settings(kw_only=True)
-class StudyConfig:
+class StudyConfig(SuiteConfig):
     """Settings of the command."""
 
     base: BaseConfig = field(default_factory=lambda: BaseConfig(name="embedded:smollm2"))
     """The base of the recipe."""
     recipe: str = "draft_lm_smollm2"
+    """Recipe that trains each draft model."""
     depths: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 4])
     """Decoder layers of each draft model."""
     widths: list[int] = field(default_factory=list)
-    """MLP channels of each; by default such that all have equal parameters."""
+    """MLP channels of each draft model. Empty: chosen so that all have equal parameters."""
     reference: Positive = 2
-    """Whole layers of the base that all draft models are as large as."""
+    """Size of all draft models, in whole layers of the base."""
     train: list[str] = field(default_factory=list)
-    """More settings of every training run."""
+    """Further settings of the training runs, such as ``[phases.distill.steps=600]``."""
     suite: str = "mt_bench"
-    limit: Positive = 12
+    limit: Positive | None = 12
     max_new_tokens: Annotated[int, Field(ge=2)] = 96
-    seed: int = 0
     out: str = "outputs/study"
+    """Folder of the runs and results."""
 
     def __post_init__(self) -> None:
         if self.widths and len(self.widths) != len(self.depths):

@@ -23,12 +23,13 @@ from drafthead.models.heads.parts.losses import chunk_rows
 
 @settings(kw_only=True)
 class QualityLimits:
-    """Limits that a tuned base must keep on every kind of held-out tokens; None: unlimited."""
+    """Limits that a tuned base must keep on every kind of held-out tokens; null is no limit."""
 
     max_perplexity_ratio: PositiveFloat | None = None
-    """Tuned over original."""
+    """Largest perplexity of the tuned base, relative to the original base. The run fails above it. Null is no limit."""
     min_greedy_match_rate: Share | None = None
-    """Share of tokens with the same top-1, tuned and original."""
+    """Smallest fraction of tokens with the same most likely token, tuned and original. The run fails below it. Null is
+    no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,40 +57,45 @@ EMBEDDED = "embedded:smollm2"
 
 @settings(kw_only=True)
 class BaseConfig:
-    """The frozen base."""
+    """Settings of the frozen base model."""
 
     name: str = ""
-    """Hub id, local folder, or ``embedded:smollm2``."""
+    """Base model: a Hub id, a local folder, or ``embedded:smollm2``."""
     revision: str | None = None
-    """Hub revision; None is the default branch."""
+    """Commit, tag or branch on the Hub. With null, the default branch."""
     gguf_file: str | None = None
-    """A GGUF file of ``name`` to dequantise, when the weights are not safetensors."""
+    """GGUF file of ``name`` to dequantise, if the weights are not safetensors."""
     dtype: Dtype = "auto"
-    """``auto`` is float32 on a CPU and bfloat16 on a GPU."""
+    """Type of the weights. ``auto`` is float32 on a CPU and bfloat16 on a GPU."""
     max_context: Annotated[int, Field(ge=16)] | None = None
-    """Positions to allow; None: the model's own limit, or that of a rotary embedding that changes with the length."""
+    """Longest context, in tokens. With null, the model's own limit, or that of a rotary embedding that changes with the
+    length."""
     prepack: bool = True
-    """Prepack the linear layers for skinny products on a CPU (models/kernels/linear.py)."""
+    """Prepack the linear layers on a CPU, which speeds up products of a few rows."""
     kernels: Literal["auto", "packed"] = "auto"
-    """How a CPU multiplies one to eight rows: ``auto`` takes what is fastest there, measured once for a base and a
-    machine; ``packed`` measures nothing."""
+    """Matrix products of 1 to 8 rows on a CPU. ``auto`` takes the fastest, measured once per base and machine;
+    ``packed`` measures nothing."""
     graphs: Literal["auto", "always", "never"] = "auto"
-    """Passes of fixed shapes, replayed as CUDA graphs: ``auto`` does so on a GPU, ``never`` runs every pass eagerly in
-    the shape it has, ``always`` fixes the shapes on a CPU too (slower: for tests)."""
+    """Use of CUDA graphs for passes of fixed shapes. ``auto`` uses them on a GPU; ``never`` runs every pass eagerly;
+    ``always`` fixes the shapes on a CPU too, which is slower and meant for tests."""
     trust_remote_code: bool = False
+    """Run code from the model's repository. Set it only for repositories that you trust."""
     random: bool = False
-    """Random weights of ``shape`` instead of loading ``name``: for tests and ``debug=tiny``."""
+    """Use random weights of ``shape`` instead of loading ``name``. For tests and ``debug=tiny``."""
     seed: int = 0
-    """Seed of the random weights."""
+    """Seed of the random weights (``random``)."""
     shape: dict[str, Any] = field(default_factory=dict)
-    """Transformers config of the base (``model_type`` and sizes): ``mode=estimate`` and ``random`` work offline."""
+    """Transformers config of the base, such as ``{model_type: llama, hidden_size: 64}``. With it, ``mode=estimate`` and
+    ``random`` work offline."""
     tokenizer: str | None = None
-    """Another tokenizer than the base's: a hub id, a folder, or ``builtin:tiny`` (byte level, offline)."""
+    """Tokenizer to use instead of the base's: a Hub id, a folder, or ``builtin:tiny``. ``builtin:tiny`` works on bytes,
+    offline."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as ``{enable_thinking: false}``: in corpora, suites and answers alike."""
+    """Variables of the chat template, such as ``{enable_thinking: false}``. They apply to corpora, suites and
+    answers."""
     adapter: str | None = None
-    """A folder that peft saved (safetensors), merged into the weights at load. The base then is another one: corpora
-    and heads of the original base do not fit it."""
+    """Folder of a peft adapter (safetensors) to merge into the weights at load. The result is another base: corpora and
+    heads of the original base do not fit it."""
 
     def __post_init__(self) -> None:
         if self.random and not self.shape:

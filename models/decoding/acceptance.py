@@ -31,16 +31,17 @@ Target = Callable[[Tensor], Tensor]
 
 @settings(frozen=True, kw_only=True)
 class AcceptanceRule:
-    """An acceptance rule and its thresholds."""
+    """Settings of an acceptance rule."""
 
     name: Literal["exact", "block", "typical", "lenient"] = "exact"
-    """``exact`` and ``block`` keep the target's distribution; ``typical`` and ``lenient`` do not."""
+    """Acceptance rule. ``exact`` and ``block`` keep the target's distribution; ``typical`` and ``lenient`` do not.
+    ``block`` judges chains as a whole. For lossy rules the report gives the total variation."""
     epsilon: PositiveShare = 0.09
-    """Of typical acceptance: a probability that is always enough."""
+    """Target probability above which ``typical`` always accepts."""
     delta: PositiveShare = 0.3
-    """Of typical acceptance: share of exp(-entropy) that is enough."""
+    """Fraction of exp(-entropy) above which ``typical`` accepts."""
     lenience: PositiveShare = 1.0
-    """Of lenient acceptance, in (0, 1]: accept with probability p / (lenience q); 1 is exact."""
+    """Lenience l of ``lenient``, which accepts with probability p / (l q). 1 is exact."""
 
     @property
     def lossless(self) -> bool:

@@ -84,9 +84,9 @@ class DynamicTree:
     nodes: Annotated[int, Field(ge=2)]
     """Nodes to verify, root included."""
     width: Positive = 8
-    """Candidates of every expanded node, and nodes expanded on every level."""
+    """Candidates of each expanded node, and nodes expanded per level."""
     depth: Positive = 16
-    """Drafts on the longest path; the drafter's own depth bounds it too."""
+    """Drafts on the longest path. The drafter's own depth bounds it too."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -100,9 +100,9 @@ class AdaptiveLength:
     start: Positive = 5
     """Levels of the first draft."""
     grow: NonNegative = 2
-    """More after a step that accepted a whole path."""
+    """Levels added after a step that accepted a whole path."""
     shrink: NonNegative = 1
-    """Fewer after any other."""
+    """Levels removed after any other step."""
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
         """Return the levels to draft, at least 1, after a step that drafted and accepted these numbers."""

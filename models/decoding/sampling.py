@@ -31,22 +31,22 @@ from drafthead.data.utils.settings import (
 
 @settings(frozen=True, kw_only=True)
 class Sampler:
-    """The distribution of the next token, given its logits. The defaults are greedy decoding."""
+    """Sampling of a next token from logits. The defaults are greedy decoding."""
 
     temperature: NonNegativeFloat = 0.0
-    """0 is greedy, exactly."""
+    """Sampling temperature. 0 is greedy decoding."""
     top_k: NonNegative = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Sample from the k most likely tokens. 0 keeps all."""
     top_p: PositiveShare = 1.0
-    """Keep the smallest set of tokens with this probability."""
+    """Sample from the smallest set of tokens with this total probability."""
     min_p: Share = 0.0
-    """Keep tokens with at least this share of the likeliest one's probability."""
+    """Drop tokens less likely than this fraction of the most likely token's probability."""
     typical_p: PositiveShare = 1.0
-    """Keep the tokens of this mass whose surprise is nearest to the entropy (2202.00666)."""
+    """Sample from the tokens of this total mass whose surprise is closest to the entropy (2202.00666)."""
     eta: BelowOne = 0.0
-    """Keep tokens above min(eta, sqrt(eta) exp(-entropy)) (2210.15191); 0 keeps all."""
+    """Drop tokens less likely than min(eta, sqrt(eta) exp(-entropy)) (2210.15191). 0 keeps all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Divide positive and multiply negative logits of tokens that occurred; 1 changes nothing."""
+    """Divide positive logits of earlier tokens by this, and multiply negative ones. 1 changes nothing."""
 
     @property
     def greedy(self) -> bool:

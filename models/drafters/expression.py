@@ -95,14 +95,17 @@ class Expression:
 
 @settings(kw_only=True)
 class DrafterConfig:
-    """The drafter that is built around a command's head."""
+    """Settings of the drafter that is built around a command's head."""
 
     drafter: str = "head"
-    """Expression of drafters in which ``head`` is the command's head: ``head+prompt_lookup:8:2``,
-    ``relay:head@2+prompt_lookup@4`` or ``nested:early_exit:12@6+head``."""
+    """Drafter built around the head, such as ``head+prompt_lookup:8:2``; ``head`` is the head alone. Drafters without
+    training: ``prompt_lookup[:TOKENS]``, ``suffix_memory[:TOKENS[:MEMORY]]`` (also searches earlier answers),
+    ``max_gram[:CORPUS]`` (a match of any length, else the corpus's bigrams), ``early_exit:LAYERS[:TOKENS]``. Others:
+    ``model:NAME[:TOKENS]``, ``head:FOLDER``. Combinations: ``A+B`` in one tree, ``relay:A@2+B@4`` along one path,
+    ``nested:A@6+B`` (B drafts for A, and A for the base)."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
-    """Nodes of a combined tree (``A+B``), root included: the other drafters draft first, and the head's likeliest
-    drafts fill the rest. null: as many nodes as the head's own tree has."""
+    """Nodes of a combined tree (``A+B``), root included. The other drafters draft first, and the head's most likely
+    drafts fill the rest. With null, as many nodes as the head's own tree."""
 
     def __post_init__(self) -> None:
         parse_drafter(self.drafter)

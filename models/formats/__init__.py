@@ -8,7 +8,6 @@ import pkgutil
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
-from textwrap import wrap
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
@@ -42,11 +41,6 @@ class _Formats(Mapping[str, Format]):
 
 
 FORMATS = _Formats()
-
-
-def listed(indent: int) -> str:
-    """Return all names, wrapped for a usage text whose further lines are indented by ``indent`` spaces."""
-    return f"\n{' ' * indent}".join(wrap(", ".join(FORMATS), 100))
 
 
 def format_named(name: str) -> Format:

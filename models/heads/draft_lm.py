@@ -34,12 +34,13 @@ class DraftLMConfig(AutoregressiveConfig):
 
     num_draft_tokens: DraftPositions = 5
     num_layers: Annotated[int, Field(ge=1, le=16)] = 2
-    """Decoder layers."""
+    """Decoder layers of the draft model."""
     from_layers: list[int] | None = None
-    """Layers of the base to start from, in order; None: spread evenly from the first to the last."""
+    """Layers of the base to start from, in order. With null, spread evenly from the first to the last."""
     intermediate_size: Annotated[int, Field(ge=16)] | None = None
-    """Channels of every layer's MLP: the largest of the base's, or the base's and more that add nothing yet. None: the
-    base's. For drafts that are wider and shallower, or narrower and deeper, at equal parameters (2402.01528)."""
+    """Channels of each layer's MLP. Fewer than the base's: the largest of its channels. More: the base's, and further
+    ones that add nothing at first. With null, as many as the base. Compare shapes at equal parameters with ``drafthead
+    study`` (2402.01528)."""
 
     def __post_init__(self) -> None:
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:

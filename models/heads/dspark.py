@@ -58,31 +58,35 @@ class DSparkConfig(DraftHeadConfig):
 
     num_draft_tokens: DraftPositions = 7
     num_layers: Annotated[int, Field(ge=1, le=16)] = 2
+    """Decoder layers of the head."""
     layers: list[int] | None = None
-    """Whose outputs (1 is the first layer) make the context; null: as published, as many as the head has layers,
-    spread from the second to the third last."""
+    """Layers of the base whose outputs form the context; 1 is the first. With null, as published: as many as the head
+    has layers, spread from the second to the third last."""
     markov_rank: Annotated[int, Field(ge=0, le=1024)] = 64
-    """Rank of the correction by the token before; 0: none, as in DFlash (DeepSpec: 256)."""
+    """Rank of the Markov head's correction by the previous token. 0 turns it off, as in DFlash. DeepSpec uses 256."""
     tied_markov: bool = True
-    """True: the Markov table is a projection of the base's embedding, [D, r]. False: a table [V, r] of its own."""
+    """Make the Markov table a projection [D, r] of the base's embedding. With false, it is a separate table [V, r]."""
     induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Rank of an induction head beside the Markov head (ours; no format has it); 0: none."""
+    """Rank of an additional induction head (our addition; no format has it). 0 turns it off."""
     causal: bool = False
-    """A slot sees the slots before it only, as in JetSpec."""
+    """Let each slot attend to earlier slots only, as in JetSpec."""
     anchor_predicts: bool = True
-    """The anchor's slot drafts the first token. False: its slot drafts nothing, as in DFlash and JetSpec."""
+    """Predict the first draft at the anchor's slot. With false, the anchor's slot drafts nothing, as in DFlash and
+    JetSpec."""
     confidence: bool = True
-    """Train a confidence head, which ``eval.prefix_threshold`` reads."""
+    """Train a confidence head, which ``prefix_threshold`` reads during decoding."""
     mask_token: int | None = None
-    """Id whose embedding fills the block, one that no text has; null: chosen from the base's tokenizer."""
+    """Token id whose embedding fills the block. It must not occur in text. With null, it is chosen from the base's
+    tokenizer."""
     copy_layers: bool = True
-    """Start as the base's last layers. False: at random, but adding nothing."""
+    """Start as the base's last layers. With false, start at random, adding nothing at first."""
     reads_state: bool = False
-    """Slots begin as the base's last state, and the untrained head as its next-token head (ours; no format has it)."""
+    """Start slots from the base's last state. The untrained head then equals the next-token head (our addition; no
+    format has it)."""
     intermediate_size: Positive | None = None
-    """Inner width of the MLPs; null: the base's."""
+    """Inner width of the MLPs. With null, the base's."""
     places: Positive | None = None
-    """Most places of a micro-batch that are drafted from in training, drawn at random; null: all."""
+    """Largest number of anchors per micro-batch in training, drawn at random. With null, all."""
 
     def __post_init__(self) -> None:
         if self.layers is not None and not self.layers:

@@ -154,33 +154,34 @@ class Eagle3Config(CopyingConfig):
 
     num_draft_tokens: DraftPositions = 7
     ttt_steps: int = 7
-    """Steps of the training-time test: how many of the K positions are trained. Deeper drafts read the layer's own
-    output more often than it was trained for."""
+    """Steps of the training-time test: the number of draft positions that are trained. At most ``num_draft_tokens``.
+    Deeper drafts read the layer's own output more often than in training."""
     layers: list[int] | None = None
-    """Whose outputs (1 is the first layer) make the feature; null: 2, L // 2 and L - 3 of L layers, as published. An
-    empty list takes the final hidden state instead, which EAGLE-1 reads."""
+    """Layers of the base whose outputs form the feature; 1 is the first. With null, 2, L // 2 and L - 3 of L layers, as
+    published. An empty list uses the final hidden state instead, as in EAGLE-1."""
     own_lm_head: bool = True
-    """True: a projection of its own, which starts as the base's. False: the base's, frozen and shared."""
+    """Train a projection to the vocabulary, which starts as the base's. With false, the base's is shared and frozen."""
     intermediate_size: Positive | None = None
-    """Inner width of the MLP; null: the base's."""
+    """Inner width of the MLP. With null, the base's."""
     norm_before_fc: bool = False
-    """Norm the concatenated states before they are projected, as later checkpoints do."""
+    """Normalise the concatenated states before the projection, as later checkpoints do."""
     fc_norm: bool = False
-    """Norm each layer's states before they are concatenated (EAGLE-3.1, 2605.09992)."""
+    """Normalise each layer's states before concatenation (EAGLE-3.1, 2605.09992)."""
     norm_before_residual: bool = False
-    """The layer adds to the normed feature instead of the feature, as some checkpoints do."""
+    """Add the layer's output to the normalised feature, as some checkpoints do."""
     qk_norm: bool = False
-    """Norm every attention head's queries and keys before they are rotated, as Qwen3's layers do."""
+    """Normalise queries and keys of each attention head before rotation, as Qwen3 does."""
     norm_output: bool = False
-    """A step reads the layer's output after the final norm, as later checkpoints do; published: before it."""
+    """Feed the layer's output to the next step after the final norm, as later checkpoints do. As published, it is fed
+    before the norm."""
 
     parallel: bool = False
-    """P-EAGLE: all positions in one pass; ``ttt_steps`` of them are trained."""
+    """Draft all positions in one pass (P-EAGLE). ``ttt_steps`` of them are trained."""
     num_layers: int = 1
-    """Decoder layers; more than one needs ``parallel``."""
+    """Decoder layers, 1 to 16. More than one needs ``parallel``."""
     mask_token: int | None = None
-    """Of ``parallel``: id whose embedding deeper positions read; null: one that no text has, chosen from the base's
-    tokenizer."""
+    """Token id whose embedding deeper positions read, with ``parallel``. It must not occur in text. With null, it is
+    chosen from the base's tokenizer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -44,17 +44,17 @@ class HydraConfig(CopyingConfig):
 
     num_draft_tokens: DraftPositions = 4
     num_layers: Annotated[int, Field(ge=1, le=8)] = 1
-    """Blocks per head (Hydra++: 4)."""
+    """Blocks per head. Hydra++ has 4."""
     prefix_layer: bool = False
-    """True: Hydra++, with a decoder layer over the base's hidden states."""
+    """Add a decoder layer over the base's hidden states (Hydra++)."""
     dropout: BelowOne = 0.0
-    """Before every block and projection, while training (Hydra++: 0.2)."""
+    """Dropout before each block and projection in training. Hydra++ uses 0.2."""
     projection_bias: bool = False
-    """True: own projections have a bias, as in the weights that the authors released."""
+    """Give own projections a bias, as in the released weights. Needs ``own_lm_head``."""
     tie_blocks: bool = False
-    """True: the blocks after a head's first are one, applied repeatedly, as in the reference code."""
+    """Share one block among all after a head's first, as in the reference code."""
     unit_embeddings: bool = False
-    """True: embeddings are read at unit RMS (ours): learnt sooner where the base's are small."""
+    """Scale embeddings to unit RMS (our addition). This learns sooner if the base's embeddings are small."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -158,10 +158,11 @@ class KangarooConfig(AutoregressiveConfig):
     """Settings of :class:`KangarooHead`."""
 
     exit_layer: Positive = 2
-    """Layers of the base that draft (the paper: 2 of 32 for 7B, 3 of 40 for 13B)."""
+    """First layers of the base that draft. The paper uses 2 of 32 (7B) and 3 of 40 (13B)."""
     num_draft_tokens: DraftPositions = 6
     confidence_threshold: BelowOne = 0.6
-    """Nothing is drafted after a draft with less confidence, unless decoding sets another one; 0 never stops."""
+    """Stop drafting after a draft with a lower probability. 0 never stops. The setting of the same name in decoding
+    overrides it."""
 
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:

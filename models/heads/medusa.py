@@ -39,9 +39,9 @@ class MedusaConfig(CopyingConfig):
     num_layers: Annotated[int, Field(ge=1, le=8)] = 1
     """Residual blocks per head."""
     tie_blocks: bool = False
-    """True: one block, applied ``num_layers`` times, as in the reference code and the weights it released."""
+    """Apply one block ``num_layers`` times, as in the reference code and its released weights."""
     reads_last_token: bool = False
-    """True: heads also read the embedding of the last committed token (ours; not in the paper)."""
+    """Also read the embedding of the last committed token (our addition)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

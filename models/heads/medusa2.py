@@ -59,26 +59,29 @@ class Medusa2Config(MedusaConfig):
     """Settings of :class:`Medusa2Head`."""
 
     lora_rank: Annotated[int, Field(ge=1, le=1024)] = 32
+    """Rank of the base's LoRA adapters."""
     lora_alpha: PositiveFloat = 16.0
-    """An adapter adds ``lora_alpha / lora_rank * B A`` to its weight."""
+    """Scale of the adapters: an adapter adds ``lora_alpha / lora_rank * B A`` to its weight."""
     lora_dropout: BelowOne = 0.05
-    """Of the adapters' inputs."""
+    """Dropout of the adapters' inputs."""
     lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
-    """Linear layers of every decoder layer that get an adapter."""
+    """Linear layers in each decoder layer that get an adapter."""
     lora_lm_head: bool = False
-    """An adapter on the output head, too; not where it is tied to the embedding. Its own input has no dropout."""
+    """Also train an adapter on the output head. It is not for output heads tied to the embedding, and its input has no
+    dropout."""
     base_loss: Literal["ce", "self_distillation"] = SELF_DISTILLATION
-    """What holds the base: ``ce`` (the corpus) or ``self_distillation`` (KL to the base with adapters off)."""
+    """Loss of the base: ``ce`` (on the corpus) or ``self_distillation`` (KL to the original base)."""
     heads_weight: NonNegativeFloat = 0.2
-    """Weight of the heads' loss beside the base's (lambda_0 in the paper)."""
+    """Weight of the heads' loss relative to the base's (lambda_0 in the paper)."""
     heads_schedule: Literal["constant", "linear", "sine"] = "constant"
-    """Of that weight over the phase: ``constant``, ``linear`` or ``sine``, both from 0 to it."""
+    """Schedule of ``heads_weight`` over the phase. ``linear`` and ``sine`` rise from 0 to it."""
     heads_lr_mult: PositiveFloat = 4.0
-    """The heads' learning rate over the adapters', which is the phase's, while both are trained."""
+    """Learning rate of the heads relative to the adapters' while both are trained. The adapters use the phase's
+    learning rate."""
     checkpointing: bool = False
-    """Compute the base's activations again in the backward pass instead of keeping them: less memory, slower."""
+    """Recompute the base's activations in the backward pass instead of keeping them."""
     save_merged: bool = False
-    """Save the tuned base as a whole model, too: ``merged/`` beside the heads, for other programs."""
+    """Also save the tuned base as a whole model, in ``merged/`` next to the heads. Other programs can load it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

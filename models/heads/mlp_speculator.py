@@ -153,17 +153,17 @@ class MLPSpeculatorConfig(CopyingConfig):
 
     num_draft_tokens: Annotated[int, Field(ge=1, le=8)] = 3
     inner_dim: NonNegative = 0
-    """Width E of the state; 0: the base's."""
+    """Width of the state. 0 takes the base's hidden size."""
     tie_weights: bool = False
-    """True: all positions share embedding, norm and projections, but for the one that reads the base's state."""
+    """Share embedding, norm and projections among positions. The projection of the base's state stays separate."""
     scale_input: bool = False
-    """True: the base's state is read at an RMS of ``1 / sqrt(2)``."""
+    """Scale the base's state to an RMS of ``1 / sqrt(2)``."""
     cell: Literal["rnn", "lstm"] = "rnn"
-    """``rnn`` (IBM) or ``lstm`` (Arctic, which needs ``tie_weights``)."""
+    """Recurrent cell: ``rnn`` (IBM) or ``lstm`` (Arctic). ``lstm`` needs ``tie_weights``."""
     tie_lstm_embs: bool = False
-    """True: the gates of the LSTM share one embedding."""
+    """Share one embedding among the gates of the LSTM."""
     own_embedding: bool = True
-    """False: the base's embedding, frozen, through a trained matrix (ours)."""
+    """Train an embedding. With false, use the base's, frozen, through a trained matrix (our addition)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

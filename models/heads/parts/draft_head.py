@@ -58,13 +58,14 @@ class DraftHeadConfig(ABC):
     """Settings of a head. A module of ``models/heads/`` has one subclass, and recipes name it by ``head_type``."""
 
     num_draft_tokens: DraftPositions = 5
-    """Draft positions K: the most drafts on a path."""
+    """Draft positions: the largest number of drafts on a path."""
     draft_vocab_size: Annotated[int, Field(ge=16)] | None = None
-    """Ids the head can draft: the most frequent ones of the generated corpus; None drafts over the whole vocabulary."""
+    """Number of tokens that the head can draft, the most frequent of the answers. With null, the whole vocabulary."""
     draft_dtype: Literal["auto", "bfloat16", "int8"] | None = "auto"
-    """``bfloat16`` or ``int8``: draft with copies of the weights in it, which are read in a half or a quarter of the
-    time. Verification does not see them, so exact rules stay exact; drafts near a tie may differ. ``auto``: what was
-    measured to be faster when the base was loaded. null: as trained, in float32."""
+    """Type of the weights for drafting. With ``bfloat16`` or ``int8``, drafting uses copies that are read in half or a
+    quarter of the time. Verification does not use them, so exact rules stay exact; near-ties may be drafted
+    differently. ``auto`` takes what was faster when the base was loaded. Null drafts with the trained weights, in
+    float32."""
 
     @property
     def head_type(self) -> str:

@@ -41,32 +41,34 @@ is about three such matrices."""
 
 @settings(kw_only=True)
 class LossConfig:
-    """The loss that a phase minimises: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens."""
+    """Loss of a phase: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens."""
 
     ce: NonNegativeFloat = 1.0
-    """Weight of the hard cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
+    """Weight of the cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
     kl: NonNegativeFloat = 0.0
-    """Weight of KL(p || q). This and the terms below train on all targets, also those outside the draft vocabulary."""
+    """Weight of KL(p || q), from the base's p to the head's q. This and the terms below train on all targets, including
+    those outside the draft vocabulary."""
     reverse_kl: NonNegativeFloat = 0.0
-    """Weight of KL(q || p), which asks for no mass where the base has none. 0.9 ``kl`` with 0.1 of it is the mixture
-    that Online Speculative Decoding (2310.07177) calls JSD in its code."""
+    """Weight of KL(q || p), which avoids mass that the base does not have. With 0.9 ``kl`` and 0.1 ``reverse_kl``, the
+    loss is what the code of Online Speculative Decoding (2310.07177) calls JSD."""
     jsd: NonNegativeFloat = 0.0
     """Weight of the Jensen-Shannon divergence, (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
     tv: NonNegativeFloat = 0.0
-    """Weight of the total variation 1 - alpha. Its gradient vanishes where alpha is small: not for a fresh head."""
+    """Weight of the total variation, 1 - alpha with the acceptance probability alpha. Its gradient vanishes if alpha is
+    small, so it does not suit an untrained head."""
     lk: NonNegativeFloat = 0.0
-    """Weight of -log(alpha) (LK, 2602.23881): the gradient of ``tv`` divided by alpha, which does not vanish."""
+    """Weight of -log(alpha) (LK, 2602.23881). Its gradient is that of ``tv`` divided by alpha and does not vanish."""
     lk_adaptive: NonNegativeFloat = 0.0
-    """Weight of s KL + (1 - s) TV with s = exp(-3 alpha) held constant (2602.23881). s is that of each target; the
-    authors' code takes the batch's mean alpha."""
+    """Weight of s KL + (1 - s) TV with s = exp(-3 alpha) held constant (2602.23881). The weight s is computed per
+    target; the authors' code uses the batch's mean alpha."""
     confidence: NonNegativeFloat = 1.0
-    """Weight of the cross-entropy of a confidence head (DSpark) against alpha; for heads that have one."""
+    """Weight of the cross-entropy of a confidence head (DSpark) against alpha. Other heads ignore it."""
     decay: float | int | str = 0.8
-    """Weight w_k of draft position k is ``decay ** k``, k from 1 (Medusa, 2401.10774). ``dpace`` (D-PACE): what the
-    position adds to the accepted length of a draft from each place, by the head's own probabilities of the true
-    tokens, so that the positions that decide weigh most."""
+    """Weight of draft position k is ``decay ** k``, with ``decay`` in (0, 1], or ``dpace`` (D-PACE). Positions count
+    from 1 (Medusa, 2401.10774). ``dpace`` weighs each position by what it adds to the accepted length, according to the
+    head's own probabilities of the true tokens."""
     depth_weights: list[float] | None = None
-    """The weights w_k themselves, one per draft position; null takes ``decay``."""
+    """Weights of the draft positions, one per position. With null, ``decay`` gives them."""
 
     def __post_init__(self) -> None:
         if not any(getattr(self, key) for key in TERMS):

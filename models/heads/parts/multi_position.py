@@ -107,13 +107,15 @@ class MultiPositionHead(DraftHead):
 
 @settings(kw_only=True)
 class CopyingConfig(DraftHeadConfig):
-    """Settings of heads that may have an induction head beside them."""
+    """Settings of heads that can have an induction head."""
 
     own_lm_head: bool = True
-    """True: every position trains its own copy of the base's projection (MLP speculators: one of their width). False:
-    all share the base's, frozen (of an MLP speculator: over ``h`` and a trained matrix of the state, ours)."""
+    """Train a projection to the vocabulary at each position. It starts as a copy of the base's (MLP speculators: one of
+    their width). With false, all positions share the base's, frozen (MLP speculators: over ``h`` and a trained matrix
+    of the state, our addition)."""
     induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Rank of an induction head that all positions share (ours; no format has it); 0: none."""
+    """Rank of an induction head that all positions share (our addition; no format has it). 0 turns it off. Needs
+    ``own_lm_head=false``."""
 
     def __post_init__(self) -> None:
         if self.induction_rank and self.own_lm_head:

@@ -1,14 +1,20 @@
 """Settings classes: limits, types, misspelt keys and help, each with the dotted key that users type."""
 
 from dataclasses import field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
 
+from drafthead.commands import export, import_head
+from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.help import describe, first_sentence, help_text
 from drafthead.data.utils.settings import NonNegative, Positive, check, require, settings
+from drafthead.models.formats import FORMATS
+from drafthead.models.heads.parts.draft_head import config_class, head_types
+from drafthead.reference import commands, reference
 
 
 @settings(kw_only=True)
@@ -60,7 +66,7 @@ def test_values_are_converted_as_yaml_writes_them() -> None:
     [
         ({"optim": {"lr": 7}}, "phases.distill.optim.lr must be above 0 and below 1, got 7"),
         ({"optim": {"lr": "fast"}}, "phases.distill.optim.lr must be above 0 and below 1, got 'fast'"),
-        ({"optim": {"lr": float("nan")}}, "phases.distill.optim.lr must be above 0 and below 1, got nan"),
+        ({"optim": {"lr": float("nan")}}, "phases.distill.optim.lr must be a finite number, got nan"),
         ({"optim": {"name": "sgd"}}, "phases.distill.optim.name must be one of adamw, muon, got 'sgd'"),
         ({"optim": {"steps": 0}}, "phases.distill.optim.steps must be at least 1 or null, got 0"),
         ({"optim": {"window": 12}}, "phases.distill.optim.window must be below 10, got 12"),
@@ -100,4 +106,29 @@ def test_help_has_a_line_for_every_setting() -> None:
 
 
 def test_first_sentence() -> None:
-    assert first_sentence("Use ``a.b`` for 0.5 of it. Then more.") == "Use a.b for 0.5 of it"
+    assert first_sentence("Use ``a.b`` for 0.5 of it. ``a`` is more.") == "Use a.b for 0.5 of it"
+    assert first_sentence("Size. 0 turns it off.") == "Size"
+
+
+CLASSES = {name: registered.cls for name, registered in commands().items()}
+CLASSES |= {name: config_class(name) for name in head_types()} | {"source": SourceConfig}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_setting_has_a_short_and_complete_help(name: str) -> None:
+    first = {setting.key: first_sentence(setting.help) for setting in describe(CLASSES[name])}
+    assert not [key for key, text in first.items() if not text]
+    assert not [(key, text) for key, text in first.items() if len(text) > 110]
+    assert not [(key, text) for key, text in first.items() if text.startswith("Of ") or "None" in text]
+    assert max(map(len, help_text("", CLASSES[name]).splitlines())) <= 120
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    page = Path(__file__).parents[3] / "docs" / "settings.md"
+    assert page.read_text() == reference(), "run: python -m drafthead.reference > docs/settings.md"
+
+
+@pytest.mark.parametrize("usage", [export.USAGE, import_head.USAGE])
+def test_usage_names_all_formats(usage: str) -> None:
+    names = usage.partition("formats: ")[2].partition("\n\n")[0]
+    assert {name.strip() for name in names.split(",")} == {*FORMATS}
