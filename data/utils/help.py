@@ -116,9 +116,9 @@ def help_text(usage: str, cls: Any, spelled: Mapping[str, str] | None = None) ->
 
 
 def _sections(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
-    """Return settings by the class that holds them, the command's own first."""
+    """Return settings by the class that holds them, the command's own first and of these the required ones."""
     sections: dict[str, list[Setting]] = {"": []}
-    for setting in settings:
+    for setting in sorted(settings, key=lambda setting: bool(setting.section) or not setting.required):
         sections.setdefault(setting.section, []).append(setting)
     return sections
 

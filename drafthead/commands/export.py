@@ -62,7 +62,7 @@ class ExportConfig(SuiteConfig):
     """Hub id from which engines download the base. With null, the base's name here. A base with an adapter needs
     one."""
     vocabulary: Literal["own", "full"] = "own"
-    """Vocabulary of a Medusa head that shares the base's output head. vLLM needs ``full`` (``to=vllm_medusa``)."""
+    """Vocabulary of a Medusa head that shares the base's output head. With ``to=vllm_medusa``, it must be ``full``."""
     base_gguf: str | None = None
     """Also write the base as base.gguf, of type f32, f16, bf16, q8_0, q4_0 or q4_1. For GGUF formats."""
     suite: str = "builtin"
