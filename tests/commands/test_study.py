@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -42,8 +41,15 @@ def test_the_command(
         DraftLMConfig(num_layers=depth, intermediate_size=width).build(base).save_pretrained(folder / "head")
 
     monkeypatch.setattr(study, "train", train)
-    monkeypatch.setattr(study, "BaseModel", SimpleNamespace(load=lambda *arguments: base))
-    call("study", "depths=[1,3]", "suite=builtin", "limit=2", "max_new_tokens=12", f"out={tmp_path}")
+    shape = json.dumps(base.config.shape).replace('"', "")
+    named = [
+        "base.name=''",
+        f"base.shape={shape}",
+        "base.random=true",
+        "base.tokenizer=builtin:tiny",
+        "base.dtype=float32",
+    ]
+    call("study", *named, "depths=[1,3]", "suite=builtin", "limit=2", "max_new_tokens=12", f"out={tmp_path}")
     rows = {row["name"]: row for row in json.loads((tmp_path / "study.json").read_text())["rows"]}
     assert set(rows) == {"depth1-width160", "depth3-width32"}
     whole = rows["depth1-width160"]

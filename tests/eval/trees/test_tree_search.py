@@ -73,15 +73,15 @@ acceptances = st.integers(0, 2**32 - 1).map(
 @settings(max_examples=30, deadline=None)
 @given(acceptances, st.integers(0, 5), st.integers(0, 3))
 def test_sequoia_is_the_best_of_all_trees(acceptance: np.ndarray, drafts: int, depth: int) -> None:
-    found = sequoia(acceptance, 6, 3)
+    solution = sequoia(acceptance, 6, 3)
     trees = all_trees(drafts, depth, 3)
     if not trees:
-        assert np.isneginf(found.expected[depth, drafts + 1])
+        assert np.isneginf(solution.expected[depth, drafts + 1])
         return
-    tree = found.tree(drafts + 1, depth)
+    tree = solution.tree(drafts + 1, depth)
     assert len(tree) == drafts + 1 and tree.depth <= depth
     assert modelled(tree, acceptance) == pytest.approx(max(modelled(t, acceptance) for t in trees))
-    assert found.expected[depth, drafts + 1] == pytest.approx(modelled(tree, acceptance))
+    assert solution.expected[depth, drafts + 1] == pytest.approx(modelled(tree, acceptance))
 
 
 def test_a_trial_that_is_never_accepted_makes_no_infeasible_tree_feasible() -> None:
