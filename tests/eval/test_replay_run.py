@@ -58,7 +58,7 @@ def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, messa
         ("nodes=[1,5]", r"nodes\[0\] must be at least 2"),
         ("chain=[0]", r"chain\[0\] must be"),
         ("rule=typical", "rule must be one of"),
-        ("draft_sampling=x", "'x' is not a valid DraftSampling"),
+        ("draft_sampling=x", "draft_sampling must be one of top_k"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_loaded(
