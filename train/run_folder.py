@@ -89,7 +89,7 @@ def _defaults(settings: Any) -> dict[str, Any]:
 
 
 def _plain(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``nested`` as JSON values by dotted key; items of a list of mappings have their index as key."""
+    """Flatten ``nested`` to JSON values by dotted key; a list of mappings gets its indices as keys."""
 
     def indexed(value: Any) -> Any:
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):

@@ -236,7 +236,9 @@ class AnswerStore:
         for row, number in enumerate(table["prompt_number"].to_pylist()):
             if number in self._entries:
                 both = " and ".join(self._path(s, "parquet").name for s in (self._entries[number].shard, shard))
-                raise UserError(f"prompt {number} is twice in {self.folder}, in {both}; remove one of the two files")
+                raise UserError(
+                    f"prompt {number} appears twice in {self.folder}, in {both}; remove one of the two files"
+                )
             self._entries[number] = _Entry(shard, row, first)
             first += len(table["input_ids"][row])
         self._tables[shard] = table

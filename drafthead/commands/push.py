@@ -55,7 +55,7 @@ def _check_head(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"no head folder at {folder}; give one that is on this machine (outputs/NAME/head)")
     if not (folder / "config.json").exists() and (folder / "head" / "config.json").exists():
-        raise UserError(f"{folder} is a run folder; its head is head={folder / 'head'}")
+        raise UserError(f"{folder} is a run folder, not a head folder; give head={folder / 'head'}")
     read_head_config(folder)
     try:
         with safe_open(folder / "model.safetensors", "pt"):

@@ -48,7 +48,7 @@ class DecodeConfig:
 
     @property
     def same_text(self) -> bool:
-        """True if a seed gives the tokens of plain decoding for any drafts, because the target draws every token."""
+        """True if decoding commits the tokens of plain decoding with the same seed, whatever is drafted."""
         return self.rule.name == "exact" and self.draft_config.draft_sampling is DraftSampling.TOP_K
 
 

@@ -251,7 +251,7 @@ def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) 
     ("given", "says"),
     [
         (["head=nowhere", "repo=user/x"], "error: no head folder at nowhere"),
-        (["head=RUN", "repo=user/x"], "is a run folder; its head is head="),
+        (["head=RUN", "repo=user/x"], "is a run folder"),
         (["head=HEAD"], "error: repo is missing"),
         (["head=HEAD", "repo=a/b/c"], "error: repo must be like user/name"),
         (["head=BROKEN", "repo=user/x"], "model.safetensors cannot be read"),
