@@ -64,15 +64,20 @@ PROGRAM = """
 
 
 def play(*acts: tuple[float, signal.Signals], patient: bool = False) -> tuple[int, str]:
-    """Return exit code and output of a program that defers signals; each act is a pause in seconds and a signal."""
+    """Return exit code and output of a program that defers signals; each act is a pause in seconds and a signal.
+
+    The program has announced the first signal before the second is sent: Python handles signals that arrive together
+    in the order of their numbers.
+    """
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *(["patient"] if patient else [])]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    announced = ""
     for pause, signum in acts:
         time.sleep(pause)
         process.send_signal(signum)
-    output, errors = process.communicate(timeout=60)
-    return process.returncode, output + errors
+        announced = announced or process.stdout.readline()
+    return process.wait(timeout=60), announced + process.stdout.read()
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once_and_an_echo_does_not() -> None:
