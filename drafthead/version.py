@@ -1,3 +1,3 @@
-"""The version, in a module without imports."""
+"""The version: the only place to change it. This module has no imports, so that ``--version`` is quick."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

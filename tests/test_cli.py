@@ -62,6 +62,12 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
     assert max(map(len, cli.HELP.splitlines())) <= 120
 
 
+def test_the_documents_name_this_version() -> None:
+    version, development, _ = drafthead.__version__.partition(".dev")
+    assert f"Status: {version}{' in development' if development else ','}" in (ROOT / "README.md").read_text()
+    assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {version}")
+
+
 def test_an_unknown_command_is_one_line_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         call("trian", "recipe=x")
@@ -129,12 +135,17 @@ def test_errors_are_one_line_and_bugs_keep_their_traceback(error: BaseException,
         raise ZeroDivisionError
 
 
-def test_a_checkout_imports_from_its_folders_and_the_command_starts_light(tmp_path: Path) -> None:
-    """Tracebacks say data/errors.py, not drafthead/data/errors.py.
+def test_a_checkout_has_the_modules_of_the_package_and_no_others(tmp_path: Path) -> None:
+    """Folders of the checkout are imported through the links in ``drafthead/``, and ``tests/`` has none.
 
     Python runs with -S, without site-packages: an editable install cannot help, and ``--help`` cannot wait for torch.
     """
-    code = "import drafthead.cli as a, drafthead.data.utils.errors as b; print(a.__file__, b.__file__, sep='\\n')"
+    code = """
+from importlib.util import find_spec
+import drafthead.cli, drafthead.data.utils.errors
+names = ("train.run", "models.heads", "eval.config", "recipes", "commands.data", "tests", "benchmarks", "docs")
+print(*(name for name in names if find_spec(f"drafthead.{name}")))
+"""
     command, env = [sys.executable, "-S", "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [str(ROOT / "drafthead/cli.py"), str(ROOT / "data/utils/errors.py")], done.stderr
+    assert done.stdout.split() == ["train.run", "models.heads", "eval.config", "recipes", "commands.data"], done.stderr
