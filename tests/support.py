@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -178,16 +180,51 @@ def small_head(base: BaseModel, folder: Path, tree: TokenTree | None = None) -> 
     return folder
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class Context:
+    """The committed tokens that a drafter has read, row by row; ``read`` leaves the context before as it was.
+
+    Only this class calls the drafter's own methods, so that tests do not depend on their form.
+    """
+
+    drafter: Any
+    state: Any
+
+    @classmethod
+    def of(cls, drafter: Drafter, rows: int = 1, cache: object = None) -> "Context":
+        """Return empty rows, over the target's ``cache`` if given."""
+        state = drafter.init_state(rows)
+        return cls(drafter, state if cache is None else drafter.attach(state, cache))  # type: ignore[attr-defined]
+
+    def read(self, tokens: Tensor, base_hidden: HiddenStates | None = None, counts: Tensor | None = None) -> "Context":
+        """Return the rows with ``tokens`` [B, T] appended, of which ``counts`` [B] count."""
+        return Context(self.drafter, self.drafter.update(self.state, tokens, base_hidden, counts))
+
+    def select(self, rows: list[int]) -> "Context":
+        """Return some of the rows."""
+        return Context(self.drafter, self.state.select(rows))
+
+    def draft(self, last: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        """Return what is drafted after ``last`` [B], which is committed and not read."""
+        proposal: Proposal = self.drafter.draft(self.state, last, draft_config, rng)
+        return proposal
+
+    @torch.inference_mode()
+    def logits(self, levels: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Return logits [B, n, W] after the nodes of every level: tokens and parents [B, n], the root first."""
+        draft_pass = self.drafter.start(self.state, levels[0][0][:, 0], DraftConfig(tree=TokenTree.chain(len(levels))))
+        return [draft_pass.step(tokens, parents) for tokens, parents in levels]
+
+
+def chain_levels(tokens: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return the levels of a chain of one row, root included."""
+    return [(torch.tensor([[token]]), torch.tensor([[0]])) for token in tokens]
+
+
 def drafted_logits(head: DraftHead, ids: list[int], base_hidden: HiddenStates, drafts: list[int]) -> Tensor:
     """Return logits [K, W] after ``ids`` and each token of ``drafts``, of which the first is committed."""
-    state = head.update(head.init_state(1), torch.tensor([ids]), base_hidden)
-    draft_pass = head.start(state, torch.tensor(drafts[:1]), DraftConfig(tree=TokenTree.chain(len(drafts))))
-    logits = []
-    for token in drafts:
-        tokens = torch.tensor([[token]])
-        logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[0, 0])
-    return torch.stack(logits)
+    context = Context.of(head).read(torch.tensor([ids]), base_hidden)
+    return torch.cat(context.logits(chain_levels(drafts)), 1)[0]
 
 
 def drafted_paths(proposal: Proposal, row: int) -> dict[int, tuple[int, ...]]:

@@ -26,10 +26,11 @@ from drafthead.eval.trees.calibrate import answer_ranks
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.draft_model import ModelDrafter
+from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
@@ -123,11 +124,6 @@ def test_a_draft_vocabulary_misses_the_tokens_outside_it(base: BaseModel) -> Non
             assert draft_sampling is DraftSampling.TOP_K or (probs[~outside, 0, 0] > 0).all()
 
 
-class Silent(Drafter):
-    depth = 2
-    identity = init_state = update = draft = None  # type: ignore[assignment]
-
-
 def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
     head, texts = fitted(base), answered(base, 0.0, 20)
     chain = DraftConfig(tree=TokenTree.chain(2))
@@ -138,8 +134,8 @@ def test_what_cannot_be_simulated_is_refused(base: BaseModel) -> None:
         run(base, head, texts, DraftConfig(tree=TREE, **sampled), WARM, rule=block)
     with pytest.raises(UserError, match="no text has two answer tokens"):
         run(base, head, [FinishedAnswer([1, 2, 3], 2)], chain, GREEDY)
-    with pytest.raises(UserError, match="Silent.*distributions"):
-        text_accept_probs(base, Silent(), texts, GREEDY, AcceptProbsConfig())
+    with pytest.raises(UserError, match="PromptLookup.*distributions"):
+        text_accept_probs(base, PromptLookup(2), texts, GREEDY, AcceptProbsConfig())
 
 
 @pytest.mark.parametrize(("made", "sampler"), [(0.0, WARM), (0.7, GREEDY), (1.5, WARM)])

@@ -15,7 +15,7 @@ from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
-from support import TinyBase, drafted_paths
+from support import Context, TinyBase, drafted_paths
 
 Path = tuple[int, ...]
 Trials = dict[Path, list[tuple[Path, int]]]
@@ -111,16 +111,14 @@ def test_a_small_union_gives_the_likeliest_nodes_of_the_first(tiny_base: TinyBas
     model, look_up, tree = early_exit(base, 2, num_tokens=2), PromptLookup(3), TokenTree.expansion([3, 2])
     merged = CombinedDrafter([model, look_up], [tree, TokenTree.chain(3)], nodes=room)
     draft_config = DraftConfig(tree=cast(TokenTree, merged.tree))
-    state = merged.update(merged.init_state(1), torch.tensor([[1, 2, 3, 4, 5, 2]]), None)
-    drafted = merged.draft(state, torch.tensor([3]), draft_config)  # 2, 3 came before, and 4, 5, 2 behind it
+    committed, last = torch.tensor([[1, 2, 3, 4, 5, 2]]), torch.tensor([3])
+    drafted = Context.of(merged).read(committed).draft(last, draft_config)  # 2, 3 came before, and 4, 5, 2 behind it
     copied = {(4,), (4, 5), (4, 5, 2)}
     paths = set(trials(drafted, 0)) - {()}
     assert copied <= paths and len(drafted.shape) <= max(room, 4)
-    alone = CombinedDrafter([model, PromptLookup(3)], [tree.first(max(1, room - 3)), TokenTree.chain(3)]).draft(
-        state, last_token=torch.tensor([3]), draft_config=draft_config
-    )
-    assert paths == set(trials(alone, 0)) - {()}
-    nothing_found = merged.draft(state, torch.tensor([9]), draft_config)
+    alone = CombinedDrafter([model, PromptLookup(3)], [tree.first(max(1, room - 3)), TokenTree.chain(3)])
+    assert paths == set(trials(Context.of(alone).read(committed).draft(last, draft_config), 0)) - {()}
+    nothing_found = Context.of(merged).read(committed).draft(torch.tensor([9]), draft_config)
     assert len(nothing_found.shape) == min(room, len(tree))
 
 

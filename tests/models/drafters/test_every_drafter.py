@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding import draft_cache
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DraftState, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
@@ -20,7 +20,7 @@ from drafthead.models.drafters.experimental.max_gram import MaxGram
 from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase
+from support import Context, TinyBase
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 90))]
 DYNAMIC = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))
@@ -118,16 +118,16 @@ def test_states_stay_as_they_were(tiny_base: TinyBase, name: str, rows: int) -> 
     drafter = make(tiny_base())
     draft_config = chosen or default_draft_config(drafter)
 
-    def drafted(state: DraftState, last: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    def drafted(context: Context, last: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         rng = PerRowRng([7] * len(last), [9] * len(last), DRAFT, last.device)
-        proposal = drafter.draft(state, last, draft_config, rng)
+        proposal = context.draft(last, draft_config, rng)
         return proposal.tokens.tolist(), proposal.shape.parents.tolist()
 
-    def afresh(reads: Reads) -> DraftState:
-        state: DraftState = drafter.init_state(len(reads[0][0]))
+    def afresh(reads: Reads) -> Context:
+        context = Context.of(drafter, len(reads[0][0]))
         for tokens, counts in reads:
-            state = drafter.update(state, tokens, None, counts)
-        return state
+            context = context.read(tokens, counts=counts)
+        return context
 
     prompt = 10 * torch.arange(rows)[:, None] + torch.arange(6) % 3
     last, committed = prompt[:, 0], torch.tensor([2, 1, 2][:rows])
@@ -135,8 +135,8 @@ def test_states_stay_as_they_were(tiny_base: TinyBase, name: str, rows: int) -> 
     old = afresh(prefill)
     path = torch.tensor(drafted(old, last)[0])[:, :2]
     further, elsewhere = [*prefill, (path, committed)], [*prefill, (path + 1, committed)]
-    new, other = (drafter.update(old, reads[-1][0], None, committed) for reads in (further, elsewhere))
-    for state, reads in ((new, further), (other, elsewhere), (old, prefill), (new, further)):
-        assert drafted(state, last) == drafted(afresh(reads), last)
+    new, other = (old.read(reads[-1][0], counts=committed) for reads in (further, elsewhere))
+    for context, reads in ((new, further), (other, elsewhere), (old, prefill), (new, further)):
+        assert drafted(context, last) == drafted(afresh(reads), last)
     alone = afresh([(tokens[-1:], counts[-1:]) for tokens, counts in further])
     assert drafted(new.select([rows - 1]), last[-1:]) == drafted(alone, last[-1:])

@@ -12,7 +12,7 @@ from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase
+from support import Context, TinyBase
 
 PROMPTS = [[5, 6, 7, 5, 6, 7], [9], list(range(40, 90))]
 
@@ -30,16 +30,16 @@ def tokens_of_passes(model: BaseModel) -> Iterator[list[int]]:
 def test_accepted_drafts_are_not_read_again(tiny_base: TinyBase, rows: int) -> None:
     """After a full acceptance one pass takes the last draft and the bonus: nothing lags behind."""
     base, drafter = tiny_base(), early_exit(tiny_base(), 2, num_tokens=3)
-    state = drafter.update(drafter.init_state(rows), torch.arange(8).expand(rows, -1), None)
+    context = Context.of(drafter, rows).read(torch.arange(8).expand(rows, -1))
     last = torch.full((rows,), 7)
     for tree in (TokenTree.chain(3), TokenTree.expansion([2, 2, 1])):
-        drafted = drafter.draft(state, last, DraftConfig(tree=tree)).tokens
+        drafted = context.draft(last, DraftConfig(tree=tree)).tokens
         path = [0]
         while tree.parents.count(path[-1]):
             path.append(tree.parents.index(path[-1]))
         with tokens_of_passes(drafter.model) as passes:
-            state = drafter.update(state, drafted[:, path], None)
-            drafter.draft(state, torch.full((rows,), base.vocab_size - 1), DraftConfig(tree=TokenTree.chain(3)))
+            context = context.read(drafted[:, path])
+            context.draft(torch.full((rows,), base.vocab_size - 1), DraftConfig(tree=TokenTree.chain(3)))
         assert passes == [2, 1, 1]
 
 
@@ -49,8 +49,8 @@ def test_drafts_only_ids_that_the_model_knows(tiny_base: TinyBase) -> None:
     small.vocab_size = 200  # as if the base's other ids were padding
     small.logits = lambda hidden: base.logits(hidden)[..., :200]  # type: ignore[method-assign]
     drafter = ModelDrafter(small, base)
-    state = drafter.update(drafter.init_state(1), torch.tensor([[5, 250, 7]]), None)
-    proposal = drafter.draft(state, torch.tensor([299]), DraftConfig(tree=TokenTree.expansion([2, 1, 2, 1])))
+    context = Context.of(drafter).read(torch.tensor([[5, 250, 7]]))
+    proposal = context.draft(torch.tensor([299]), DraftConfig(tree=TokenTree.expansion([2, 1, 2, 1])))
     assert int(proposal.tokens[:, 1:].max()) < 200
     small.vocab_size = 301
     with pytest.raises(UserError, match="has 301 ids but the target has 300"):

@@ -6,32 +6,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.drafter import DraftConfig, DraftState, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, Proposal
 from drafthead.models.drafters.experimental.max_gram import MaxGram, bigram_table
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, drafted_paths
+from support import Context, TinyBase, drafted_paths
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=3)
 
 
-def observe(drafter: PromptLookup, texts: list[list[int]]) -> DraftState:
-    """The state after all but the last token of every text, read in two parts."""
-    state: DraftState = drafter.init_state(len(texts))
+def observe(drafter: PromptLookup, texts: list[list[int]]) -> Context:
+    """All but the last token of every text, read in two parts."""
     longest = max(map(len, texts))
     padded = torch.tensor([[*text, *[99] * (longest - len(text))] for text in texts])
     counts = torch.tensor([len(text) - 1 for text in texts])
     halves = (counts // 2, counts - counts // 2)
-    state = drafter.update(state, padded, None, halves[0])
     rest = torch.stack([row.roll(-int(half)) for row, half in zip(padded, halves[0], strict=True)])
-    return drafter.update(state, rest, None, halves[1])
+    return Context.of(drafter, len(texts)).read(padded, counts=halves[0]).read(rest, counts=halves[1])
 
 
 def draft(drafter: PromptLookup, texts: list[list[int]], draft_config: DraftConfig | None = None) -> Proposal:
     assert drafter.tree is not None
     last = torch.tensor([text[-1] for text in texts])
-    return drafter.draft(observe(drafter, texts), last, draft_config or DraftConfig(tree=drafter.tree))
+    return observe(drafter, texts).draft(last, draft_config or DraftConfig(tree=drafter.tree))
 
 
 def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:

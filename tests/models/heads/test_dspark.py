@@ -10,13 +10,11 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.targets import DraftTargets
-from drafthead.models.token_tree import TokenTree
 from plain_heads import drafted_block, of_head, unit
-from support import TinyBase, assert_parity, random_ids, randomised, row_of
+from support import Context, TinyBase, assert_parity, chain_levels, random_ids, randomised, row_of
 
 VARIANTS = {
     "dspark": {},
@@ -160,10 +158,8 @@ def test_paths_have_distributions_of_their_own(tiny_base: TinyBase) -> None:
     hidden: HiddenStates = base.forward(torch.tensor([text]), base.new_cache(64), spec=new_head(base).spec)
     for rank, width in ((8, 2), (0, 1)):
         head = new_head(base, markov_rank=rank)
-        state = head.update(head.init_state(1), torch.tensor([text]), hidden)
-        draft_pass = head.start(state, torch.tensor([3]), DraftConfig(tree=TokenTree.chain(2)))
-        draft_pass.step(torch.tensor([[3]]), torch.tensor([[0]]))
-        actual = draft_pass.step(torch.tensor([[4, 5]]), torch.zeros(1, 2, dtype=torch.int64))
+        context = Context.of(head).read(torch.tensor([text]), hidden)
+        _, actual = context.logits([*chain_levels([3]), (torch.tensor([[4, 5]]), torch.tensor([[0, 0]]))])
         assert actual.shape == (1, width, 300) and (width == 1 or not torch.allclose(actual[0, 0], actual[0, 1]))
 
 

@@ -13,7 +13,7 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding import draft_cache
-from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DraftState, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig
@@ -24,8 +24,10 @@ from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable, PlainLinear, inference_linear
 from drafthead.models.token_tree import TokenTree
 from support import (
+    Context,
     TinyBase,
     assert_distributed,
+    chain_levels,
     drafted_logits,
     fitted,
     probs_of_answers,
@@ -153,7 +155,7 @@ def test_drafting_along_a_text_is_the_training_path(
     texts = [random_ids(60), random_ids(25, seed=1), random_ids(30, seed=2)]
     expected = [text_logits(head, base, ids) for ids in texts]
     for rows in ([0], [0, 1, 2], [1, 2]):
-        starts, state = torch.zeros(len(rows), dtype=torch.int64), head.init_state(len(rows))
+        starts, context = torch.zeros(len(rows), dtype=torch.int64), Context.of(head, len(rows))
         cache = base.new_slots(len(rows), 128) if len(rows) > 1 else base.new_cache(128)
         chosen = [texts[row] for row in rows], [expected[row] for row in rows]
         for counts in ([40, 1, 3], [1, 4, 2], [3, 1, 5], [1, 1, 1]):
@@ -161,34 +163,30 @@ def test_drafting_along_a_text_is_the_training_path(
             most = int(count.max())
             taken = [text[s : s + c] for text, s, c in zip(chosen[0], starts.tolist(), count.tolist(), strict=True)]
             tokens = torch.tensor([row_texts + [7] * (most - len(row_texts)) for row_texts in taken])
-            earlier, before = state, starts
-            state = head.update(state, tokens, base.forward(tokens, cache, count, head.spec), count)
+            earlier, before = context, starts
+            context = context.read(tokens, base.forward(tokens, cache, count, head.spec), count)
             starts = starts + count
-            for _ in range(2):  # a state can draft twice
-                follow(head, state, *chosen, starts)
+            for _ in range(2):  # a context can be drafted after twice
+                follow(context, *chosen, starts)
             if int(before.min()):  # so does the one before it, and some of its rows
-                follow(head, earlier, *chosen, before)
+                follow(earlier, *chosen, before)
                 last = len(rows) - 1
-                follow(head, state.select([last]), *([row_texts[last]] for row_texts in chosen), starts[last:])  # type: ignore[arg-type]
+                follow(context.select([last]), *([row_texts[last]] for row_texts in chosen), starts[last:])  # type: ignore[arg-type]
 
 
-@torch.inference_mode()
-def follow(head: DraftHead, state: DraftState, texts: list[list[int]], expected: list[Tensor], starts: Tensor) -> None:
+def follow(context: Context, texts: list[list[int]], expected: list[Tensor], starts: Tensor) -> None:
     """Expand nodes of the true tokens after the context; their logits must be those of training."""
 
     def tokens(ahead: int) -> Tensor:
         return torch.tensor([text[start + ahead] for text, start in zip(texts, starts.tolist(), strict=True)])
 
-    draft_pass = head.start(state, tokens(0), DraftConfig(tree=TokenTree.chain(head.depth)))
-    actual = draft_pass.step(tokens(0)[:, None], torch.zeros_like(tokens(0))[:, None])[:, 0]
-    for k in range(head.depth):
+    levels = [(tokens(0)[:, None], torch.zeros(len(texts), 1, dtype=torch.int64))]
+    for k in range(1, context.drafter.depth):
+        parents = torch.tensor([[0, min(k - 1, 1)]] * len(texts))
+        levels.append((torch.stack([tokens(k + 1), tokens(k)], 1), parents))
+    for k, actual in enumerate(context.logits(levels)):
         steps = torch.stack([w[k, start - 1] for w, start in zip(expected, starts.tolist(), strict=True)])
-        torch.testing.assert_close(actual, steps, rtol=1e-3, atol=1e-3)
-        if k + 1 < head.depth:
-            nodes = torch.stack([tokens(k + 2), tokens(k + 1)], 1)
-            parents = torch.full_like(nodes, min(k, 1))
-            parents[:, 0] = 0
-            actual = draft_pass.step(nodes, parents)[:, -1]
+        torch.testing.assert_close(actual[:, -1], steps, rtol=1e-3, atol=1e-3)
 
 
 @every_head
@@ -290,9 +288,7 @@ def first_logits(head: DraftHead, ids: list[int] | None = None) -> Tensor:
     """Return the logits of the first two draft positions after a short text."""
     base, tokens = head.base, torch.tensor([ids or random_ids(7)])
     base_hidden = base.forward(tokens, base.new_cache(64), spec=head.spec)
-    draft_pass = head.start(head.update(head.init_state(1), tokens, base_hidden), tokens[:, -1], PLANS["chain"])
-    chain = (tokens[:, -1:], torch.tensor([[5]]))
-    return torch.cat([draft_pass.step(token, torch.tensor([[0]])) for token in chain], 1)
+    return torch.cat(Context.of(head).read(tokens, base_hidden).logits(chain_levels([int(tokens[0, -1]), 5])), 1)
 
 
 @pytest.mark.parametrize("packed", [True, False])

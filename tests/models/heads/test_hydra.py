@@ -13,7 +13,7 @@ from drafthead.models.heads.hydra import HydraConfig, HydraHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from plain_heads import of_head
-from support import TinyBase, assert_parity, randomised, row_of
+from support import Context, TinyBase, assert_parity, randomised, row_of
 
 VARIANTS = {
     "plain": {},
@@ -73,8 +73,8 @@ def test_dropout_only_in_training(tiny_base: TinyBase) -> None:
         return float(head.loss(batch, base_hidden, LossConfig()).loss_sum.detach())
 
     assert len({loss() for _ in range(3)}) == 3
-    state = head.update(head.init_state(1), batch.input_ids[:, :3], HiddenStates(final=base_hidden.final[:, :3]))
-    drafts = [head.draft(state, torch.tensor([7]), DraftConfig(tree=TokenTree.expansion([8, 4]))) for _ in range(2)]
+    context = Context.of(head).read(batch.input_ids[:, :3], HiddenStates(final=base_hidden.final[:, :3]))
+    drafts = [context.draft(torch.tensor([7]), DraftConfig(tree=TokenTree.expansion([8, 4]))) for _ in range(2)]
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     head.eval()
     assert len({loss() for _ in range(3)}) == 1

@@ -17,7 +17,7 @@ from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 from drafthead.models.token_tree import TokenTree
 from plain_heads import of_head, states
-from support import TinyBase, assert_parity, assert_same_in_any_batch, randomised
+from support import Context, TinyBase, assert_parity, assert_same_in_any_batch, randomised
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 PLANS = {
@@ -68,11 +68,10 @@ def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, name: st
         shared = []
         for begun in (True, False):
             cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
-            state = head.attach(head.init_state(rows), cache)
-            hidden = base.forward(prompts, cache, spec=head.spec)
-            state = head.update(state, prompts, hidden)
+            context = Context.of(head, rows, cache)
+            context = context.read(prompts, base.forward(prompts, cache, spec=head.spec))
             rng = PerRowRng([seed + n for n in range(rows)], [4] * rows, DRAFT, base.device)
-            proposal = head.draft(state, torch.arange(30, 30 + rows), draft_config, rng)
+            proposal = context.draft(torch.arange(30, 30 + rows), draft_config, rng)
             assert proposal.partial_forward is not None and proposal.partial_forward.layers == 2
             partial_forward = proposal.partial_forward if begun else None
             actual = base.verify(proposal.tokens, proposal.shape, cache, head.spec, partial_forward).final
@@ -112,13 +111,12 @@ def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase, rows: int) -> 
     ids, last = torch.arange(3, 3 + 6 * rows).view(rows, 6), torch.tensor([9, 2])[:rows]
     cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
     hidden = base.forward(ids, cache, spec=head.spec)
-    led = head.update(head.init_state(rows), ids, hidden)
-    shared = head.update(head.attach(head.init_state(rows), cache), ids, hidden)
+    led, shared = (Context.of(head, rows, target).read(ids, hidden) for target in (None, cache))
     for draft_config in PLANS.values():
-        later = head.update(led, ids + 30, hidden)
-        actual = [head.draft(state, last, draft_config).tokens for state in (led, shared, later, led)]
+        later = led.read(ids + 30, hidden)
+        actual = [context.draft(last, draft_config).tokens for context in (led, shared, later, led)]
         assert torch.equal(actual[0], actual[1]) and torch.equal(actual[0], actual[3])
-        assert torch.equal(head.draft(led.select([rows - 1]), last[-1:], draft_config).tokens, actual[0][-1:])
+        assert torch.equal(led.select([rows - 1]).draft(last[-1:], draft_config).tokens, actual[0][-1:])
 
 
 def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_path: Path) -> None:

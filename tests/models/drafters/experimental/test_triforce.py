@@ -13,7 +13,7 @@ from drafthead.models.drafters.experimental.triforce import BudgetCache, Policy,
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, p_value_of_answers, probs_of_answers, random_ids
+from support import Context, TinyBase, p_value_of_answers, probs_of_answers, random_ids
 
 PROMPT = random_ids(70, seed=3)
 
@@ -79,17 +79,15 @@ def test_sampled_answers_have_the_targets_distribution(tiny_base: TinyBase) -> N
 def test_a_state_without_the_targets_cache_drafts_the_same(tiny_base: TinyBase) -> None:
     base = tiny_base()
     drafter = TriForce(base, 16, "retrieval:4", num_tokens=3, refresh=5)
-    detached = drafter.init_state(1)
     cache = base.new_cache(120)
-    attached = drafter.attach(drafter.init_state(1), cache)
+    contexts = [Context.of(drafter), Context.of(drafter, cache=cache)]
     config, position = DraftConfig(tree=TokenTree.chain(3)), 40
     for count in (40, 3, 1, 2, 4):
         tokens = torch.tensor([PROMPT[:40] if count == 40 else PROMPT[position : position + count]])
         position += 0 if count == 40 else count
         base.forward(tokens, cache)
-        detached, attached = (drafter.update(state, tokens, None) for state in (detached, attached))
-        last = torch.tensor([PROMPT[position]])
-        drafts = [drafter.draft(state, last, config).tokens.tolist() for state in (detached, attached)]
+        contexts, last = [context.read(tokens) for context in contexts], torch.tensor([PROMPT[position]])
+        drafts = [context.draft(last, config).tokens.tolist() for context in contexts]
         assert drafts[0] == drafts[1]
 
 
