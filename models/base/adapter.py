@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_json, safe_join
-from drafthead.models.base.base_config import LOAD_ERRORS
+from drafthead.models.base.text_model import LOAD_ERRORS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")

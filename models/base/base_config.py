@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,9 +24,12 @@ from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
+from drafthead.models.base import adapter
 from drafthead.models.base.gguf_config import gguf_config
+from drafthead.models.base.structure import llama_like
 from drafthead.models.base.text_model import (
     INNER_NAMES,
+    LOAD_ERRORS,
     build,
     is_composite,
     read_weights_alike,
@@ -42,11 +44,6 @@ SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "rand
 """Settings by which a saved head finds its base again."""
 ADAPTER = "adapter"
 """Folder for the base's adapter, if any, in a saved head."""
-LOAD_ERRORS = (
-    *(OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError),
-    *(SafetensorError, StrictDataclassError),
-)
-"""Errors that transformers and its libraries raise for missing, damaged or contradictory files."""
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
 """Name fragments of layer types with a recurrent state instead of keys and values."""
 FEED_FORWARD = frozenset(("mlp", "moe"))
@@ -268,7 +265,7 @@ def load_weights(
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the stock model that ``config`` names onto ``device``, and its tokenizer.
 
-    The model gets our attention function, or with ``own_attention`` keeps its default. The adapter is not merged.
+    The model gets our attention function, or with ``own_attention`` keeps its default. The adapter is merged.
     ``progress`` is called with a line before slow first-time work.
     """
     automatic = "float32" if device.type == "cpu" else "bfloat16"
@@ -285,7 +282,8 @@ def load_weights(
         tokenizer = config.load_tokenizer(config.name)
     else:
         model, tokenizer = _stored(config, how, progress)
-    return model.to(device), tokenizer
+    model = model.to(device)
+    return (model if config.adapter is None else adapter.merge(llama_like(model), config.adapter)), tokenizer
 
 
 @contextmanager

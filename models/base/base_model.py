@@ -6,6 +6,7 @@ Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_weights
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.parity import Expected, check, logit_scale, measured_sizes
+from drafthead.models.base.parity import StockResults, check_against_stock, logit_scale, measured_sizes
 from drafthead.models.base.structure import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.windows import Masks, windows_of
 from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
@@ -57,15 +58,10 @@ class BaseModel:
     """A frozen causal LM. Nothing here computes a gradient, and the model is never saved."""
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
-        """Freeze ``model`` in place and prepare it; :meth:`load` and :meth:`wrap` are the usual ways to get one.
+        """Freeze ``model`` in place, and measure its cache and logits; :meth:`load` and :meth:`wrap` also check it.
 
-        In this order, unless the weights are on the meta device:
-
-        1. Refuse architectures that cannot verify token trees.
-        2. Run the stock modules on a few tokens, as the reference for step 5, and measure their cache's sizes.
-        3. With ``config.prepack``, fuse and prepack linear layers in place. This may compile a kernel.
-        4. With ``config.kernels=auto`` on a CPU, time the kernels, or take the choice stored in drafthead's cache.
-        5. Compare the logits with the reference, once per config and process; a difference is a ``UserError``.
+        Its modules stay the stock ones until :func:`tune_for_cpu` replaces them. Architectures that cannot verify token
+        trees are refused. On the meta device nothing is measured.
         """
         settings = model.config
         check_architecture(settings, config.max_context)
@@ -88,43 +84,38 @@ class BaseModel:
             if getattr(module, "attn_temperature_tuning", False):
                 module.attn_temperature_tuning = False
         self.windows = windows_of(settings, self.max_context)
-        lm_head = model.get_output_embeddings()
-        if lm_head is None or lm_head.bias is not None:
+        self.output_layer = model.get_output_embeddings()
+        """Module of the output head, without scale and soft cap."""
+        if self.output_layer is None or self.output_layer.bias is not None:
             raise UserError(
                 f"{settings.model_type} has no output head without bias; draft heads are initialised from it"
             )
-        self.dtype, self.device = lm_head.weight.dtype, lm_head.weight.device
+        weight = self.output_layer.weight
+        self.dtype, self.device = weight.dtype, weight.device
         self.rounds_to = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
         """Dtype whose rounding errors the products have: 16 bits with quantised weights."""
-        weightless = self.device.type == "meta"  # without weights, to count the sizes of a head
-        self.fingerprint = "" if weightless else adapter.fingerprint(model)
         kv_heads, head_dim = attention_sizes(settings)
         self.cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
         )
-        expected = None
-        if not weightless:
-            # Must run before layers are replaced: the reference is computed by stock modules and attention.
+        self.lm_head = LMHead(weight=weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
+        self.fingerprint = ""
+        self.stock_results: StockResults | None = None
+        """Results of the stock modules, until :func:`check_against_stock` has compared them."""
+        if self.device.type != "meta":
+            self.fingerprint = adapter.fingerprint(model)
             self.cache_shape = replace(self.cache_shape, **measured_sizes(self))
-            expected = Expected.of(self)
-        head = LMHead(weight=lm_head.weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
-        self.lm_head = head if expected is None else replace(head, scale=logit_scale(self, head, expected))
+            self.stock_results = StockResults.of(self)
+            self.lm_head = replace(self.lm_head, scale=logit_scale(self, self.stock_results))
         self._wrapped_attention: str | None = None
         self._tree_masks = TreeMasks()
         self._last_layers: dict[int, Any] = {}
         self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and self.device.type == "cuda")
         self._static: StaticModel | None = None
-        measured = config.kernels == "auto" and worth_measuring(self.model)
-        self.kernels = KernelTable() if config.prepack and measured else None
+        self.kernels: KernelTable | None = None
         """Fastest kernel per number of rows; None if nothing is measured."""
-        # The final norm is not fused, because heads read its weight.
-        fused = fuse_modules(self.model.model.layers, table=self.kernels) if config.prepack else 0
-        self.prepacked = fused + (prepack_linears(self.model, table=self.kernels) if config.prepack else 0)
-        self._lm_head = self.model.get_output_embeddings()
-        if self.kernels is not None:
-            self._choose_kernels(self.kernels)
-        if expected is not None:
-            check(self, expected)
+        self.prepacked = 0
+        """Number of linear layers that are packed for few rows."""
 
     @classmethod
     def load(
@@ -135,9 +126,10 @@ class BaseModel:
     ) -> "BaseModel":
         """Load or build the base that ``config`` names; ``progress`` gets a line about slow first-time work."""
         model, tokenizer = load_weights(config, torch.device(device), progress)
-        if config.adapter is not None:
-            model = adapter.merge(llama_like(model), config.adapter)
-        return cls(model, tokenizer, config)
+        base = cls(model, tokenizer, config)
+        tune_for_cpu(base)
+        check_against_stock(base)  # after the fused modules have replaced stock ones, so that it covers them
+        return base
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any) -> "BaseModel":
@@ -146,23 +138,8 @@ class BaseModel:
         model.set_attn_implementation(attention.register())
         wrapped = cls(model, tokenizer, BaseConfig(name=model.config.name_or_path, prepack=False))
         wrapped._wrapped_attention = stock
+        check_against_stock(wrapped)
         return wrapped
-
-    def _choose_kernels(self, table: KernelTable) -> None:
-        """Fill ``table`` by timing verification with a short context."""
-        context = min(TRIAL_CONTEXT, self.max_context // 2)
-        tokens = torch.zeros(1, context, dtype=torch.long, device=self.device)
-        cache: KVCache | None = None
-
-        def verify(rows: int) -> None:
-            nonlocal cache
-            if cache is None:  # only when something is measured: a stored choice needs no pass
-                cache = self.new_cache(context + max(MEASURED_ROWS))
-                self.forward(tokens, cache)
-            self.verify_logits(tokens[:, :rows], chain_shape(rows), cache)
-            cache.crop()
-
-        choose_kernels(table, self.model, verify, (self.model.config.model_type, self.cache_shape, self.hidden_size))
 
     def stock(self) -> Any:
         """Return another copy of the model as transformers loads it, with stock modules and attention."""
@@ -171,8 +148,6 @@ class BaseModel:
             model.set_attn_implementation(self._wrapped_attention)
             return model
         model, _ = load_weights(self.config, self.device, lambda line: None, own_attention=True)
-        if self.config.adapter is not None:
-            model = adapter.merge(llama_like(model), self.config.adapter)
         return model.eval().requires_grad_(False)
 
     def identity(self) -> dict[str, Any]:
@@ -232,7 +207,7 @@ class BaseModel:
             return KVCache.empty(self._trimmed(capacity, nodes), capacity)
         if self._static is None:
             # Neither closure references self, so the model can be freed.
-            head, product = self.lm_head, self._lm_head
+            head, product = self.lm_head, self.output_layer
             logits = lambda h: head.scale_and_cap(product(h))  # noqa: E731
             windowed = None if self.windows is None else self.windows.masks
             self._static = StaticModel(self.cache_shape, self.model.model, logits, windowed)
@@ -327,7 +302,7 @@ class BaseModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the base's next-token logits [..., V] of hidden states [..., D]."""
-        return self.lm_head.scale_and_cap(self._lm_head(hidden))
+        return self.lm_head.scale_and_cap(self.output_layer(hidden))
 
     @torch.no_grad()
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
@@ -381,6 +356,36 @@ class BaseModel:
                 out = self._last_layers[done](inputs_embeds=partial_forward.hidden, **options)
             states[done] = partial_forward.hidden
         return _hidden_states(out.last_hidden_state, states, spec)
+
+
+def tune_for_cpu(base: BaseModel) -> None:
+    """Fuse and prepack the base's linear layers in place, and choose their kernels, as far as its config allows.
+
+    This may compile a kernel. With ``kernels=auto`` the kernels are timed, or a choice stored earlier is taken.
+    """
+    config, model = base.config, base.model
+    if not config.prepack:
+        return
+    table = base.kernels = KernelTable() if config.kernels == "auto" and worth_measuring(model) else None
+    # The final norm is not fused, because heads read its weight.
+    base.prepacked = fuse_modules(model.model.layers, table=table) + prepack_linears(model, table=table)
+    base.output_layer = model.get_output_embeddings()
+    if table is None:
+        return
+    context = min(TRIAL_CONTEXT, base.max_context // 2)
+    tokens = torch.zeros(1, context, dtype=torch.long, device=base.device)
+
+    @cache
+    def prompt_cache() -> KVCache:  # only when something is measured: a stored choice needs no pass
+        prompt = base.new_cache(context + max(MEASURED_ROWS))
+        base.forward(tokens, prompt)
+        return prompt
+
+    def verify(rows: int) -> None:
+        base.verify_logits(tokens[:, :rows], chain_shape(rows), prompt_cache())
+        prompt_cache().crop()
+
+    choose_kernels(table, model, verify, (model.config.model_type, base.cache_shape, base.hidden_size))
 
 
 def _static(

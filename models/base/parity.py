@@ -53,6 +53,9 @@ class Base(Protocol):
     device: torch.device
     windows: Windows | None
     cache_shape: CacheShape
+    lm_head: LMHead
+    output_layer: Any
+    stock_results: "StockResults | None"
 
     def forward(self, tokens: Tensor, cache: KVCache | RaggedCache, /) -> HiddenStates: ...
     def verify_logits(
@@ -63,8 +66,8 @@ class Base(Protocol):
 
 
 @dataclass(frozen=True)
-class Expected:
-    """The stock model's results."""
+class StockResults:
+    """Logits and states of the stock modules for a few sequences."""
 
     tokens: Tensor
     """[R, T] int64: two sequences with the same first ``PREFIX + 1`` tokens, and a different one."""
@@ -76,7 +79,7 @@ class Expected:
     """True if a base with this config has passed; then only the start of one sequence is computed."""
 
     @classmethod
-    def of(cls, base: Base) -> "Expected":
+    def of(cls, base: Base) -> "StockResults":
         """Compute the results of a base whose modules are still the stock ones."""
         model, config = base.model, base.model.config
         tokens = torch.randint(3, min(base.vocab_size, 300), (3, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -132,19 +135,19 @@ def measured_sizes(base: Base) -> dict[str, Any]:
     return {"by_layer": tuple(layers), "layers": len(layers)}
 
 
-def logit_scale(base: Base, head: LMHead, expected: Expected) -> float:
-    """Return the factor from the product of ``head`` to the stock logits, out of those that config keys suggest."""
+def logit_scale(base: Base, stock: StockResults) -> float:
+    """Return the factor from the output head's product to the stock logits, out of those that config keys suggest."""
     config = base.model.config
     with torch.inference_mode():
-        product = base.model.get_output_embeddings()(expected.final).float()
+        product = base.output_layer(stock.final).float()
     scales = [1.0]
     for key in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
         if isinstance(value := getattr(config, key, None), int | float) and value:
             scales += [float(value), 1.0 / value]
     if isinstance(value := getattr(config, "dim_model_base", None), int) and value:
         scales.append(value / config.hidden_size)
-    candidates = (replace(head, scale=scale).scale_and_cap(product) for scale in scales)
-    errors = [relative_error(base, logits, expected.logits[:1]) for logits in candidates]
+    candidates = (replace(base.lm_head, scale=scale).scale_and_cap(product) for scale in scales)
+    errors = [relative_error(base, logits, stock.logits[:1]) for logits in candidates]
     best = min(range(len(scales)), key=errors.__getitem__)
     if errors[best] > tolerance(base):
         raise UserError(
@@ -154,16 +157,20 @@ def logit_scale(base: Base, head: LMHead, expected: Expected) -> float:
     return scales[best]
 
 
-def check(base: Base, expected: Expected) -> None:
-    """Refuse a base whose logits differ from the stock model's; the error says which pass, and by how much."""
-    if expected.known:
+def check_against_stock(base: Base) -> None:
+    """Refuse a base whose logits differ from the stock model's; the error says which pass, and by how much.
+
+    The stock results are dropped. Nothing is compared if a base with this config has passed in this process.
+    """
+    results, base.stock_results = base.stock_results, None
+    if results is None or results.known:
         return
     kind, windows = base.model.config.model_type, base.windows
     edges = shortened(base.model.config, WINDOW) if windows is not None else nullcontext()
     try:
         with in_one_line(base.model.config, "cannot be read by this code"), edges:
             base.windows = None if windows is None else windows_of(base.model.config, base.max_context)
-            for what, logits, stock in _readings(base, expected):
+            for what, logits, stock in _readings(base, results):
                 if (error := relative_error(base, logits, stock)) > tolerance(base):
                     raise UserError(
                         f"{kind} read {what} differs from transformers' own attention by {error:.1%} of the largest "
@@ -174,9 +181,9 @@ def check(base: Base, expected: Expected) -> None:
     note_passed(base, READING)
 
 
-def _readings(base: Base, expected: Expected) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each pass, the base's logits and the stock logits."""
-    tokens, stock = expected.tokens, expected.logits
+    tokens, stock = results.tokens, results.logits
     capacity = LENGTH + len(TREE)
     shape = TREE.shape_on(base.device)
 

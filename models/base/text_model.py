@@ -5,6 +5,8 @@ Of a composite (vision-language) checkpoint, only the language model is built an
 
 from typing import Any, cast
 
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -12,6 +14,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from drafthead.data.utils.errors import UserError
 
+LOAD_ERRORS = (
+    *(OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError),
+    *(SafetensorError, StrictDataclassError),
+)
+"""Errors that transformers and its libraries raise for missing, damaged or contradictory files."""
 INNER_NAMES = {
     r"^(model\.)?language_model\.model\.": "model.",
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.base_model import BaseModel, tune_for_cpu
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
@@ -38,7 +38,14 @@ class _Pair:
             # Fresh norms are all ones (Gemma: zeros) and fresh biases zeros: mistakes with them would not show.
             if weight.ndim == 1:
                 weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
-        self.fused = BaseModel(copy.deepcopy(self.stock.model), self.stock.tokenizer, replace(shape, prepack=True))
+        self.fused = self.fuse()
+
+    def fuse(self) -> BaseModel:
+        """A copy with fused modules."""
+        config = replace(self.stock.config, prepack=True)
+        fused = BaseModel(copy.deepcopy(self.stock.model), self.stock.tokenizer, config)
+        tune_for_cpu(fused)
+        return fused
 
     def assert_equal(self, work: Callable[[BaseModel], Tensor]) -> None:
         stock, fused = work(self.stock), work(self.fused)
@@ -62,8 +69,7 @@ def test_every_layer_is_fused(pair: _Pair) -> None:
 @pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.chain(1), TokenTree.chain(3), TREE], ids=len)
 def test_passes(pair: _Pair, batch: int, tree: TokenTree) -> None:
     """Hidden states of a prompt and of a tree after it are equal."""
-    config = replace(pair.stock.config, prepack=True)
-    pair.fused = BaseModel(copy.deepcopy(pair.stock.model), pair.stock.tokenizer, config)
+    pair.fused = pair.fuse()
     ids = torch.randint(1, 250, (batch, 9 + len(tree)), generator=torch.Generator().manual_seed(0))
 
     def logits(base: BaseModel) -> Tensor:
