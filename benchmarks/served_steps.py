@@ -21,7 +21,7 @@ from common import at_least, entry_point, listed, parser, print_table, save_reco
 from drafthead.eval.config import ENGINES, EngineConfig, EnginesConfig
 from drafthead.eval.engines.served import EngineStart, check_drafts, export, format_for, method_of
 from drafthead.eval.engines.servers import EngineServer, LlamaCppServer
-from drafthead.eval.metrics.acceptance import mean_accepted_length
+from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.formats.gguf.gguf_files import KINDS
@@ -106,7 +106,7 @@ def chain_costs(answers: list[DecodeResult]) -> dict[str, float]:
     return {
         "tokens_per_second": tokens / seconds,
         "step_s": seconds / steps,
-        "mean_accepted_length": mean_accepted_length(answers).value,
+        "mean_accepted_length": mean_accepted_length(step_table({"": answers})),
     }
 
 

@@ -19,9 +19,8 @@ from drafthead.data.utils.files import make_folder, write_json
 from drafthead.data.utils.machine import hardware, other_processes_line, versions
 from drafthead.data.utils.settings import Positive, settings
 from drafthead.eval.config import SuiteConfig
-from drafthead.eval.metrics.acceptance import mean_accepted_length
-from drafthead.eval.metrics.speed import decode_tokens_per_second
 from drafthead.eval.metrics.speedup_breakdown import expected_tokens
+from drafthead.eval.metrics.steps import decode_tokens_per_second, mean_accepted_length, step_table
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report.plots import GRID, INK, new_axes, save_png, styled
 from drafthead.eval.report.tables import ResultTable
@@ -178,10 +177,13 @@ def measure_speeds(
     timed = run_interleaved(
         prompts, lambda prompt, _: list(prompt.input_ids or ()), decoders, None, 0, lambda done, total: None
     )
-    speeds = {name: decode_tokens_per_second(results).value for name, results in timed.results.items()}
+    runs = step_table(timed.results).groupby("method")
+    speeds, lengths = (
+        {name: metric(run) for name, run in runs} for metric in (decode_tokens_per_second, mean_accepted_length)
+    )
     for row in rows:
         row |= {"measured": speeds[row["name"]], "autoregressive": speeds["autoregressive"]}
-        row["tokens_decoded"] = mean_accepted_length(timed.results[row["name"]]).value
+        row["tokens_decoded"] = lengths[row["name"]]
     return timed
 
 

@@ -5,9 +5,14 @@ from typing import Any
 
 from drafthead.eval.engines.served import PLAIN, ServedEngines
 from drafthead.eval.lossless.equality import Equality
-from drafthead.eval.metrics import acceptance
-from drafthead.eval.metrics.speed import tokens_per_second
-from drafthead.eval.timing.result_log import FailedDecode
+from drafthead.eval.metrics.steps import (
+    Rows,
+    accepted_by_depth,
+    drafting,
+    mean_accepted_length,
+    step_table,
+    tokens_per_second,
+)
 from drafthead.models.decoding.step_log import DecodeResult
 
 Results = Mapping[str, Sequence[DecodeResult]]
@@ -29,19 +34,20 @@ def compare_engines(
         against_plain: per engine, the comparison of its speculative answers with its plain ones; missing without those.
         tolerance: largest difference of the mean accepted length, as a share of it, and of each position's acceptance.
     """
-    ours = _acceptance(results[served.chain])
+    table = step_table(results)
+    runs = {name: table[table.method == name] for name in results}
+    ours = _acceptance(runs[served.chain])
     by_engine = {}
     for name, facts in served.facts.items():
-        plain, speculative = results.get(name + PLAIN), _answered(results[name])
-        theirs = _acceptance(speculative)
+        plain, theirs = runs.get(name + PLAIN), _acceptance(runs[name])
         texts = against_plain.get(name) or equalities[name]
         row = {
             **facts,
             "drafts": served.drafts,
-            "prompts": len(speculative),
+            "prompts": int((runs[name].step == 0).sum()),
             "tokens_per_second": {
-                "plain": None if plain is None else tokens_per_second(_answered(plain)).value,
-                "speculative": tokens_per_second(speculative).value,
+                "plain": None if plain is None else tokens_per_second(plain),
+                "speculative": tokens_per_second(runs[name]),
             },
             "acceptance": {"engine": theirs, "ours": ours},
             "texts": {
@@ -57,19 +63,12 @@ def compare_engines(
     return by_engine
 
 
-def _answered(results: Sequence[DecodeResult]) -> list[DecodeResult]:
-    return [result for result in results if not isinstance(result, FailedDecode)]
-
-
-def _acceptance(results: Sequence[DecodeResult]) -> dict[str, Any]:
+def _acceptance(rows: Rows) -> dict[str, Any]:
     """Return the number of steps that drafted, how many accepted each position, and the mean accepted length."""
-    answered = _answered(results)
-    steps = acceptance.drafting_steps(answered)
-    deepest = max((step.depth for step in steps), default=0)
     return {
-        "steps": len(steps),
-        "accepted": [sum(step.accepted >= depth for step in steps) for depth in range(1, deepest + 1)],
-        "mean_accepted_length": acceptance.mean_accepted_length(answered).value,
+        "steps": len(drafting(rows)),
+        "accepted": accepted_by_depth(rows),
+        "mean_accepted_length": mean_accepted_length(rows),
     }
 
 

@@ -5,16 +5,16 @@ takes v1 + o1 for one token. So the speedup of the steps is m (v1 + o1) / (d + v
 same run. The prefill and other time outside the steps then pull the whole speedup towards 1.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
 from typing import Any, Self
 
+import numpy as np
+
 from drafthead.data.utils.floats import finite
-from drafthead.eval.metrics.acceptance import Results, acceptance_per_depth, alpha, steps_of
-from drafthead.eval.metrics.speed import speedup
+from drafthead.eval.metrics.steps import Rows, acceptance_per_depth, alpha, ratio, speedup, steps
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
 
@@ -56,13 +56,11 @@ class StepTerms:
     """Prefill and everything else outside the steps, per step."""
 
     @classmethod
-    def of(cls, results: Results) -> Self:
-        """Measured terms; NaN without a step."""
-        steps = steps_of(results)
-        count = len(steps) or math.nan
-        names = ("committed", "proposed", "depth", "draft_s", "verify_s", "total_s")
-        tokens, drafts, depth, draft, verify, total = (sum(getattr(s, name) for s in steps) / count for name in names)
-        outside = sum(result.total_s for result in results) / count - total
+    def of(cls, rows: Rows) -> Self:
+        """Return the measured terms; NaN without a step."""
+        names = ["committed", "proposed", "depth", "draft_s", "verify_s", "total_s"]
+        tokens, drafts, depth, draft, verify, total = map(float, steps(rows)[names].mean())
+        outside = ratio(rows.total_s[rows.step == 0].sum(), len(steps(rows)))
         return cls(tokens, drafts, depth, draft, verify, total - draft - verify, outside)
 
     @property
@@ -111,11 +109,11 @@ class ClosedForm:
     """alpha > c: some chain is faster than autoregressive decoding."""
 
     @classmethod
-    def of(cls, results: Results, baseline: StepTerms, method: StepTerms) -> Self:
+    def of(cls, rows: Rows, baseline: StepTerms, method: StepTerms) -> Self:
         """Return the closed form of a run that drafted."""
-        known = alpha(results)
+        known = alpha(rows)
         # A tree's log does not tell alpha.
-        rate = (acceptance_per_depth(results)[0] if known is None else known).value
+        rate = acceptance_per_depth(rows)[0] if known is None else known
         drafts = max(1, round(method.depth))
         cost = method.draft_s / method.depth / baseline.step_s
         best = optimal_lookahead(rate, cost)
@@ -159,7 +157,7 @@ class SpeedupBreakdown:
 
 
 def speedup_breakdown(
-    baseline: Results, method: Results, costs: CostModel | None = None, order: TreeOrder | None = None
+    baseline: Rows, method: Rows, costs: CostModel | None = None, order: TreeOrder | None = None
 ) -> SpeedupBreakdown | None:
     """Break down the speedup of ``method`` over ``baseline`` on the same prompts; None if one of them made no step.
 
@@ -170,7 +168,7 @@ def speedup_breakdown(
     if not (before.step_s > 0 and after.step_s > 0):
         return None
     levels = _waterfall(before, after)
-    measured = speedup(baseline, method).value
+    measured = speedup(method, baseline)
     predicted_from_costs = best_chain = best_tree = None
     if costs is not None:
         predicted_from_costs = costs.speedup(after.tokens, 1 + after.drafts, round(after.depth))
@@ -226,13 +224,12 @@ def best_option(values: Sequence[float], depths: Sequence[int], costs: CostModel
     return max(options(values, depths, costs), key=lambda option: option.speedup) if values else None
 
 
-def chain_values(results: Results, order: TreeOrder | None = None) -> list[float]:
+def chain_values(rows: Rows, order: TreeOrder | None = None) -> list[float]:
     """Return the probability that each draft of a chain is accepted: by ``order``, else measured; empty if only trees
     ran.
     """
     if order is not None:
         return [value for path, value in zip(order.paths, order.values, strict=True) if not any(path)]
-    if alpha(results) is None:
+    if alpha(rows) is None:
         return []  # by depth, a tree's acceptance is that of all siblings together
-    conditional = [ratio.value if ratio.den else 0.0 for ratio in acceptance_per_depth(results)]
-    return list(accumulate(conditional, mul))
+    return list(accumulate(np.nan_to_num(acceptance_per_depth(rows)).tolist(), mul))

@@ -4,7 +4,6 @@ Plain JSON values, null if nothing was measured.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,41 +11,40 @@ import torch
 from drafthead.data.utils.floats import finite
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.lossless.equality import Equality, equality_rate
-from drafthead.eval.metrics import acceptance, speed
 from drafthead.eval.metrics.speedup_breakdown import speedup_breakdown
+from drafthead.eval.metrics.steps import (
+    METRICS,
+    Retokenised,
+    Rows,
+    acceptance_per_depth,
+    by_context,
+    by_entropy,
+    by_position,
+    ctar,
+    decode_tokens_per_second,
+    mean_accepted_length,
+    spec_bench,
+    speedup,
+    speedup_interval,
+    step_table,
+    tokens_per_second,
+)
 from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
-from drafthead.models.decoding.step_log import DecodeResult
 
 AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
 """Kinds of autoregressive decoding: transformers' ``generate`` over its stock modules and over ours, and our loop."""
 METHOD = "speculative"
 """Name of the headline's method, if it ran."""
-
-
-@dataclass(frozen=True)
-class _Answers:
-    """Some turns, answered by all methods."""
-
-    questions: list[tuple[str, int]]
-    """Task and number, which the turns of one conversation share."""
-    turns: list[dict[str, int]]
-    results: dict[str, list[DecodeResult]]
-    equalities: dict[str, list[Equality]]
-
-    def choose(self, members: Sequence[int]) -> "_Answers":
-        def of(rows: Any) -> Any:
-            return {n: of(row) for n, row in rows.items()} if isinstance(rows, dict) else [rows[n] for n in members]
-
-        return _Answers(*map(of, (self.questions, self.turns, self.results, self.equalities)))
+CTAR_WIDTHS = range(1, 7)
 
 
 def summarise(
     timed: TimedResults,
     equalities: dict[str, list[Equality]],
-    retokenised: speed.Retokenised,
+    retokenised: Retokenised,
     dtype: torch.dtype,
     costs: CostModel | None = None,
     order: TreeOrder | None = None,
@@ -69,35 +67,44 @@ def summarise(
         "speedup_breakdown": the headline's speedup over each baseline, term by term.
         "equality": rate of equal answers, and the target's dtype.
     """
-    prompts, results = timed.prompts, timed.results
-    methods, baselines = method_names(results), [name for name in AUTOREGRESSIVE if name in results]
+    methods, baselines = method_names(timed.results), [name for name in AUTOREGRESSIVE if name in timed.results]
+    table = step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised)
     headline = methods[0]
-    pairs = zip(prompts, timed.turns, strict=True)
-    turns = [{"prompt": prompt.number} | ({"turn": turn} if prompt.turns > 1 else {}) for prompt, turn in pairs]
-    every = _Answers([(prompt.task, prompt.number) for prompt in prompts], turns, results, equalities)
-    failed = {n: row for n, row in enumerate(results[headline]) if isinstance(row, FailedDecode)}
-    answered = [n for n in range(len(prompts)) if n not in failed]
+    turns = [
+        {"prompt": prompt.number} | ({"turn": turn} if prompt.turns > 1 else {})
+        for prompt, turn in zip(timed.prompts, timed.turns, strict=True)
+    ]
+    tasks = [prompt.task for prompt in timed.prompts]
+    errors = {n: row.error for n, row in enumerate(timed.results[headline]) if isinstance(row, FailedDecode)}
+    answered = [n for n in range(len(turns)) if n not in errors]
     measured_on = hardware() | {"other_processes_cores": timed.other_processes_cores}
-    answers, machine = every.choose(answered), {"hardware": measured_on, "versions": versions()}
-    tasks = {
-        task: every.choose([n for n in answered if prompts[n].task == task])
-        for task in dict.fromkeys(prompt.task for prompt in prompts)
-    }
-    overall, runs = _group(answers, retokenised), answers.results
+    machine = {"hardware": measured_on, "versions": versions()}
+
+    def group(rows: Rows, members: list[int]) -> dict[str, Any]:
+        outputs = {name: [(turns[n], equality[n]) for n in members] for name, equality in equalities.items()}
+        return _group({name: rows[rows.method == name] for name in (*baselines, *methods)}, outputs) | machine
+
+    overall = group(table, answered)
+    runs = {name: table[table.method == name] for name in (*baselines, *methods)}
     fastest = runs[fastest_autoregressive(overall)[0]]
     breakdowns = {name: speedup_breakdown(runs[name], runs[headline], costs, order) for name in baselines}
     plain: dict[str, Any] = finite(
         {
             "headline": headline,
-            "tasks": {task: _group(group, retokenised) | machine for task, group in tasks.items()},
-            "overall": overall | machine,
-            "failed": [every.turns[n] | {"task": prompts[n].task, "message": row.error} for n, row in failed.items()],
-            "metrics": {name: speed.measure(fastest, runs[name], retokenised, answers.questions) for name in methods},
-            "by_position": acceptance.by_position(runs[headline]),
-            "by_context": acceptance.by_context(runs[headline], [len(timed.ids[n]) for n in answered]),
-            "by_entropy": acceptance.by_entropy(runs[headline]),
+            "tasks": {
+                task: group(table[table.task == task], [n for n in answered if tasks[n] == task])
+                for task in dict.fromkeys(tasks)
+            },
+            "overall": overall,
+            "failed": [turns[n] | {"task": tasks[n], "message": error} for n, error in errors.items()],
+            "metrics": {
+                name: {metric: value(runs[name], fastest) for metric, value in METRICS.items()} for name in methods
+            },
+            "by_position": by_position(runs[headline]),
+            "by_context": by_context(runs[headline]),
+            "by_entropy": by_entropy(runs[headline]),
             "speedup_breakdown": {name: breakdown and breakdown.to_json() for name, breakdown in breakdowns.items()},
-            "equality": equality_rate(answers.equalities.get(headline, []), dtype),
+            "equality": equality_rate([equalities[headline][n] for n in answered if headline in equalities], dtype),
         }
     )
     return plain
@@ -123,40 +130,43 @@ def speedup_of(group: dict[str, Any], method: str | None = None) -> float | None
     return value
 
 
-def _group(answers: _Answers, retokenised: speed.Retokenised) -> dict[str, Any]:
-    """Return the numbers of these answers: the headline's, and each method's."""
-    runs = {name: answers.results[name] for name in AUTOREGRESSIVE if name in answers.results}
-    speeds = {name: finite(speed.tokens_per_second(run).value) for name, run in runs.items()}
+Outputs = Sequence[tuple[dict[str, int], Equality]]
+"""Number and turn of each answer, and its comparison with autoregressive decoding."""
+
+
+def _group(runs: dict[str, Rows], outputs: dict[str, Outputs]) -> dict[str, Any]:
+    """Return the numbers of some questions, from each method's rows: the headline's, and each method's."""
+    baselines = {name: rows for name, rows in runs.items() if name in AUTOREGRESSIVE}
+    speeds = {name: finite(tokens_per_second(rows)) for name, rows in baselines.items()}
     shared: dict[str, Any] = {"autoregressive_tokens_per_second": speeds}
     fastest, _ = fastest_autoregressive(shared)
-    methods = {name: _numbers(answers, name, fastest, retokenised) for name in method_names(answers.results)}
+    methods = {
+        name: _numbers(runs[name], baselines, fastest)
+        | ({"identical_outputs": _identical(outputs[name])} if name in outputs else {})
+        for name in method_names(runs)
+    }
     return shared | next(iter(methods.values())) | {"methods": methods}
 
 
-def _numbers(answers: _Answers, name: str, fastest: str, retokenised: speed.Retokenised) -> dict[str, Any]:
-    method, results, questions = answers.results[name], answers.results, answers.questions
-    speedups = {n: speed.speedup_interval(results[n], method, questions) for n in AUTOREGRESSIVE if n in results}
-    numbers = {
-        "mean_accepted_length": acceptance.mean_accepted_length(method).value,
-        "acceptance_per_depth": [ratio.value for ratio in acceptance.acceptance_per_depth(method)],
-        "ctar": {str(width): acceptance.ctar(method, width).value for width in acceptance.CTAR_WIDTHS},
-        "tokens_per_second": speed.tokens_per_second(method).value,
-        "decode_tokens_per_second": speed.decode_tokens_per_second(method).value,
-        # The fastest baseline is the honest denominator.
-        "speedup": {f"vs_{n}": interval[0] for n, interval in speedups.items()}
-        | {"interval_95": speedups[fastest][1:]},
-        "spec_bench": vars(speed.spec_bench(results[fastest], method, retokenised, questions)),
+def _numbers(rows: Rows, baselines: dict[str, Rows], fastest: str) -> dict[str, Any]:
+    """Return a method's numbers. The fastest baseline is the honest denominator."""
+    return {
+        "mean_accepted_length": mean_accepted_length(rows),
+        "acceptance_per_depth": acceptance_per_depth(rows),
+        "ctar": {str(width): share for width, share in zip(CTAR_WIDTHS, ctar(rows, CTAR_WIDTHS), strict=True)},
+        "tokens_per_second": tokens_per_second(rows),
+        "decode_tokens_per_second": decode_tokens_per_second(rows),
+        "speedup": {f"vs_{name}": speedup(rows, baseline) for name, baseline in baselines.items()}
+        | {"interval_95": speedup_interval(rows, baselines[fastest])},
+        "spec_bench": spec_bench(rows, baselines[fastest]),
     }
-    if name in answers.equalities:
-        numbers["identical_outputs"] = _identical(answers.turns, answers.equalities[name])
-    return numbers
 
 
-def _identical(turns: Sequence[dict[str, int]], equalities: Sequence[Equality]) -> dict[str, Any]:
-    near_ties: list[dict[str, Any]] = []
-    different: list[dict[str, Any]] = []
-    for turn, equality in zip(turns, equalities, strict=True):
-        if not equality.same:
-            (near_ties if equality.near_tie else different).append(turn | equality.to_json())
-    same = sum(equality.same for equality in equalities)
-    return {"same": same, "of": len(equalities), "near_ties": near_ties, "different": different}
+def _identical(outputs: Outputs) -> dict[str, Any]:
+    differing = [(equality.near_tie, turn | equality.to_json()) for turn, equality in outputs if not equality.same]
+    return {
+        "same": len(outputs) - len(differing),
+        "of": len(outputs),
+        "near_ties": [entry for near_tie, entry in differing if near_tie],
+        "different": [entry for near_tie, entry in differing if not near_tie],
+    }

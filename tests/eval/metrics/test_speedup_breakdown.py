@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafthead.eval.metrics.speed import speedup
 from drafthead.eval.metrics.speedup_breakdown import (
     StepTerms,
     best_option,
@@ -17,6 +16,7 @@ from drafthead.eval.metrics.speedup_breakdown import (
     options,
     speedup_breakdown,
 )
+from drafthead.eval.metrics.steps import Rows, speedup, step_table
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
 from drafthead.models.decoding.step_log import DecodeResult
@@ -56,6 +56,10 @@ def answer(accepted: list[int], depth: int, proposed: int, prefill_s: float = 1.
     return DecodeResult(tokens=[5] * tokens, steps=steps, prefill_s=prefill_s, total_s=total)
 
 
+def rows_of(log: list[DecodeResult]) -> Rows:
+    return step_table({"": log})
+
+
 def autoregressive(method: list[DecodeResult]) -> list[DecodeResult]:
     return [answer([0] * (len(m.tokens) - 1), 0, 0, prefill_s=m.prefill_s) for m in method]
 
@@ -67,9 +71,9 @@ accepted = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 def test_the_waterfall_ends_at_the_measurement(log: list[list[int]], prefill_s: float, rest_s: float) -> None:
     method = [answer(counts, 3, 3, prefill_s, rest_s) for counts in log]
     baseline = autoregressive(method)
-    breakdown = speedup_breakdown(baseline, method, COSTS)
+    breakdown = speedup_breakdown(rows_of(baseline), rows_of(method), COSTS)
     assert breakdown is not None
-    assert breakdown.measured == pytest.approx(speedup(baseline, method).value)
+    assert breakdown.measured == pytest.approx(speedup(rows_of(method), rows_of(baseline)))
     assert breakdown.residual == pytest.approx(0, abs=1e-9)
     assert breakdown.waterfall[0].speedup == pytest.approx(breakdown.method.tokens)
     assert sum(level.change for level in breakdown.waterfall) + breakdown.waterfall[0].speedup == pytest.approx(
@@ -82,7 +86,7 @@ def test_the_waterfall_ends_at_the_measurement(log: list[list[int]], prefill_s: 
 def test_terms_counted_by_hand() -> None:
     """4 drafts in a tree of 2 levels; a step takes 0.2 + 1.3 + 0.1 for 2 tokens, an autoregressive one 1."""
     method = [answer([2, 0], 2, 4, prefill_s=2.0)]
-    breakdown = speedup_breakdown(autoregressive(method), method, COSTS)
+    breakdown = speedup_breakdown(rows_of(autoregressive(method)), rows_of(method), COSTS)
     assert breakdown is not None
     terms = {"draft_s": 0.2, "verify_s": 1.3, "loop_s": 0.1, "outside_s": 1.0}
     assert breakdown.method == StepTerms(
@@ -97,7 +101,7 @@ def test_terms_counted_by_hand() -> None:
 
 
 def test_other_answers_are_the_residual() -> None:
-    breakdown = speedup_breakdown([answer([0] * 9, 0, 0)], [answer([1, 1], 2, 2)])
+    breakdown = speedup_breakdown(rows_of([answer([0] * 9, 0, 0)]), rows_of([answer([1, 1], 2, 2)]))
     assert breakdown is not None and breakdown.predicted_from_costs is None
     assert breakdown.residual == pytest.approx(breakdown.measured - breakdown.waterfall[-1].speedup)
     assert abs(breakdown.residual) > 0.01
@@ -123,18 +127,18 @@ def test_the_best_draft_on_a_machine() -> None:
 
 def test_chain_values_are_running_products() -> None:
     log = [answer([2, 0, 1, 2], 2, 2)]
-    assert chain_values(log) == pytest.approx([3 / 4, 3 / 4 * 2 / 3])
+    assert chain_values(rows_of(log)) == pytest.approx([3 / 4, 3 / 4 * 2 / 3])
     order = TreeOrder([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)], [0.6, 0.2, 0.4, 0.1, 0.3])
-    assert chain_values(log, order) == [0.6, 0.4, 0.3]
-    breakdown = speedup_breakdown(autoregressive(log), log, COSTS, order)
+    assert chain_values(rows_of(log), order) == [0.6, 0.4, 0.3]
+    breakdown = speedup_breakdown(rows_of(autoregressive(log)), rows_of(log), COSTS, order)
     assert breakdown is not None and breakdown.best_chain is not None and breakdown.best_tree is not None
     assert breakdown.best_tree.tokens >= breakdown.best_chain.tokens
     assert json.loads(json.dumps(breakdown.to_json(), allow_nan=False)) == breakdown.to_json()
 
 
 def test_nothing_to_take_apart() -> None:
-    nothing = [DecodeResult(tokens=[1], steps=[], prefill_s=1.0, total_s=1.0)]
+    nothing = rows_of([DecodeResult(tokens=[1], steps=[], prefill_s=1.0, total_s=1.0)])
     assert speedup_breakdown(nothing, nothing) is None
-    baseline = [answer([0, 0], 0, 0)]
+    baseline = rows_of([answer([0, 0], 0, 0)])
     breakdown = speedup_breakdown(baseline, baseline)
     assert breakdown is not None and breakdown.closed_form is None and breakdown.measured == 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.metrics import acceptance as metrics
+from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.trees import answers as answers_module
 from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
@@ -205,7 +205,7 @@ def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> N
                 base, head, [FinishedAnswer(prompt + real.tokens, len(prompt))], draft_config, GREEDY
             )
             assert simulated.steps == len(real.steps)
-            assert simulated.mean_accepted_length == metrics.mean_accepted_length([real]).value
+            assert simulated.mean_accepted_length == mean_accepted_length(step_table({"": [real]}))
 
 
 def test_hidden_states_of_the_answering_stand_in_for_a_pass_over_its_texts(

@@ -1,0 +1,243 @@
+"""Metrics of the table of steps against hand-counted logs, and the identities between them."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafthead.data.utils.floats import finite
+from drafthead.eval.metrics import steps as metrics
+from drafthead.eval.metrics.steps import METRICS, by_context, by_entropy, by_position, step_table
+from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from support import steady_answer
+from support import step_record as step
+
+
+def answer(steps: list[StepRecord], prefill_s: float = 1.0) -> DecodeResult:
+    tokens = [7] * (1 + sum(s.committed for s in steps))
+    return DecodeResult(
+        tokens=tokens, steps=steps, prefill_s=prefill_s, total_s=prefill_s + sum(s.total_s for s in steps)
+    )
+
+
+def timed(committed: list[int], step_s: float = 1.0) -> DecodeResult:
+    return answer([step(count - 1, total_s=step_s) for count in committed], prefill_s=0.5)
+
+
+def rows_of(log: list[DecodeResult], **options: Any) -> metrics.Rows:
+    return step_table({"m": log}, **options)
+
+
+def measured(log: list[DecodeResult], baseline: list[DecodeResult] | None = None) -> dict[str, Any]:
+    """Return all metrics of ``log``, as ``eval.json`` has them."""
+    rows, base = rows_of(log), rows_of(log if baseline is None else baseline)
+    return {name: metric(rows, base) for name, metric in METRICS.items()}
+
+
+# Accepted 2, 0, 3, 1; EOS cut the last step's two tokens to one.
+LOG = [answer([step(2, 3), step(0, 1)]), answer([step(3, 4, total_s=3.0), step(1, 1, depth=2)])]
+TREE = [answer([replace(step(1, 2, depth=2), proposed=5), replace(step(0, 1, depth=2), proposed=5)])]
+LOOKUP = [answer([step(0, 1, depth=0), step(2, 3, depth=2)])]
+"""Prompt lookup that finds a match in one of two steps."""
+SHORT = [answer([step(1, 2, depth=1), step(2, 3, depth=2)])]
+"""Depth 2 was offered once and accepted: certain, although another step stopped at its own end."""
+
+
+@pytest.mark.parametrize(
+    ("log", "values"),
+    [
+        (
+            LOG,
+            {
+                "mean_accepted_length": 9 / 4,
+                "acceptance_per_depth": [3 / 4, 2 / 3, 1 / 2],
+                "ctar": [1, 1 / 2, 1 / 2, 1 / 4],
+                "tokens_per_second": 11 / 8,
+                "decode_tokens_per_second": 9 / 6,
+                "loop_overhead": 0.1,
+                "mean_accepted_length_untruncated": 10 / 4,
+                "mean_accepted_drafts": 6 / 4,
+                "acceptance_rate": 6 / 11,
+                "node_efficiency": 6 / 11,
+                "acceptance_per_depth_of_all": [3 / 4, 2 / 4, 1 / 4],
+                "alpha": 6 / (3 + 1 + 3 + 2),
+                "n_alpha": [3 / 4, 2 / 3, 1 / 2],
+                "compression_ratio_as_released": 11 / 6,
+                "tar_as_analysed": (1 + 2) / 2,
+            },
+        ),
+        (SHORT, {"acceptance_per_depth": [1, 1]}),
+        (
+            LOOKUP,
+            {
+                "mean_accepted_length_untruncated": 2,
+                "mean_accepted_length_if_drafted": 3,
+                "acceptance_per_depth_of_all": [1, 1],
+            },
+        ),
+        (TREE, {"node_efficiency": 1 / 10, "acceptance_rate": 1 / 4}),
+    ],
+)
+def test_counted_by_hand(log: list[DecodeResult], values: dict[str, Any]) -> None:
+    assert {name: measured(log)[name] for name in values} == {k: pytest.approx(v) for k, v in values.items()}
+
+
+def test_a_tree_does_not_tell_alpha() -> None:
+    assert measured(TREE)["alpha"] is None and measured(TREE)["n_alpha"] is None
+
+
+DEPTH = 4
+steps = st.integers(0, DEPTH).flatmap(
+    lambda depth: st.integers(0, depth).flatmap(
+        lambda accepted: st.integers(1, accepted + 1).map(lambda committed: step(accepted, committed, depth=depth))
+    )
+)
+logs = st.lists(st.lists(steps, min_size=1, max_size=6).map(answer), min_size=1, max_size=4)
+full_depth = st.lists(st.integers(0, DEPTH), min_size=1, max_size=20).map(
+    lambda accepted: [answer([step(a, a + 1, depth=DEPTH) for a in accepted])]
+)
+
+
+@given(logs)
+def test_the_conventions_differ_by_the_bonus_and_by_what_was_cut_off(log: list[DecodeResult]) -> None:
+    values = measured(log)
+    mean, untruncated, curve = (values[k] for k in ("mean_accepted_length", "mean_accepted_length_untruncated", "ctar"))
+    assert sum(curve) == pytest.approx(mean) and curve[0] == 1 and curve == sorted(curve, reverse=True)
+    assert untruncated == pytest.approx(1 + values["mean_accepted_drafts"]) and mean <= untruncated + 1e-9
+    drafting = values["mean_accepted_length_if_drafted"]
+    if not math.isnan(drafting):
+        assert untruncated <= drafting + 1e-9
+        assert 1 + sum(values["acceptance_per_depth_of_all"]) == pytest.approx(drafting)
+
+
+@given(full_depth)
+def test_running_products_sum_to_the_mean(log: list[DecodeResult]) -> None:
+    """At full depth, with nothing cut off: mean = 1 + sum_i prod_{j<=i} a_j."""
+    values = measured(log)
+    mean = values["mean_accepted_length"]
+    assert 1 + values["simulated_accepted_drafts"] == pytest.approx(mean)
+    assert values["acceptance_rate"] == pytest.approx((mean - 1) / DEPTH)
+    assert values["alpha"] >= values["acceptance_rate"]
+
+
+# Speeds against a baseline -----------------------------------------------------------------------------------
+
+BASELINE = [timed([1] * 4), timed([1] * 9)]
+METHOD = [timed([4], step_s=2.0), timed([4, 4, 1], step_s=2.0)]
+
+
+def test_both_conventions_counted_by_hand() -> None:
+    values = measured(METHOD, BASELINE)
+    assert values["speedup"] == pytest.approx((15 / 9.0) / (15 / 14.0))
+    assert values["decode_speedup"] == pytest.approx((13 / 8.0) / (13 / 13.0))
+    # Of every 5 baseline tokens one vanishes when the text is tokenised again.
+    base = rows_of(BASELINE, retokenised=lambda tokens: len(tokens) - len(tokens) // 5)
+    compatible = metrics.spec_bench(rows_of(METHOD), base)
+    assert compatible["autoregressive_tokens_per_second"] == pytest.approx((4 / 4.5 + 8 / 9.5) / 2)
+    assert compatible["tokens_per_second"] == pytest.approx((5 / 2.5 + 10 / 6.5) / 2)
+    assert compatible["speedup"] == pytest.approx((5 / 2.5 + 10 / 6.5) / (4 / 4.5 + 8 / 9.5))
+    assert compatible["mean_accepted_length"] == pytest.approx(13 / 4)
+
+
+def test_failed_answers_change_nothing() -> None:
+    failed = DecodeResult(tokens=[], steps=[], prefill_s=0.0, total_s=0.0)
+    assert measured([*METHOD, failed], [*BASELINE, failed]) == measured(METHOD, BASELINE)
+
+
+def test_every_metric_is_plain_json() -> None:
+    values = finite(measured(METHOD, BASELINE))
+    assert all(value is not None for value in values.values()) and len(values) == 25
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    nothing = finite(measured([]))
+    json.dumps(nothing, allow_nan=False)
+    assert nothing["mean_accepted_length"] is None and nothing["ctar"] == []
+
+
+committed = st.lists(st.integers(1, 4), min_size=1, max_size=6)
+seconds = st.floats(0.5, 2.0)
+
+
+@given(st.lists(committed, min_size=1, max_size=4), seconds, seconds)
+def test_speedup_of_steps_is_rate_over_overhead(log: list[list[int]], baseline_s: float, step_s: float) -> None:
+    """Medusa's speedup = acceleration rate / overhead is the exact decode speedup without the prefill."""
+    values = measured([timed(counts, step_s) for counts in log], [timed([1] * sum(c), baseline_s) for c in log])
+    assert values["acceleration_rate"] / values["step_overhead"] == pytest.approx(values["decode_speedup"])
+
+
+def interval(baseline: list[DecodeResult], method: list[DecodeResult], numbers: list[int] | None = None) -> Any:
+    prompts = [EvalPrompt("t", n, []) for n in numbers or range(len(method))]
+    rows, base = (rows_of(log, prompts=prompts, turns=list(range(len(log)))) for log in (method, baseline))
+    return metrics.speedup(rows, base), *metrics.speedup_interval(rows, base)
+
+
+def test_speedup_is_a_ratio_of_totals_with_a_paired_interval() -> None:
+    """Prompts of very different length, each exactly twice as fast: pairing leaves no doubt at all."""
+    baseline, method = ([steady_answer(n, n / speed) for n in (4, 40, 400)] for speed in (10, 20))
+    assert interval(baseline, method) == pytest.approx((2.0, 2.0, 2.0))
+    uneven = [steady_answer(10, 1.0), steady_answer(100, 5.0)]
+    speedup, low, high = interval([steady_answer(10, 1.0), steady_answer(100, 10.0)], uneven)
+    assert speedup == pytest.approx((110 / 6) / (110 / 11)) and (low, high) == pytest.approx((1.0, 2.0))
+
+
+def test_the_turns_of_a_conversation_are_drawn_together() -> None:
+    """Two conversations of two turns, one twice as fast and one as fast: the bounds are those of single prompts."""
+    method = [steady_answer(10, seconds) for seconds in (0.4, 0.6, 0.9, 1.1)]
+    assert interval([steady_answer(10, 1.0)] * 4, method, [0, 0, 1, 1])[1:] == pytest.approx((1.0, 2.0))
+
+
+def test_interval_needs_two_prompts() -> None:
+    speedup, *bounds = interval([steady_answer(8, 2.0)], [steady_answer(8, 1.0)])
+    assert speedup == 2 and all(math.isnan(x) for x in (*bounds, *interval([], [])))
+
+
+# Bins by position, context and entropy -----------------------------------------------------------------------
+
+
+def by_rows(rows: list[tuple[int, float]]) -> DecodeResult:
+    """One step per (drafts accepted of 3, entropy)."""
+    positions = [1 + sum(accepted + 1 for accepted, _ in rows[:n]) for n in range(len(rows))]
+    return answer([step(a, position=p, entropy=e) for (a, e), p in zip(rows, positions, strict=True)])
+
+
+def test_by_position_and_context_counted_by_hand() -> None:
+    log = [by_rows([(3, 0.1), (3, 0.1), (0, 0.1)]), by_rows([(1, 0.1)])]  # positions 1, 5, 9 and 1
+    bins = by_position(rows_of(log), width=4)
+    assert [tuple(b.values()) for b in bins] == [(0, 4, 2, 3, 1), (4, 8, 1, 4, 1), (8, 12, 1, 1, 0)]
+    bins = by_context(rows_of(log, ids=[[0] * 250, [0] * 600]))  # 251, 255 and 259 tokens, and 601
+    assert [tuple(b.values())[:4] for b in bins] == [(0, 256, 2, 4), (256, 512, 1, 1), (512, 1024, 1, 2)]
+
+
+def test_by_entropy_bins_are_equally_full_and_nan_is_nowhere() -> None:
+    low, high = by_entropy(rows_of([by_rows([(3, 0.1), (2, 0.2), (0, 3.0), (0, 4.0), (3, math.nan)])]), bins=2)
+    assert (low["mean_accepted_length"], high["mean_accepted_length"]) == (7 / 2, 2 / 2)
+    assert (low["low"], high["high"]) == (0.1, 4.0)
+    assert by_entropy(rows_of([by_rows([(1, math.nan)])])) == []
+    only = by_entropy(rows_of([by_rows([(1, 0.5), (0, 0.5)])]))
+    assert [(b["low"], b["high"], b["mean_accepted_length"]) for b in only] == [(0.5, 0.5, 3 / 2)]
+
+
+entropies = st.one_of(st.floats(0, 8), st.just(0.0), st.just(math.nan))
+binned_logs = st.lists(st.lists(st.tuples(st.integers(0, 3), entropies), max_size=8).map(by_rows), max_size=4)
+
+
+@given(binned_logs, st.integers(1, 6), st.integers(1, 40))
+def test_every_step_is_in_one_bin(log: list[DecodeResult], bins: int, width: int) -> None:
+    steps = [step for result in log for step in result.steps]
+    known = [s for s in steps if math.isfinite(s.entropy)]
+    by_nats = by_entropy(rows_of(log), bins)
+    assert len(by_nats) <= bins
+    for binned, rows in ((steps, by_position(rows_of(log), width)), (known, by_nats)):
+        assert sum(row["steps"] for row in rows) == len(binned)
+        total = sum(row["steps"] * row["mean_accepted_length"] for row in rows)
+        assert total == pytest.approx(sum(s.committed for s in binned))
+    json.dumps(by_nats, allow_nan=False)
+
+
+def test_a_bin_without_drafts_has_no_first_acceptance() -> None:
+    (only_bin,) = by_position(rows_of([answer([step(0, depth=0)])]))
+    assert math.isnan(only_bin["first_accepted"]) and only_bin["mean_accepted_length"] == pytest.approx(1)
