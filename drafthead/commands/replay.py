@@ -206,14 +206,17 @@ def rows(
 
 def table(rows: Sequence[Row], config: ReplayConfig) -> ResultTable:
     """Return the rows as a table for the console."""
-    cells = []
-    for row in rows:
-        interval = " to ".join(f"{end:.2f}" for end in row.simulated.interval or ())
-        speedup = "" if row.speedup is None else f"{row.speedup:.2f}"
-        cells.append((row.name, str(row.nodes), f"{row.simulated.mean_accepted_length:.2f}", interval, speedup))
-    title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
-    columns = ("draft", "nodes", "mean accepted length", "95 %", "predicted speedup")
-    return ResultTable(title, columns, cells, has_total=False)
+    shown = [
+        {
+            "draft": row.name,
+            "nodes": row.nodes,
+            "mean accepted length": row.simulated.mean_accepted_length,
+            "95 %": row.simulated.interval,
+            "predicted speedup": row.speedup,
+        }
+        for row in rows
+    ]
+    return ResultTable.of(f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}", shown)
 
 
 @styled

@@ -217,18 +217,17 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def table(rows: Sequence[dict[str, Any]]) -> ResultTable:
     """Return the table for the console, the fastest shape first."""
-    columns = ("shape", "parameters", "acceptance", "draft ms", "chain", "tau", "predicted tok/s", "measured")
-    cells = [
-        (
-            row["name"],
-            f"{row['parameters'] / 1e6:.1f} M",
-            f"{row['acceptance']:.3f}",
-            f"{1e3 * row['draft_s']:.1f}",
-            str(row["draft_tokens"]),
-            f"{row['tokens']:.2f}",
-            f"{row['predicted']:.1f}",
-            f"{row['measured']:.1f}",
-        )
+    shown = [
+        {
+            "shape": row["name"],
+            "parameters": f"{row['parameters'] / 1e6:.1f} M",
+            "acceptance": row["acceptance"],
+            "draft ms": 1e3 * row["draft_s"],
+            "chain": row["draft_tokens"],
+            "tau": row["tokens"],
+            "predicted tok/s": row["predicted"],
+            "measured": row["measured"],
+        }
         for row in sorted(rows, key=lambda row: -row["measured"])
     ]
-    return ResultTable("Draft models of equal size", columns, cells, has_total=False)
+    return ResultTable.of("Draft models of equal size", shown)

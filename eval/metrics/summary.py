@@ -134,7 +134,7 @@ Outputs = Sequence[tuple[dict[str, int], Equality]]
 """Number and turn of each answer, and its comparison with autoregressive decoding."""
 
 
-def _group(runs: dict[str, Rows], outputs: dict[str, Outputs]) -> dict[str, Any]:
+def _group(runs: dict[str, Rows], outputs: Mapping[str, Outputs]) -> dict[str, Any]:
     """Return the numbers of some questions, from each method's rows: the headline's, and each method's."""
     baselines = {name: rows for name, rows in runs.items() if name in AUTOREGRESSIVE}
     speeds = {name: finite(tokens_per_second(rows)) for name, rows in baselines.items()}

@@ -1,8 +1,8 @@
 """Tables and lines of an evaluation, shared by the terminal, Markdown, the HTML page and wandb."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -31,6 +31,25 @@ METHOD_DEFINITIONS = (
 )
 
 
+FORMATS = {
+    **dict.fromkeys(("speedup", "Spec-Bench"), "{:.2f}x"),
+    **dict.fromkeys(("tok/s", "AR tok/s", "decode tok/s", "predicted tok/s", "measured", "draft ms"), "{:.1f}"),
+    **dict.fromkeys(("tau", "mean accepted length", "predicted speedup"), "{:.2f}"),
+    **dict.fromkeys(("perplexity before", "after", "acceptance"), "{:.3f}"),
+    **dict.fromkeys(("ratio", "KL"), "{:.4f}"),
+    "tokens": "{:,}",
+    "same top-1": "{:.2f} %",
+}
+"""Format of a number by its column; others are written as they are."""
+
+
+def cell_text(column: str, value: Any) -> str:
+    """Return the text of a value: a dash for None, and low–high for a pair."""
+    if isinstance(value, (list, tuple)):
+        return "–" if None in value else "–".join(f"{end:.2f}" for end in value)
+    return number(value, FORMATS.get(column, "{}") if not isinstance(value, str) else "{}")
+
+
 @dataclass(frozen=True)
 class ResultTable:
     """Rows of text. A warning or remark is in parentheses at the end of a cell."""
@@ -40,6 +59,12 @@ class ResultTable:
     rows: Sequence[tuple[str, ...]]
     has_total: bool
     """The last row is over all tasks."""
+
+    @classmethod
+    def of(cls, title: str, rows: Sequence[Mapping[str, Any]], has_total: bool = False) -> Self:
+        """Return a table of rows of values by column. All rows have the first one's columns."""
+        columns = tuple(rows[0])
+        return cls(title, columns, [tuple(cell_text(name, row[name]) for name in columns) for row in rows], has_total)
 
     def markdown(self) -> str:
         """Return the table for a model card."""
@@ -67,55 +92,51 @@ class ResultTable:
 
 def task_table(evaluation: dict[str, Any]) -> ResultTable:
     """Return the headline's method by task, then over all."""
-    columns = ("task", "speedup", "95 %", "tau", "tok/s", "AR tok/s", "identical")
     rows = [
-        (
-            name,
-            _with_remark(number(speedup_of(group), "{:.2f}x"), lossy(evaluation)),
-            interval(group),
-            number(group["mean_accepted_length"]),
-            number(group["tokens_per_second"], "{:.1f}"),
-            number(fastest_autoregressive(group)[1], "{:.1f}"),
-            identical(group),
-        )
+        {
+            "task": name,
+            "speedup": _with_remark(speedup_of(group), lossy(evaluation)),
+            "95 %": group["speedup"]["interval_95"],
+            "tau": group["mean_accepted_length"],
+            "tok/s": group["tokens_per_second"],
+            "AR tok/s": fastest_autoregressive(group)[1],
+            "identical": identical(group),
+        }
         for name, group in _groups(evaluation)
     ]
-    return ResultTable("Speculative against autoregressive decoding", columns, rows, has_total=True)
+    return ResultTable.of("Speculative against autoregressive decoding", rows, has_total=True)
 
 
 def method_table(evaluation: dict[str, Any]) -> ResultTable:
     """Return every method over all prompts, then autoregressive decoding."""
-    columns = ("method", "speedup", "95 %", "Spec-Bench", "tau", "tok/s", "decode tok/s", "identical")
     overall = evaluation["overall"]
     rows = [
-        (
-            name,
-            _with_remark(number(speedup_of(overall, name), "{:.2f}x"), lossy(evaluation, name)),
-            interval(numbers),
-            number(numbers["spec_bench"]["speedup"], "{:.2f}x"),
-            number(numbers["mean_accepted_length"]),
-            number(numbers["tokens_per_second"], "{:.1f}"),
-            number(numbers["decode_tokens_per_second"], "{:.1f}"),
-            identical(numbers),
-        )
+        {
+            "method": name,
+            "speedup": _with_remark(speedup_of(overall, name), lossy(evaluation, name)),
+            "95 %": numbers["speedup"]["interval_95"],
+            "Spec-Bench": numbers["spec_bench"]["speedup"],
+            "tau": numbers["mean_accepted_length"],
+            "tok/s": numbers["tokens_per_second"],
+            "decode tok/s": numbers["decode_tokens_per_second"],
+            "identical": identical(numbers),
+        }
         for name, numbers in overall["methods"].items()
     ]
     _, fastest = fastest_autoregressive(overall)
     for name, speed in overall["autoregressive_tokens_per_second"].items():
-        ratio = None if speed is None or not fastest else speed / fastest
-        cells = (number(ratio, "{:.2f}x"), "–", "–", "1.00", number(speed, "{:.1f}"), "–", "–")
-        rows.append((f"autoregressive ({BASELINE_NAMES[name]})", *cells))
-    return ResultTable("Methods, over all prompts", columns, rows, has_total=False)
+        measured = {"tau": 1.0, "tok/s": speed, "speedup": speed / fastest if speed and fastest else None}
+        rows.append(dict.fromkeys(rows[0]) | {"method": f"autoregressive ({BASELINE_NAMES[name]})"} | measured)
+    return ResultTable.of("Methods, over all prompts", rows)
 
 
 def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
     """Return the speedup of every method by task, then over all."""
-    methods = tuple(evaluation["overall"]["methods"])
     rows = [
-        (name, *(number(speedup_of(group, method), "{:.2f}x") for method in methods))
+        {"task": name} | {m: cell_text("speedup", speedup_of(group, m)) for m in evaluation["overall"]["methods"]}
         for name, group in _groups(evaluation)
     ]
-    return ResultTable("Speedup by task and method", ("task", *methods), rows, has_total=True)
+    return ResultTable.of("Speedup by task and method", rows, has_total=True)
 
 
 def result_tables(evaluation: dict[str, Any]) -> list[ResultTable]:
@@ -126,20 +147,19 @@ def result_tables(evaluation: dict[str, Any]) -> list[ResultTable]:
 
 def quality_table(quality: dict[str, Any]) -> ResultTable:
     """Return ``quality.json`` as a table of the tuned and the original base."""
-    columns = ("on", "tokens", "perplexity before", "after", "ratio", "same top-1", "KL")
     rows = [
-        (
-            kind,
-            f"{row['tokens']:,}",
-            f"{row['original_perplexity']:.3f}",
-            f"{row['tuned_perplexity']:.3f}",
-            f"{row['perplexity_ratio']:.4f}",
-            f"{100 * row['greedy_match_rate']:.2f} %",
-            f"{row['kl']:.4f}",
-        )
+        {
+            "on": kind,
+            "tokens": row["tokens"],
+            "perplexity before": row["original_perplexity"],
+            "after": row["tuned_perplexity"],
+            "ratio": row["perplexity_ratio"],
+            "same top-1": 100 * row["greedy_match_rate"],
+            "KL": row["kl"],
+        }
         for kind, row in quality["held_out"].items()
     ]
-    return ResultTable("the tuned base beside the original one, on held-out tokens", columns, rows, has_total=False)
+    return ResultTable.of("The tuned and the original base, on held-out tokens", rows)
 
 
 def markdown_table(evaluation: dict[str, Any]) -> str:
@@ -202,12 +222,6 @@ def number(value: float | None, pattern: str = "{:.2f}") -> str:
     return "–" if value is None else pattern.format(value)
 
 
-def interval(numbers: dict[str, Any]) -> str:
-    """Return the speedup's 95 % interval."""
-    low, high = numbers["speedup"]["interval_95"]
-    return "–" if low is None or high is None else f"{low:.2f}–{high:.2f}"
-
-
 def identical(numbers: dict[str, Any]) -> str:
     """Return how many answers equal autoregressive decoding's; a dash if they were not compared."""
     outputs = numbers.get("identical_outputs")
@@ -244,5 +258,5 @@ def _groups(evaluation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]
 
 
-def _with_remark(cell: str, remark: str | None) -> str:
-    return f"{cell} ({remark})" if remark else cell
+def _with_remark(speedup: float | None, remark: str | None) -> str:
+    return cell_text("speedup", speedup) + (f" ({remark})" if remark else "")

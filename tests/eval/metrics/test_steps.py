@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.utils.floats import finite
@@ -103,6 +103,7 @@ full_depth = st.lists(st.integers(0, DEPTH), min_size=1, max_size=20).map(
 )
 
 
+@settings(max_examples=30)
 @given(logs)
 def test_the_conventions_differ_by_the_bonus_and_by_what_was_cut_off(log: list[DecodeResult]) -> None:
     values = measured(log)
@@ -115,6 +116,7 @@ def test_the_conventions_differ_by_the_bonus_and_by_what_was_cut_off(log: list[D
         assert 1 + sum(values["acceptance_per_depth_of_all"]) == pytest.approx(drafting)
 
 
+@settings(max_examples=30)
 @given(full_depth)
 def test_running_products_sum_to_the_mean(log: list[DecodeResult]) -> None:
     """At full depth, with nothing cut off: mean = 1 + sum_i prod_{j<=i} a_j."""
@@ -162,6 +164,7 @@ committed = st.lists(st.integers(1, 4), min_size=1, max_size=6)
 seconds = st.floats(0.5, 2.0)
 
 
+@settings(max_examples=30)
 @given(st.lists(committed, min_size=1, max_size=4), seconds, seconds)
 def test_speedup_of_steps_is_rate_over_overhead(log: list[list[int]], baseline_s: float, step_s: float) -> None:
     """Medusa's speedup = acceleration rate / overhead is the exact decode speedup without the prefill."""
@@ -225,6 +228,7 @@ entropies = st.one_of(st.floats(0, 8), st.just(0.0), st.just(math.nan))
 binned_logs = st.lists(st.lists(st.tuples(st.integers(0, 3), entropies), max_size=8).map(by_rows), max_size=4)
 
 
+@settings(max_examples=30)
 @given(binned_logs, st.integers(1, 6), st.integers(1, 40))
 def test_every_step_is_in_one_bin(log: list[DecodeResult], bins: int, width: int) -> None:
     steps = [step for result in log for step in result.steps]
