@@ -90,6 +90,20 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
+@pytest.fixture
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the drafters' caches start with room for few tokens, so that they grow in short texts."""
+    monkeypatch.setattr("drafthead.models.decoding.draft_cache.INITIAL_CAPACITY", 8)
+
+
+@pytest.fixture
+def package_files(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Return the embedded packages' files, which tests fill: path -> content. All others are empty."""
+    files: dict[str, bytes] = {}
+    monkeypatch.setattr("drafthead.data.embedded.packages.read_member", lambda package, path: files.get(path, b""))
+    return files
+
+
 class DatasetHub:
     """A stand-in for datasets of the Hub, which answers while ``up``."""
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -459,6 +460,13 @@ def losses_of(run: Path) -> list[float]:
     """Return the losses logged in a run folder."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
+
+
+def join_threads(name: str) -> None:
+    """Wait for the threads of executors that are no longer referenced, by the start of their names."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(name):
+            thread.join(30)
 
 
 def flip(path: Path) -> None:

@@ -50,7 +50,7 @@ from drafthead.train.corpora.answers import AnswerGenerator
 from drafthead.train.run_folder import SETTINGS, check_settings, training_settings
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest
-from support import TINY, composed, fuzz, small_head, tiny_checkpoint
+from support import TINY, composed, fuzz, join_threads, small_head, tiny_checkpoint
 
 SHAPE = TINY | {"hidden_size": 16, "num_hidden_layers": 1}
 PLAIN: dict[str, Any] = {"tokenizer": "builtin:tiny", "dtype": "float32", "prepack": False}
@@ -159,7 +159,8 @@ def read_stream(folder: Path) -> Any:
     texts = [SourceConfig(kind="builtin", name="stdlib_tiny")]
     stream = StreamedRows(texts, tiny_tokenizer(), 32, seed=0, shards=1, micro_batch_size=1, folder=folder, workers=1)
     batch = stream.batch([2 * WINDOW])
-    stream._workers.shutdown()  # it writes positions
+    del stream
+    join_threads("rows")  # they write positions
     return tensors({k: v for k, v in vars(batch).items() if v is not None})
 
 

@@ -48,7 +48,8 @@ class PerRowRng:
         self._used = torch.zeros(len(seeds), dtype=torch.int64, device=device)
         self._calls = 0
 
-    def _uniform(self, part: int, count: int, offset: int) -> Tensor:
+    def uniform(self, part: int, count: int, offset: int) -> Tensor:
+        """Return [B, count] numbers in [0, 1): of decisions (``part`` 0) or samples (1), ``offset`` tokens later."""
         if (part, offset) not in self._generators:
             pairs = zip(self._seeds, self._counters, strict=True)
             self._generators[part, offset] = [_generator(seed, counter + 4 * offset + part) for seed, counter in pairs]
@@ -57,7 +58,7 @@ class PerRowRng:
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """Return ``u * q < p`` with the row's next u in [0, 1): never a division, and p = 0 is never accepted."""
         if self._calls >= self._decisions.shape[1]:  # some row may have used up its numbers
-            self._decisions = torch.cat([self._decisions, self._uniform(0, _BLOCK, 0)], 1)
+            self._decisions = torch.cat([self._decisions, self.uniform(0, _BLOCK, 0)], 1)
         u = self._decisions.gather(1, self._used[:, None])[:, 0]
         self._used = self._used + active
         self._calls += 1
@@ -66,7 +67,7 @@ class PerRowRng:
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
         """Invert the cumulative distribution in float64; a token of probability 0 is never drawn."""
         _, count, vocabulary = probs.shape
-        points = self._uniform(1, count, offset or 0)
+        points = self.uniform(1, count, offset or 0)
         cumulative = probs.double().cumsum(-1)
         # u is at most 1 - 2**-53, so the product is below the total, and the token found has a probability.
         drawn: Tensor = torch.searchsorted(cumulative, points[..., None] * cumulative[..., -1:], right=True)[..., 0]

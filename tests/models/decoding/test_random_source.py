@@ -1,9 +1,7 @@
 """Random numbers of a row: their distributions, and what they depend on."""
 
 import math
-from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,18 +43,15 @@ def test_decisions_and_samples_follow_their_probs() -> None:
 PROBABILITIES = st.floats(0, 1, width=32, allow_subnormal=False)
 
 
-@pytest.fixture
-def fixed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PerRowRng]:
-    """Return a function that makes a source whose uniform numbers are all ``value``."""
+class Fixed(PerRowRng):
+    """A source whose uniform numbers are all ``value``."""
 
-    def make(value: float, rows: int) -> PerRowRng:
-        source = rng([0] * rows)
-        monkeypatch.setattr(
-            source, "_uniform", lambda part, count, offset: torch.full((rows, count), value, dtype=torch.float64)
-        )
-        return source
+    def __init__(self, value: float, rows: int) -> None:
+        super().__init__([0] * rows, [0] * rows, VERIFY, CPU)
+        self.value, self.rows = value, rows
 
-    return make
+    def uniform(self, part: int, count: int, offset: int) -> torch.Tensor:
+        return torch.full((self.rows, count), self.value, dtype=torch.float64)
 
 
 @given(p=PROBABILITIES, q=PROBABILITIES, seed=st.integers(0, 2**40))
@@ -68,16 +63,16 @@ def test_nothing_accepts_the_impossible_or_rejects_the_certain(p: float, q: floa
         assert accepted
 
 
-def test_a_number_of_zero_does_not_accept_probability_zero(fixed: Callable[..., PerRowRng]) -> None:
+def test_a_number_of_zero_does_not_accept_probability_zero() -> None:
     """The generator may return 0 exactly: ``u * q <= p`` would then accept a token that the target never emits."""
-    source, everywhere = fixed(0.0, rows=2), torch.tensor([True, True])
+    source, everywhere = Fixed(0.0, rows=2), torch.tensor([True, True])
     assert source.bernoulli(torch.tensor([0.0, 1e-30]), torch.tensor([0.5, 0.5]), everywhere).tolist() == [False, True]
     assert source.categorical(torch.tensor([[[0.0, 0.3, 0.7]], [[0.0, 0.0, 1.0]]]))[:, 0].tolist() == [1, 2]
 
 
-def test_the_largest_number_draws_the_last_possible_token(fixed: Callable[..., PerRowRng]) -> None:
+def test_the_largest_number_draws_the_last_possible_token() -> None:
     probs = torch.tensor([[[0.1, 0.2, 0.3, 0.0]]]) / 3
-    assert fixed(math.nextafter(1.0, 0.0), rows=1).categorical(probs).item() == 2
+    assert Fixed(math.nextafter(1.0, 0.0), rows=1).categorical(probs).item() == 2
 
 
 def test_a_distribution_of_zeros_names_some_token() -> None:

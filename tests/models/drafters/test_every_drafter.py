@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding import draft_cache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
@@ -77,11 +76,8 @@ ON_GEMMA = ("chain", "expansion", "nested twice", "combined", "relay")
 
 
 @pytest.mark.parametrize(("architecture", "name"), [*product(["llama"], CASES), *product(["gemma"], ON_GEMMA)])
-def test_greedy_text_is_plain_text(
-    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, architecture: str, name: str
-) -> None:
+def test_greedy_text_is_plain_text(tiny_base: TinyBase, small_caches: None, architecture: str, name: str) -> None:
     """The drafters' caches grow on the way."""
-    monkeypatch.setattr(draft_cache, "INITIAL_CAPACITY", 8)
     base = tiny_base(architecture)
     make, draft_config = CASES[name]
     drafter, new = make(base), 43

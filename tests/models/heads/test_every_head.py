@@ -12,7 +12,6 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding import draft_cache
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
@@ -141,13 +140,12 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
     ],
 )
 def test_drafting_along_a_text_is_the_training_path(
-    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch, kind: str, architecture: str, graphs: str
+    tiny_base: TinyBase, small_caches: None, kind: str, architecture: str, graphs: str
 ) -> None:
     """Rows of different lengths are read in pieces, with drafts in between: drafting logits equal those of training.
 
     On each level the true token is the second of two nodes, so parents matter. Caches grow meanwhile.
     """
-    monkeypatch.setattr(draft_cache, "INITIAL_CAPACITY", 8)
     base = BaseModel.load(replace(tiny_base(architecture).config, graphs=graphs))
     config = replace(HEADS[kind], num_draft_tokens=4)
     head = randomised(config.build(base, torch.arange(0, 300, 2)), 0.05).eval()

@@ -18,7 +18,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.train.config import AnswersConfig, DataConfig, PhaseConfig, TextConfig
 from drafthead.train.corpora.corpora import Corpora, is_held_out
 from drafthead.train.trainer.batches import open_held_out, open_phase
-from support import TinyBase, composed
+from support import TinyBase, composed, join_threads
 
 
 def make(base: BaseModel, folder: Path, seed: int = 0) -> tuple[Corpora, list[tuple[str, int, int]]]:
@@ -194,7 +194,8 @@ def test_a_stream_stays_at_its_commit(tiny_base: TinyBase, tmp_path: Path, datas
         made = Corpora(tiny_base(), DataConfig(folder=str(tmp_path), text=text), 0, lambda *_: None)
         stream = made.text_stream(64, 1)
         loaded = stream.batch([0, 70]).input_ids
-        stream._workers.shutdown()
+        del stream
+        join_threads("rows")
         return loaded, made.manifests
 
     expected, manifests = rows()
