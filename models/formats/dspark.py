@@ -12,7 +12,6 @@ Blocks must be as long as in training (``block_size``). Every slot attends to th
 fewer tokens computes different drafts.
 """
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -21,19 +20,23 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
-from drafthead.models.formats.format import Engine, Format, Unsupported, require_base_tensor, unsupported_layers, vllm
+from drafthead.models.formats.format import (
+    Engine,
+    Fixed,
+    Format,
+    Unsupported,
+    require_base_tensor,
+    require_same_scale,
+    unsupported_layers,
+    unsupported_logits,
+    vllm,
+)
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, TiedMarkov, spread_layers
 
-NAMES = {
-    "markov_in.weight": "markov_head.markov_w1.weight",
-    "markov_out.weight": "markov_head.markov_w2.weight",
-    "confidence.weight": "confidence_head.proj.weight",
-    "confidence.bias": "confidence_head.proj.bias",
-}
-"""Our names of weights -> published names that differ."""
-W1 = NAMES["markov_in.weight"]
-CONFIDENCE = (NAMES["confidence.weight"], NAMES["confidence.bias"])
+MARKOV = {"markov_in": "markov_head.markov_w1", "markov_out": "markov_head.markov_w2"}
+W1, W2 = (f"{name}.weight" for name in MARKOV.values())
+CONFIDENCE = "confidence_head.proj"
 SHARED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 LLAMACPP = Engine("llama.cpp", "its converter reads it (build 11434, its source); to=gguf_dspark writes the file")
 MASK_FILE = "mask_embedding.pt"
@@ -48,21 +51,31 @@ ONLY: dict[str, tuple[Any, ...]] = {
 """Keys that engines obey -> the only values that heads here support."""
 
 
-class _BlockFormat(Format):
-    """Common base of both layouts."""
+class BlockFormat(Format):
+    """Common base of both layouts: config, tensors and settings of heads with a Markov head and without one."""
 
     head_config = DSparkConfig
     engines: ClassVar[tuple[Engine, ...]]
     architecture: ClassVar[str]
+    renames = {rf"^{ours}\.": f"{theirs}." for ours, theirs in {**MARKOV, "confidence": CONFIDENCE}.items()}
+    left_out = rf"{Format.left_out}|^t2d$"  # t2d is for training; engines read d2t
+    ignored_tensors = frozenset({SHARED, OUTPUT})
     other_keys = LAYER_KEYS | {
         *("architectures", "intermediate_size", "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids"),
         *("dflash_config", "layer_types", "is_causal", "logit_scale", *ONLY),
     }
-    ignored_tensors = frozenset({SHARED, OUTPUT})
+    fixed = {"reads_state": Fixed(False, "its slots begin as the base's state (ours)", also="head.copy_layers=true")}
+    vocabulary_advice = None
+
+    def has_markov(self, config: dict[str, Any]) -> bool:
+        """Return True if a checkpoint with this config has a Markov head."""
+        return False
 
     def tensors(self, head: DSparkHead) -> dict[str, Tensor]:
-        derived = "markov_in.weight" if head.config.tied_markov else ""
-        return {NAMES.get(name, name): weight for name, weight in head.named_parameters() if name != derived}
+        tensors = super().tensors(head)
+        if head.config.tied_markov:  # the parameter is the table's projection; the table itself is derived from it
+            tensors.pop(W1, None)
+        return tensors
 
     def derived_tensors(self, head: DSparkHead) -> dict[str, Tensor]:
         """Return a tied Markov table, and with a draft vocabulary its offsets and output rows."""
@@ -70,44 +83,44 @@ class _BlockFormat(Format):
         if head.config.markov_rank and head.config.tied_markov:
             tensors[W1] = cast(TiedMarkov, head.markov_in).inference().weight
         if len(head.d2t) < head.base.vocab_size:
-            tensors[OUTPUT] = head.target_lm_head.weight
-            tensors["d2t"] = to_offsets(head.d2t)
+            tensors |= {OUTPUT: head.target_lm_head.weight, "d2t": to_offsets(head.d2t)}
         return tensors
 
     def config(self, head: DSparkHead) -> dict[str, Any]:
-        config = head.config
-        ids = [layer - 1 for layer in head.spec.layers]
-        scale = head.target_lm_head.scale
-        return {
+        config, scale = head.config, head.target_lm_head.scale
+        ids = {"mask_token_id": config.mask_token, "target_layer_ids": [layer - 1 for layer in head.spec.layers]}
+        settings = {
             **layer_config(head.base),
             "model_type": "qwen3",
-            "architectures": [self.architecture],
+            "architectures": [(DSparkFormat if config.markov_rank else DFlashFormat).architecture],
             "num_hidden_layers": config.num_layers,
             "layer_types": ["full_attention"] * config.num_layers,
             "num_target_layers": head.base.num_layers,
             "intermediate_size": head.decoder_layers[0].mlp.gate_proj.out_features,
             "draft_vocab_size": len(head.d2t),
             "block_size": config.slots,
-            "dflash_config": {"mask_token_id": config.mask_token, "target_layer_ids": ids, "causal": config.causal},
-            **({} if scale == 1.0 else {"logit_scale": scale}),
+            "dflash_config": {**ids, "causal": config.causal},
         }
+        if scale != 1.0:
+            settings["logit_scale"] = scale
+        if config.markov_rank:
+            # DeepSpec has the ids at the top level, vLLM and llama.cpp accept both.
+            settings |= {**ids, "markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
+            settings |= dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov"), config.confidence)
+            settings["sample_from_anchor"] = config.anchor_predicts
+        return settings
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
-        if head.config.reads_state:
-            yield "its slots begin as the base's state (ours)", "head.reads_state=false head.copy_layers=true"
+        yield from super().unsupported(head)
         yield from unsupported_layers(head, spread_layers(head.base.num_layers, head.config.num_layers))
-        if head.target_lm_head.softcap is not None:
-            yield f"{head.base.name} caps its logits, and the format does not", "another base"
+        yield from unsupported_logits(head)
 
     def engines_for(self, head: DSparkHead) -> tuple[Engine, ...]:
-        engines = {engine.name: engine for engine in self.engines}
         reduced = not head.config.markov_rank and len(head.d2t) < head.base.vocab_size
-        if "llama.cpp" in engines and (reduced or layer_config(head.base)["rope_scaling"]):
-            what = "a DFlash head's draft vocabulary" if reduced else "the scaling of the rotation"
-            engines["llama.cpp"] = Engine(
-                "llama.cpp", f"its converter leaves out {what}; to=gguf_dspark writes the file"
-            )
-        return tuple(engines.values())
+        what = "a DFlash head's draft vocabulary" if reduced else "the scaling of the rotation"
+        limited = Engine("llama.cpp", f"its converter leaves out {what}; to=gguf_dspark writes the file")
+        leaves_out = reduced or layer_config(head.base)["rope_scaling"]
+        return tuple(limited if leaves_out and engine is LLAMACPP else engine for engine in self.engines)
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
         if (folder / MASK_FILE).exists():
@@ -121,8 +134,12 @@ class _BlockFormat(Format):
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Fill in config keys that may be missing or inside ``dflash_config``, and refuse unsupported values."""
-        config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
-        inner = config.get("dflash_config") or {}
+        checkpoint = super().normalize(checkpoint)
+        config, tensors, inner = (
+            dict(checkpoint.config),
+            checkpoint.tensors,
+            checkpoint.config.get("dflash_config") or {},
+        )
         for key in ("mask_token_id", "target_layer_ids", "block_size"):
             if config.get(key) is None:
                 config[key] = inner.get(key)
@@ -135,7 +152,14 @@ class _BlockFormat(Format):
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
         if any(kind != "full_attention" for kind in config.get("layer_types") or []):
             raise UserError(f"{checkpoint.source} has layers with a sliding window, which heads here do not support")
-        tensors.pop("t2d", None)  # for training; engines read d2t
+        if self.has_markov(config):
+            if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
+                raise UserError(
+                    f"{checkpoint.source} has a Markov head of type {kind}; drafthead supports only vanilla"
+                )
+            if not config.get("confidence_head_with_markov"):
+                # Its input is narrower than ours. Drafts do not depend on the confidence head, so it is left out.
+                tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
         return checkpoint.updated(config=config, tensors=tensors)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -147,14 +171,21 @@ class _BlockFormat(Format):
         mask, size = config.get("mask_token_id"), checkpoint.integer("vocab_size")
         if type(mask) is not int or not 0 <= mask < size:
             raise UserError(f"{checkpoint.source} has mask_token_id {mask!r}, expected a token's id below {size}")
+        markov = self.has_markov(config)
+        anchor = markov and bool(config.get("sample_from_anchor", True))
         return {
+            **super().settings(checkpoint),
             "num_layers": checkpoint.integer("num_hidden_layers"),
+            "num_draft_tokens": checkpoint.integer("block_size") - (not anchor),
             "layers": [i + 1 for i in ids],
             "mask_token": mask,
             "causal": config["is_causal"],
             "intermediate_size": checkpoint.width("intermediate_size", "layers.0.mlp.gate_proj.weight"),
             "tied_markov": False,
             "copy_layers": False,
+            "anchor_predicts": anchor,
+            "markov_rank": checkpoint.integer("markov_rank") if markov else 0,
+            "confidence": markov and f"{CONFIDENCE}.weight" in checkpoint.tensors,
         }
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
@@ -162,18 +193,12 @@ class _BlockFormat(Format):
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: DSparkHead) -> None:
         require_same_layer(checkpoint, head.base)
-        base_scale = head.target_lm_head.scale
-        scale = checkpoint.config.get("logit_scale", base_scale)
-        if not math.isclose(scale, base_scale, rel_tol=1e-6):
-            raise UserError(
-                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {base_scale}; "
-                "name the base that it was trained for"
-            )
+        require_same_scale(checkpoint, head)
         for name, expected in ((SHARED, head.base.embedding), (OUTPUT, head.target_lm_head.weight)):
             require_base_tensor(checkpoint, head.base, name, expected)
 
 
-class DSparkFormat(_BlockFormat):
+class DSparkFormat(BlockFormat):
     """DeepSpec's layout, ``config.json`` and ``model.safetensors``, with the plain ("vanilla") Markov head."""
 
     name = "dspark"
@@ -184,52 +209,21 @@ class DSparkFormat(_BlockFormat):
         Engine("SGLang", "has DSPARK since mid 2026 (its threads; not run)"),
         LLAMACPP,
     )
-    other_keys = _BlockFormat.other_keys | {
+    other_keys = BlockFormat.other_keys | {
         *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
         "sample_from_anchor",
     }
 
-    def config(self, head: DSparkHead) -> dict[str, Any]:
-        config = super().config(head)
-        inner = config["dflash_config"]
-        return {
-            **config,
-            # DeepSpec has these keys at the top level, vLLM and llama.cpp accept both.
-            **{key: inner[key] for key in ("mask_token_id", "target_layer_ids")},
-            "markov_rank": head.config.markov_rank,
-            "markov_head_type": "vanilla",
-            "enable_confidence_head": head.config.confidence,
-            "confidence_head_with_markov": head.config.confidence,
-            "sample_from_anchor": head.config.anchor_predicts,
-        }
+    def has_markov(self, config: dict[str, Any]) -> bool:
+        return True
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from super().unsupported(head)
         if not head.config.markov_rank:
             yield "it has no Markov head", "head.markov_rank=64; or to=dflash"
 
-    def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        checkpoint = super().normalize(checkpoint)
-        config, tensors = checkpoint.config, checkpoint.tensors
-        if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
-            raise UserError(f"{checkpoint.source} has a Markov head of type {kind}; drafthead supports only vanilla")
-        if not config.get("confidence_head_with_markov"):
-            # Its input is narrower than ours. Drafts do not depend on the confidence head, so it is left out.
-            tensors = {name: value for name, value in tensors.items() if name not in CONFIDENCE}
-        return checkpoint.updated(config=config, tensors=tensors)
 
-    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        anchor = bool(checkpoint.config.get("sample_from_anchor", True))
-        return {
-            **super().settings(checkpoint),
-            "num_draft_tokens": checkpoint.integer("block_size") - (not anchor),
-            "anchor_predicts": anchor,
-            "markov_rank": checkpoint.integer("markov_rank"),
-            "confidence": CONFIDENCE[0] in checkpoint.tensors,
-        }
-
-
-class DFlashFormat(_BlockFormat):
+class DFlashFormat(BlockFormat):
     """z-lab's layout, ``config.json`` and ``model.safetensors``; with ``causal``, JetSpec's."""
 
     name = "dflash"
@@ -243,13 +237,13 @@ class DFlashFormat(_BlockFormat):
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from super().unsupported(head)
-        if head.config.markov_rank or head.config.confidence:
-            what = "it has a Markov or a confidence head"
-            other = "; or to=dspark" if head.config.markov_rank else ""
-            yield what, f"head.markov_rank=0 head.confidence=false{other}"
-        if head.config.anchor_predicts:
-            yield "its anchor's slot drafts", "head.anchor_predicts=false"
+        yield from unsupported_markov(head)
 
-    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        absent = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
-        return {**super().settings(checkpoint), **absent, "num_draft_tokens": checkpoint.integer("block_size") - 1}
+
+def unsupported_markov(head: DSparkHead) -> Unsupported:
+    """Refuse what a DFlash head lacks: a Markov head, a confidence head, an anchor that drafts."""
+    if head.config.markov_rank or head.config.confidence:
+        other = "; or to=dspark" if head.config.markov_rank else ""
+        yield "it has a Markov or a confidence head", f"head.markov_rank=0 head.confidence=false{other}"
+    if head.config.anchor_predicts:
+        yield "its anchor's slot drafts", "head.anchor_predicts=false"

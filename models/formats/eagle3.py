@@ -13,6 +13,7 @@ Engines count the fused hidden states in two ways, each under its own config key
 ids if the outer ones are missing, without adding one.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,7 +22,16 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
-from drafthead.models.formats.format import Engine, Format, Unsupported, require_base_tensor, unsupported_layers, vllm
+from drafthead.models.formats.format import (
+    Engine,
+    Fixed,
+    Format,
+    Unsupported,
+    require_base_tensor,
+    unsupported_layers,
+    unsupported_logits,
+    vllm,
+)
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
 
@@ -44,6 +54,14 @@ LLAMACPP_CONVERTER = Engine(
 )
 
 
+def _reads(key: str) -> Engine:
+    return replace(SGLANG, support=f"reads {key} in versions of 2026 (its source; not run)")
+
+
+def _ignores(engine: str, key: str, effect: str) -> Engine:
+    return Engine(engine, f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}=false")
+
+
 class Eagle3Format(Format):
     """Layout with ``config.json`` and ``model.safetensors``; tensor names have no ``model.`` prefix."""
 
@@ -57,6 +75,20 @@ class Eagle3Format(Format):
         Engine("TensorRT-LLM", "reads it (its source); the layers are set on its side: eagle3_layers_to_capture"),
         Engine("TGI", "no"),
     )
+    # An engine that ignores a key loads the head without an error and drafts badly.
+    exceptions: ClassVar[Sequence[tuple[str, Any, Engine]]] = (
+        ("norm_output", True, _reads("norm_output")),
+        ("norm_output", True, _ignores("llama.cpp", "norm_output", "it feeds back the state before the norm")),
+        ("norm_before_fc", True, _ignores("SGLang", "norm_before_fc", "input_norm.weight is skipped")),
+        ("fc_norm", True, _reads("fc_norm")),
+        ("fc_norm", True, _ignores("llama.cpp", "fc_norm", "the states are not normed")),
+        (
+            "norm_before_residual",
+            True,
+            _ignores("SGLang", "norm_before_residual", "the residual is the state before the norm"),
+        ),
+    )
+    aliases = {r"^model\.": "", r"layers\.0\.": "midlayer."}
     optional = {
         "norm_output": "norm_output",
         "fc_norm": "fc_norm",
@@ -70,10 +102,11 @@ class Eagle3Format(Format):
         *("eagle_config", "layers", "norm_before_fc", LAYER_IDS),
     }
     ignored_tensors = frozenset({EMBEDDING})
-
-    def tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
-        """Return the parameters as they are: ours have the published names."""
-        return dict(head.named_parameters())
+    fixed = {
+        "qk_norm": Fixed(False, "it norms queries and keys, and the layer of this format is Llama's, which does not"),
+        "parallel": Fixed(False, "it drafts all positions in one pass", also="head.num_layers=1"),
+    }
+    vocabulary_advice = None
 
     def derived_tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
         """Return the draft vocabulary as offsets and as marks, and the output head, which may be the base's."""
@@ -91,7 +124,6 @@ class Eagle3Format(Format):
             "architectures": [ARCHITECTURES[0]],
             "intermediate_size": head.midlayer.mlp.gate_proj.out_features,
             "draft_vocab_size": len(head.d2t),
-            "target_hidden_size": head.base.hidden_size,
             "norm_before_fc": head.config.norm_before_fc,  # for llama.cpp's converter and speculators
             LAYER_IDS: list(head.spec.layers),
             "num_aux_hidden_states": len(head.spec.layers),
@@ -103,41 +135,25 @@ class Eagle3Format(Format):
         }
 
     def unsupported(self, head: Eagle3Head) -> Unsupported:
+        yield from super().unsupported(head)
         yield from unsupported_layers(head, published_layers(head.base.num_layers))
-        if head.config.qk_norm:
-            what = "it norms queries and keys, and the layer of this format is Llama's, which does not"
-            yield what, "head.qk_norm=false"
-        if head.config.parallel:
-            yield "it drafts all positions in one pass", "head.parallel=false head.num_layers=1"
-        if head.lm_head is None and head.target_lm_head.softcap is not None:
-            what = f"{head.base.name} caps its logits, and the format does not cap those of the base's output head"
-            yield what, "head.own_lm_head=true"
+        if head.lm_head is None:
+            yield from unsupported_logits(head, instead="head.own_lm_head=true")
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
-        # An engine that ignores a key loads the head without an error and drafts badly.
-        engines = {engine.name: engine for engine in self.engines}
-        if head.config.norm_output:
-            engines["SGLang"] = replace(SGLANG, support="reads norm_output in versions of 2026 (its source; not run)")
-            engines["llama.cpp"] = _ignores("llama.cpp", "norm_output", "it feeds back the state before the norm")
-        if head.config.norm_before_fc:
-            engines["SGLang"] = _ignores("SGLang", "norm_before_fc", "input_norm.weight is skipped")
-        if head.config.fc_norm:
-            engines["SGLang"] = replace(SGLANG, support="reads fc_norm in versions of 2026 (its source; not run)")
-            engines["llama.cpp"] = _ignores("llama.cpp", "fc_norm", "the states are not normed")
-        if head.config.norm_before_residual:
-            engines["SGLang"] = _ignores("SGLang", "norm_before_residual", "the residual is the state before the norm")
-        if len(head.spec.layers) != 3:
-            engines["llama.cpp"] = Engine("llama.cpp", "no: it reads exactly 3 layers")
-        return tuple(engines.values())
+        three = len(head.spec.layers) == 3
+        return tuple(
+            engine if three or engine.name != "llama.cpp" else Engine("llama.cpp", "no: it reads exactly 3 layers")
+            for engine in super().engines_for(head)
+        )
 
     def matches(self, config: dict[str, Any]) -> bool:
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Rename tensors of the first checkpoints, fill in missing config keys, and derive ``t2d`` from ``d2t``."""
-        names = {name: name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in checkpoint.tensors}
-        tensors = {names[name]: value for name, value in checkpoint.tensors.items() if "rotary_emb" not in name}
-        config = dict(checkpoint.config)
+        """Fill in missing config keys, and derive ``t2d`` from ``d2t``."""
+        checkpoint = super().normalize(checkpoint)
+        config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
         config.setdefault("target_hidden_size", config.get("hidden_size"))
         if not config.get("draft_vocab_size"):
             config["draft_vocab_size"] = config.get("vocab_size")
@@ -196,10 +212,6 @@ class Eagle3Format(Format):
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
         require_same_layer(checkpoint, head.base)
         require_base_tensor(checkpoint, head.base, EMBEDDING, head.base.embedding)
-
-
-def _ignores(engine: str, key: str, effect: str) -> Engine:
-    return Engine(engine, f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}=false")
 
 
 def _eagle_config(checkpoint: PublishedCheckpoint) -> dict[str, Any]:

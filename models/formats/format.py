@@ -1,16 +1,17 @@
 """Contract of a published format: which head it holds, how names map to the head's parameters, and who loads it.
 
-A format states one mapping: :meth:`Format.tensors`, from published names to the head's own parameters (or views of
-them). Writing saves those tensors. Reading builds a head from ``config.json``, compares names and shapes in both
-directions and copies the values into these tensors. Both directions matter: engines skip tensors whose names they do
-not expect, so a misnamed one would silently stay at its initial value.
+A format is mostly tables: names of tensors, keys of ``config.json``, and settings that it fixes. Writing saves the
+head's parameters (or views of them) under their published names. Reading builds a head from ``config.json``, compares
+names and shapes in both directions and copies the values into these parameters. Both directions matter: engines skip
+tensors whose names they do not expect, so a misnamed one would silently stay at its initial value.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +63,17 @@ def vllm(method: str) -> Engine:
     return Engine("vLLM", support, current=True, serve=serve)
 
 
-class Format(ABC):
+class Fixed(NamedTuple):
+    """A setting for which a format has only one value."""
+
+    value: Any
+    otherwise: str
+    """Description of a head with another value (``it reads ...``)."""
+    also: str = ""
+    """Further settings that training needs with this value."""
+
+
+class Format:
     """One published layout of one head type. Subclasses that set ``name`` are discovered (see the package)."""
 
     name: ClassVar[str]
@@ -74,35 +85,58 @@ class Format(ABC):
     """Name of the file that can hold the base next to the head (``write_base``); empty if the format has none."""
     head_config: ClassVar[type[DraftHeadConfig]]
     engines: ClassVar[tuple[Engine, ...]]
+    exceptions: ClassVar[Sequence[tuple[str, Any, Engine]]] = ()
+    """Settings with a value for which an engine's support differs. The entry replaces the engine of the same name."""
+
+    # Tables of tensors and keys --------------------------------------------------------------------------------------
+
+    renames: ClassVar[Mapping[str, str]] = {}
+    """Regular expressions of the head's parameter names -> published names. Other names are equal."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Regular expressions of names in other projects' files -> published names."""
+    left_out: ClassVar[str] = r"rotary_emb\.inv_freq$"
+    """Regular expression of tensors that are dropped when reading."""
+    ignored_tensors: ClassVar[frozenset[str]] = frozenset()
+    """Tensor names that a file may contain and that are not loaded."""
     required: ClassVar[Mapping[str, str]] = {}
     """Required ``config.json`` keys that hold a positive integer -> the head's settings."""
     optional: ClassVar[Mapping[str, str]] = {}
     """Optional keys -> settings; a missing key leaves the setting at its default."""
     sizes: ClassVar[Mapping[str, str]] = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
     """Keys that hold sizes of the base -> attributes of :class:`BaseModel`."""
+    constants: ClassVar[Mapping[str, Any]] = {}
+    """Keys that are written with the same value for every head."""
     other_keys: ClassVar[frozenset[str]] = frozenset()
     """Further keys that are used. An import may override every key that is used."""
+    fixed: ClassVar[Mapping[str, Fixed]] = {}
+    """Settings that the format fixes."""
+    vocabulary_advice: ClassVar[str | None] = "head.draft_vocab_size=null"
+    """Setting that avoids a draft vocabulary; None if the format has one."""
 
-    ignored_tensors: ClassVar[frozenset[str]] = frozenset()
-    """Tensor names that a file may contain and that are not loaded."""
+    # Extended by formats that the tables do not describe completely ------------------------------------------------
 
-    # To be defined by each format --------------------------------------------------------------------------------
-
-    @abstractmethod
     def tensors(self, head: Any) -> dict[str, Tensor]:
         """Return the head's parameters, or views of them, by their published names."""
+        return {_renamed(name, self.renames): parameter for name, parameter in head.named_parameters()}
 
     def derived_tensors(self, head: Any) -> dict[str, Tensor]:
-        """Return tensors of the format that the head does not own: copies of the base's weights, index tables."""
+        """Return tensors that engines expect and that are not parameters of the head.
+
+        They are written on export. An import requires them with the right shapes but does not copy their values.
+        Examples are a copy of the base's output head, and the table of the draft vocabulary.
+        """
         return {}
 
     def config(self, head: Any) -> dict[str, Any]:
         """Return the ``config.json`` of a head."""
-        return {key: getattr(head.config, name) for key, name in {**self.required, **self.optional}.items()}
+        sizes = {key: getattr(head.base, name) for key, name in self.sizes.items()}
+        settings = {key: getattr(head.config, name) for key, name in {**self.required, **self.optional}.items()}
+        return {**sizes, **settings, **self.constants}
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         """Return the head's settings from a normalized checkpoint, except ``draft_vocab_size``."""
-        settings: dict[str, Any] = {name: checkpoint.integer(key) for key, name in self.required.items()}
+        settings: dict[str, Any] = {name: fixed.value for name, fixed in self.fixed.items()}
+        settings |= {name: checkpoint.integer(key) for key, name in self.required.items()}
         defaults = self.head_config()
         for key, name in self.optional.items():
             if (value := checkpoint.config.get(key)) is not None:
@@ -110,19 +144,26 @@ class Format(ABC):
                 settings[name] = checkpoint.integer(key) if kind is int else kind(value)
         return settings
 
-    @abstractmethod
     def matches(self, config: dict[str, Any]) -> bool:
         """Return True for a ``config.json`` of this format; False where imports have to name the format."""
+        return False
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Return the checkpoint with drafthead's own names and with known defects repaired; notes list the repairs."""
-        return checkpoint
+        kept = {name: tensor for name, tensor in checkpoint.tensors.items() if not re.search(self.left_out, name)}
+        return checkpoint.updated(tensors={_renamed(name, self.aliases): tensor for name, tensor in kept.items()})
 
     def unsupported(self, head: Any) -> Unsupported:
         """Yield every feature of the head that the format cannot express."""
-        yield from ()
+        if self.vocabulary_advice is not None and (ids := len(head.d2t)) != head.base.vocab_size:
+            # The format would need output rows for the remaining ids, which nobody trained.
+            what = f"it drafts over {ids} of {head.base.vocab_size} ids, and the format has no draft vocabulary"
+            yield what, self.vocabulary_advice
+        for name, (value, otherwise, also) in self.fixed.items():
+            if getattr(head.config, name) != value:
+                yield otherwise, f"head.{name}={str(value).lower()}{also and f' {also}'}"
 
-    def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:  # noqa: B027
+    def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:
         """Refuse a checkpoint that would compute something else with this base than ``head``, built from its config."""
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
@@ -144,9 +185,11 @@ class Format(ABC):
 
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
         """Return the engines with their support of this ``head``."""
-        return self.engines
+        engines = {engine.name: engine for engine in self.engines}
+        engines |= {e.name: e for name, value, e in self.exceptions if getattr(head.config, name) == value}
+        return tuple(engines.values())
 
-    def check_base(self, base: BaseModel, kind: str) -> None:  # noqa: B027
+    def check_base(self, base: BaseModel, kind: str) -> None:
         """Refuse a base, or a type of its weights, that ``write_base`` cannot write."""
 
     def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
@@ -172,7 +215,7 @@ class Format(ABC):
         ``dtype`` None keeps the head's. ``base_name`` is the name by which engines download the base; None keeps the
         name it has here.
         """
-        self.write(self.checkpoint(head, dtype, base_name), folder, dtype)
+        self.write(self.checkpoint(head, dtype, base_name), folder, dtype, head.base)
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
         """Return the content to publish; a head that the format cannot express is refused with all reasons."""
@@ -191,7 +234,7 @@ class Format(ABC):
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
         return PublishedCheckpoint(config, self._all_tensors(head))
 
-    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
+    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None, base: BaseModel) -> None:
         """Write the files of a checkpoint; ``dtype`` None keeps the tensors'."""
         checkpoint.write(folder, self.weights_file, dtype)
 
@@ -213,10 +256,8 @@ class Format(ABC):
         """Build the head of a normalized checkpoint on ``base``."""
         for key, size in self.sizes.items():
             if (published := checkpoint.integer(key)) != getattr(base, size):
-                raise UserError(
-                    f"{checkpoint.source} was made for a base with {size} {published}, but {base.name} has "
-                    f"{getattr(base, size)}; name the base that it was trained for"
-                )
+                what = f"was made for a base with {size} {published}, but {base.name} has {getattr(base, size)}"
+                raise wrong_base(checkpoint, what)
         try:
             settings, ids = self.settings(checkpoint), self.vocabulary(checkpoint)
             config = self.head_config(**settings, draft_vocab_size=None if ids is None else len(ids))
@@ -271,14 +312,14 @@ def unsupported_adapter(head: DraftHead) -> Unsupported:
     yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
 
 
-def unsupported_vocabulary(head: DraftHead, instead: str = "") -> Unsupported:
-    """Refuse a draft vocabulary if the format has none; ``instead`` may name another format: ``or to=...``.
-
-    The format would need output rows for the remaining ids, which nobody trained.
-    """
-    if (ids := len(head.d2t)) != head.base.vocab_size:
-        what = f"it drafts over {ids} of {head.base.vocab_size} ids, and the format has no draft vocabulary"
-        yield what, f"head.draft_vocab_size=null{instead}"
+def unsupported_logits(
+    head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"
+) -> Unsupported:
+    """Refuse a base that caps its logits, or with ``scaled`` also one that scales them."""
+    output = head.target_lm_head
+    if output.softcap is not None or (scaled and output.scale != 1.0):
+        what = f"{'scales or ' if scaled else ''}caps its logits, and the format does not"
+        yield f"{head.base.name} {what}", instead
 
 
 def unsupported_layers(head: Any, default: tuple[int, ...]) -> Unsupported:
@@ -305,15 +346,30 @@ def require_base_tensor(checkpoint: PublishedCheckpoint, base: BaseModel, name: 
     tensor = checkpoint.tensors.get(name)
     if tensor is None or tensor.shape == expected.shape and torch.allclose(tensor.to(expected), expected, 2**-7, 1e-6):
         return
-    raise UserError(
-        f"{checkpoint.source} has a {name} that is not {base.name}'s, and heads here read the base's; name the base "
-        "that it was trained for"
-    )
+    raise wrong_base(checkpoint, f"has a {name} that is not {base.name}'s, and heads here read the base's")
+
+
+def require_same_scale(checkpoint: PublishedCheckpoint, head: DraftHead) -> None:
+    """Refuse a file whose ``logit_scale`` is not the base's."""
+    expected = head.target_lm_head.scale
+    if not math.isclose(scale := checkpoint.config.get("logit_scale", expected), expected, rel_tol=1e-6):
+        raise wrong_base(checkpoint, f"scales its logits by {scale}, {head.base.name} by {expected}")
+
+
+def wrong_base(checkpoint: PublishedCheckpoint, what: str) -> UserError:
+    """Return the error for a checkpoint that does not fit the base; ``what`` continues its name."""
+    return UserError(f"{checkpoint.source} {what}; name the base that it was trained for")
 
 
 def published_name(base: BaseModel) -> str:
     """Return the name by which engines download the base."""
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
+
+
+def _renamed(name: str, rules: Mapping[str, str]) -> str:
+    for pattern, replacement in rules.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _some(names: list[str]) -> str:

@@ -11,7 +11,6 @@ accept either naming for both. The authors' loader reads ``hydra_lm_head.pt`` an
 output layer without a bias is written with a zero one. The prefix layer's unused embedding is left out.
 """
 
-import re
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.format import Engine, Format, Unsupported, unsupported_vocabulary
+from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, unsupported_logits
 from drafthead.models.formats.medusa import tied
 from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead
 
@@ -42,15 +41,18 @@ class HydraFormat(Format):
     required = {"hydra_num_heads": "num_draft_tokens", "hydra_num_layers": "num_layers"}
     optional = {"dropout_rate": "dropout"}
     sizes = {}
+    constants = {"grounded_heads": True}
     other_keys = frozenset({"hydra_head_arch", "grounded_heads"})
+    fixed = {
+        "unit_embeddings": Fixed(False, "it normalises embeddings to unit length, and the format does not"),
+    }
+    # Files spell the prefix layer's name in several ways; only what follows it is fixed.
+    aliases = {r"^(?!hydra_).*?(?=layers\.0\.|norm\.weight$)": PREFIX}
+    left_out = rf"{Format.left_out}|embed_tokens\.weight$"
 
     def unsupported(self, head: HydraHead) -> Unsupported:
-        yield from unsupported_vocabulary(head)
-        if head.config.unit_embeddings:
-            yield "it normalises embeddings to unit length, and the format does not", "head.unit_embeddings=false"
-        if head.target_lm_head.scale != 1.0 or head.target_lm_head.softcap is not None:
-            what = f"{head.base.name} scales or caps its logits, and the format does not"
-            yield what, "another base; no setting avoids it"
+        yield from super().unsupported(head)
+        yield from unsupported_logits(head, scaled=True)
 
     def tensors(self, head: HydraHead) -> dict[str, Tensor]:
         prefixed, width = head.config.prefix_layer, head.base.hidden_size
@@ -71,7 +73,7 @@ class HydraFormat(Format):
         return tensors
 
     def derived_tensors(self, head: HydraHead) -> dict[str, Tensor]:
-        """Return the base's output layer with a zero bias for every head; ``tensors`` replaces those it has."""
+        """Return the base's output layer with a zero bias for every head. A head's own layers replace them."""
         weight = head.target_lm_head.weight
         layer = {"weight": weight, "bias": torch.zeros_like(weight[:, 0])}
         names = [_output(k, head.config.prefix_layer) for k in range(head.depth)]
@@ -79,27 +81,21 @@ class HydraFormat(Format):
 
     def config(self, head: HydraHead) -> dict[str, Any]:
         architecture = "prefix-mlp" if head.config.prefix_layer else "mlp"
-        return {**super().config(head), "hydra_head_arch": architecture, "grounded_heads": True}
+        return {**super().config(head), "hydra_head_arch": architecture}
 
     def matches(self, config: dict[str, Any]) -> bool:
         return "hydra_num_heads" in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Use one naming for both variants, drop the base's tensors, and add zero biases to output layers."""
-        config, tensors = checkpoint.config, {}
+        checkpoint = super().normalize(checkpoint)
+        config, tensors = checkpoint.config, dict(checkpoint.tensors)
         architecture, grounded = config.get("hydra_head_arch", "mlp"), config.get("grounded_heads", True)
         if architecture not in ("mlp", "prefix-mlp") or not grounded:
             raise UserError(
                 f"{checkpoint.source} has hydra_head_arch {architecture!r} and grounded_heads {grounded!r}; expected "
                 "mlp or prefix-mlp, with grounded heads"
             )
-        for name, value in checkpoint.tensors.items():
-            if name.endswith(("rotary_emb.inv_freq", "embed_tokens.weight")):
-                continue
-            if not name.startswith(("hydra_mlp.", "hydra_lm_head.")):
-                # Files spell the prefix layer's name in several ways; only what follows it is fixed.
-                name = re.sub(r"^.*?(?=layers\.0\.|norm\.weight$)", PREFIX, name)
-            tensors[name] = value
         prefixed = _is_prefixed(checkpoint)
         counts_dropouts = "hydra_mlp.0.1.res_connection.weight" in tensors
         if counts_dropouts != prefixed:

@@ -7,10 +7,10 @@ equal the base's.
 import math
 from typing import Any
 
-from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.format import wrong_base
 from drafthead.models.heads.parts.attention_layer import head_rope, norm_eps
 
 LAYER_KEYS = frozenset(
@@ -62,10 +62,8 @@ def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None
     for key, value in published.items():
         near = isinstance(value, float) and math.isclose(value, expected[key], rel_tol=1e-4)
         if value != expected[key] and not near:
-            raise UserError(
-                f"{checkpoint.source} has a layer with {key} {value}, but {base.name} has {expected[key]}. A head's "
-                "layer must match its base; name the base that it was trained for"
-            )
+            what = f"has a layer with {key} {value}, but {base.name} has {expected[key]}"
+            raise wrong_base(checkpoint, f"{what}. A head's layer must match its base")
 
 
 def _rotation(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -20,11 +20,14 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.format import (
     BASE_NAME,
     Engine,
+    Fixed,
     Format,
     Unsupported,
     require_base_tensor,
-    unsupported_vocabulary,
+    require_same_scale,
+    unsupported_logits,
     vllm,
+    wrong_base,
 )
 from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -54,11 +57,15 @@ class MedusaFormat(Format):
     required = {"medusa_num_heads": "num_draft_tokens", "medusa_num_layers": "num_layers"}
     sizes: ClassVar[Mapping[str, str]] = {}
     block_name, output_name = "{k}.{j}.linear", "{k}.{layers}.weight"
+    fixed = {
+        "reads_last_token": Fixed(False, "its heads read the last token's embedding, and those of the format do not"),
+    }
+    vocabulary_advice: ClassVar[str | None] = f"{Format.vocabulary_advice} or to=vllm_medusa"
 
     def unsupported(self, head: MedusaHead) -> Unsupported:
-        yield from unsupported_last_token(head)
-        yield from unsupported_vocabulary(head, " or to=vllm_medusa")
-        yield from _scaled_logits(head)
+        yield from super().unsupported(head)
+        if head.config.own_lm_head:  # the format scales no outputs of a head's own layer
+            yield from unsupported_logits(head, scaled=True, instead="head.own_lm_head=false")
 
     def tensors(self, head: MedusaHead) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -78,6 +85,7 @@ class MedusaFormat(Format):
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Drop the base and the prefixes of a complete saved model, and count heads and blocks in the weights."""
+        checkpoint = super().normalize(checkpoint)
         tensors = checkpoint.tensors
         if any(name.startswith(FULL_MODEL) for name in tensors):
             tensors = {name.removeprefix(FULL_MODEL): t for name, t in tensors.items() if name.startswith(FULL_MODEL)}
@@ -115,8 +123,8 @@ class MedusaFormat(Format):
         return wide.eval()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
-        for what, _ in _scaled_logits(head):
-            raise UserError(f"{checkpoint.source}: {what}; name the base that it was trained for")
+        for what, _ in unsupported_logits(head, scaled=True) if head.config.own_lm_head else ():
+            raise wrong_base(checkpoint, f"holds output layers, but {what}")
 
 
 class TgiMedusaFormat(MedusaFormat):
@@ -170,13 +178,20 @@ class VllmMedusaFormat(MedusaFormat):
     block_name, output_name = "blocks.{k}.layers.{j}", "lm_heads.{k}.weight"
     other_keys = frozenset({"model_type", "truncated_vocab_size", "medusa_fc_bias", "original_lm_head", "logit_scale"})
 
+    aliases = {r"medusa_heads\.": ""}
+    constants = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "medusa_fc_bias": True,  # vLLM's default silently drops the biases
+    }
+    vocabulary_advice = None
+
     def unsupported(self, head: MedusaHead) -> Unsupported:
-        yield from unsupported_last_token(head)
+        yield from Format.unsupported(self, head)
         if (ids := len(head.d2t)) != head.base.vocab_size:
             what = f"it drafts over {ids} of {head.base.vocab_size} ids, and vLLM 0.32.0 does not load a token_map"
             yield what, "vocabulary=full" if can_widen(head) else "head.draft_vocab_size=null"
-        if head.target_lm_head.softcap is not None:
-            yield f"{head.base.name} caps its logits, and the format does not", "another base; no setting avoids it"
+        yield from unsupported_logits(head)
 
     def fitted(self, head: MedusaHead) -> DraftHead:
         """Return the head over the full vocabulary if it uses the base's output head."""
@@ -189,13 +204,8 @@ class VllmMedusaFormat(MedusaFormat):
 
     def config(self, head: MedusaHead) -> dict[str, Any]:
         return {
-            **{key: getattr(head.config, name) for key, name in self.required.items()},
-            "model_type": "medusa",
-            "architectures": ["MedusaModel"],
-            "hidden_size": head.base.hidden_size,
-            "vocab_size": head.base.vocab_size,
+            **Format.config(self, head),
             "truncated_vocab_size": len(head.d2t),
-            "medusa_fc_bias": True,  # vLLM's default silently drops the biases
             "original_lm_head": not head.config.own_lm_head,
             "logit_scale": head.target_lm_head.scale,
         }
@@ -205,13 +215,13 @@ class VllmMedusaFormat(MedusaFormat):
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Use vLLM's names, add zero biases, and reduce output layers over all ids to the rows of ``token_map``."""
-        config = dict(checkpoint.config)
+        checkpoint = Format.normalize(self, checkpoint)
+        config, tensors = {"logit_scale": 1.0, **checkpoint.config}, dict(checkpoint.tensors)
         for key in [k for k in config if "num" in k]:  # as vLLM's config class does
             for word, standard in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
                 if word in key and key != standard:
                     config[standard] = config.pop(key)
         config.setdefault("truncated_vocab_size", config.get("vocab_size"))
-        tensors = {name.replace("medusa_heads.", ""): value for name, value in checkpoint.tensors.items()}
         if not config.get("medusa_fc_bias"):
             if dropped := [name for name in tensors if name.startswith("blocks.") and name.endswith(".bias")]:
                 raise UserError(
@@ -239,14 +249,11 @@ class VllmMedusaFormat(MedusaFormat):
         return checkpoint.tensors["token_map"].long()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
-        scale, output = checkpoint.config.get("logit_scale", 1.0), head.target_lm_head
-        if scale != output.scale or output.softcap is not None:
-            raise UserError(
-                f"{checkpoint.source} scales its logits by {scale}, {head.base.name} by {output.scale} (soft-cap "
-                f"{output.softcap}); name the base that it was trained for"
-            )
+        require_same_scale(checkpoint, head)
+        for what, _ in unsupported_logits(head):
+            raise wrong_base(checkpoint, f"does not cap logits, but {what}")
         if not head.config.own_lm_head:
-            require_base_tensor(checkpoint, head.base, "lm_heads.0.weight", output.weight)
+            require_base_tensor(checkpoint, head.base, "lm_heads.0.weight", head.target_lm_head.weight)
 
 
 def can_widen(head: MedusaHead) -> bool:
@@ -256,23 +263,9 @@ def can_widen(head: MedusaHead) -> bool:
 
 def tied(tensors: Mapping[str, Tensor], heads: Iterable[Sequence[str]]) -> bool:
     """Return True if every head has several blocks with equal values; ``heads`` names the linear layers of each."""
-    return all(len(names) > 1 and all(_equal(tensors, names[0], other) for other in names[1:]) for names in heads)
 
+    def equal(one: str, other: str) -> bool:
+        pairs = [(tensors.get(f"{one}.{key}"), tensors.get(f"{other}.{key}")) for key in ("weight", "bias")]
+        return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
-def _equal(tensors: Mapping[str, Tensor], one: str, other: str) -> bool:
-    pairs = [(tensors.get(f"{one}.{key}"), tensors.get(f"{other}.{key}")) for key in ("weight", "bias")]
-    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
-
-
-def unsupported_last_token(head: MedusaHead) -> Unsupported:
-    """Refuse heads that also read the last token's embedding, which no Medusa format supports."""
-    if head.config.reads_last_token:
-        what = "its heads read the last token's embedding, and those of the format do not"
-        yield what, "head.reads_last_token=false"
-
-
-def _scaled_logits(head: MedusaHead) -> Unsupported:
-    base = head.target_lm_head
-    if head.config.own_lm_head and (base.scale != 1.0 or base.softcap is not None):
-        what = f"{head.base.name} scales or caps its logits, and the format does not scale or cap a head's own ones"
-        yield what, "head.own_lm_head=false"
+    return all(len(names) > 1 and all(equal(names[0], other) for other in names[1:]) for names in heads)

@@ -8,7 +8,6 @@ and 1 the head's own states. A file then holds emb.0, proj.0, proj.1, ln.0 and h
 """
 
 import re
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.format import Engine, Format, Unsupported, unsupported_vocabulary
+from drafthead.models.formats.format import Engine, Fixed, Format
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig, MLPSpeculatorHead, RNNCells
 
 PREFIX = "speculator."
@@ -42,52 +41,40 @@ class MLPSpeculatorFormat(Format):
         ),
         Engine("SGLang", "never"),
     )
+    exceptions = (("tie_weights", False, Engine("TGI", "fails with untied weights; train with head.tie_weights=true")),)
+    renames = {r"^cells\.": PREFIX, r"^projections\.weights\.(\d+)$": rf"{PREFIX}head.\1.weight"}
+    aliases = {r"^(?!speculator\.)": PREFIX}
     required = {"n_predict": "num_draft_tokens", "inner_dim": "inner_dim"}
     optional = {"tie_weights": "tie_weights", "scale_input": "scale_input"}
     sizes = {"emb_dim": "hidden_size", "vocab_size": "vocab_size"}
+    constants = {
+        "model_type": "mlp_speculator",
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "n_candidates": 5,
+    }
     other_keys = frozenset({"model_type", "architectures", "top_k_tokens_per_head"})
-
-    def unsupported(self, head: MLPSpeculatorHead) -> Unsupported:
-        if head.config.cell != "rnn":
-            yield "it has LSTM cells, and the format has IBM's RNN cells", "head.cell=rnn"
-        if not head.config.own_embedding:
-            yield "it reads the base's embedding, and the format stores the head's", "head.own_embedding=true"
-        if not head.config.own_lm_head:
-            yield "it uses the base's output head, and the format stores the head's", "head.own_lm_head=true"
-        yield from unsupported_vocabulary(head)
-
-    def tensors(self, head: MLPSpeculatorHead) -> dict[str, Tensor]:
-        cells = {f"{PREFIX}{name}": parameter for name, parameter in head.cells.named_parameters()}
-        return cells | {f"{PREFIX}head.{i}.weight": weight for i, weight in enumerate(head.projections.weights)}
+    fixed = {
+        "cell": Fixed("rnn", "it has LSTM cells, and the format has IBM's RNN cells"),
+        "own_embedding": Fixed(True, "it reads the base's embedding, and the format stores the head's"),
+        "own_lm_head": Fixed(True, "it uses the base's output head, and the format stores the head's"),
+    }
 
     def config(self, head: MLPSpeculatorHead) -> dict[str, Any]:
         return {
             **super().config(head),
-            "model_type": "mlp_speculator",
-            "architectures": ["MLPSpeculatorPreTrainedModel"],
-            "vocab_size": head.base.vocab_size,
-            "emb_dim": head.base.hidden_size,
-            "inner_dim": cast(RNNCells, head.cells)
-            .proj[0]
-            .out_features,  # not 0 (the default): TGI would use it as the width
+            # Not 0 (the default): TGI would use it as the width.
+            "inner_dim": cast(RNNCells, head.cells).proj[0].out_features,
             # vLLM's default has three entries, and it asserts that there are n_predict.
             "top_k_tokens_per_head": [max(1, 5 - i) for i in range(head.depth)],
-            "n_candidates": 5,
         }
-
-    def engines_for(self, head: MLPSpeculatorHead) -> tuple[Engine, ...]:
-        if head.config.tie_weights:
-            return self.engines
-        fails = "fails with untied weights; train with head.tie_weights=true"
-        return tuple(replace(e, support=fails, current=False) if e.name == "TGI" else e for e in self.engines)
 
     def matches(self, config: dict[str, Any]) -> bool:
         return config.get("model_type") == "mlp_speculator"
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Add the prefix and the inner width, and drop the copies of tied tensors."""
-        tensors = {PREFIX + name.removeprefix(PREFIX): value for name, value in checkpoint.tensors.items()}
-        config = dict(checkpoint.config)
+        """Add the inner width, and drop the copies of tied tensors."""
+        checkpoint = super().normalize(checkpoint)
+        config, tensors = dict(checkpoint.config), checkpoint.tensors
         if (kinds := config.get("architectures")) and "MLPSpeculatorPreTrainedModel" not in kinds:
             raise UserError(f"{checkpoint.source} is a {kinds}: only MLPSpeculatorPreTrainedModel is read")
         if not config.get("inner_dim"):

@@ -6,7 +6,6 @@ and ``norm_output`` are at the top level, where vLLM reads them. ``norm_before_r
 the library's default is true.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
 from drafthead.models.formats.format import BASE_NAME, Engine
 from drafthead.models.heads.eagle3 import Eagle3Head
+from drafthead.models.heads.parts.draft_head import DraftHead
 
 TYPE = "speculators_model_type"
 LAYER = "transformer_layer_config"
@@ -36,6 +36,7 @@ class SpeculatorsFormat(Eagle3Format):
         Engine("SGLang", "no, it reads to=eagle3"),
         Engine("llama.cpp", "no, it reads to=gguf"),
     )
+    exceptions = ()
     other_keys = Eagle3Format.other_keys | {TYPE, LAYER, METHODS, "num_aux_hidden_states"}
 
     def config(self, head: Eagle3Head) -> dict[str, Any]:
@@ -62,13 +63,10 @@ class SpeculatorsFormat(Eagle3Format):
             },
         }
 
-    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None) -> None:
-        config, methods = dict(checkpoint.config), checkpoint.config[METHODS]
-        config[METHODS] = {**methods, "verifier": {**methods["verifier"], "name_or_path": config[BASE_NAME]}}
-        super().write(checkpoint.updated(config=config), folder, dtype)
-
-    def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
-        return self.engines
+    def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
+        checkpoint = super().checkpoint(head, dtype, base_name)
+        checkpoint.config[METHODS]["verifier"]["name_or_path"] = checkpoint.config[BASE_NAME]
+        return checkpoint
 
     def matches(self, config: dict[str, Any]) -> bool:
         return config.get(TYPE) == "eagle3"

@@ -8,8 +8,10 @@ byte-level BPE tokenizer. Other bases need that converter, which the error names
 import json
 import logging
 import tempfile
+from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import numpy as np
@@ -22,7 +24,7 @@ from drafthead.data.utils.files import require_space
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.base.structure import attention_sizes
-from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
 from drafthead.models.formats.format import BASE_NAME, Format, Unsupported, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead
 
@@ -43,6 +45,8 @@ RECORDED = ("llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss")
 """Model types whose llama.cpp graphs keep the inputs of layers, which heads read; llama.cpp aborts with others."""
 DRAFTERS = {"gguf": "eagle3", "gguf_dspark": "dflash"}
 """Formats of heads -> llama.cpp's architectures."""
+OTHER_KEYS = ("tokenizer.", "drafthead.")
+"""Beginnings of keys that do not follow the architecture's name. Only drafthead reads the latter."""
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -101,11 +105,16 @@ class GgufFile:
         self.writer.add_file_type(gguf.LlamaFileType[KINDS[kind][1]])
         self.writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
+    def add_key(self, key: str, value: bool | int | float | list[int]) -> None:
+        """Add a key with the type of its value; the architecture is put before a key without a namespace of its own."""
+        writer = self.writer
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        add[type(value)](key if key.startswith(OTHER_KEYS) else f"{writer.arch}.{key}", value)
+
     def add_sizes(self, config: dict[str, Any]) -> None:
         """Add the sizes, epsilon and rotary settings of a Llama config."""
         for key, name in SIZES.items():
-            add = self.writer.add_float32 if name in ("rope_theta", "rms_norm_eps") else self.writer.add_uint32
-            add(f"{self.writer.arch}.{key}", config[name])
+            self.add_key(key, config[name])
         if (factors := rope_factors(config)) is not None:
             self.add("rope_freqs.weight", factors)
 
@@ -144,30 +153,6 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return keys, tensors
 
 
-def read_drafter(path: Path, to: str, needed: set[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return keys, without their architecture, and tensors of a head that an export to ``to`` wrote.
-
-    ``needed`` are keys that the file must have in addition to ``SIZES``.
-    """
-    if not path.is_file():
-        raise UserError(f"{path.parent} has no {path.name}; export with to={to} writes one")
-    keys, tensors = read_gguf(path)
-    expected, kind = DRAFTERS[to], keys.get("general.architecture")
-    if kind != expected:
-        hint = "".join(f" (format={name})" for name, architecture in DRAFTERS.items() if architecture == kind)
-        raise UserError(f"{path} has the architecture {kind}, expected {expected}{hint}")
-    keys = {name.removeprefix(f"{expected}."): value for name, value in keys.items()}
-    if missing := sorted((needed | SIZES.keys()) - keys.keys()):
-        raise UserError(f"{path} lacks the keys {', '.join(missing)}, which an export writes")
-    return keys, tensors
-
-
-def with_scaling_of(checkpoint: PublishedCheckpoint, base: BaseModel) -> PublishedCheckpoint:
-    """Return the checkpoint with the base's rotary scaling, because a file stores only the tensor computed from it."""
-    scaling = getattr(base.model.config, "rope_parameters", None) or {}
-    return checkpoint.updated(config={**checkpoint.config, "rope_scaling": scaling, "rope_parameters": None})
-
-
 def _values(entry: Any) -> npt.NDArray[Any]:
     integer = entry.tensor_type == gguf.GGMLQuantizationType.I64
     values: npt.NDArray[Any] = entry.data if integer else gguf.quants.dequantize(entry.data, entry.tensor_type)
@@ -191,36 +176,108 @@ def rope_factors(config: dict[str, Any]) -> Tensor | None:
 
 
 class GgufLayout(Format):
-    """Mixin of the formats for llama.cpp: the head as ``head.gguf``, and the base next to it as ``base.gguf``."""
+    """Mixin of the formats for llama.cpp: the head as ``head.gguf``, and the base next to it as ``base.gguf``.
+
+    A head has the tensors and the config of its other layout, under llama.cpp's names.
+    """
 
     weights_file = FILE
     base_file = BASE_FILE
+    outer: ClassVar[Mapping[str, str]]
+    """Published names of tensors outside the layers -> llama.cpp's."""
+    layer: ClassVar[str] = "layers.{n}"
+    """Published name of layer n."""
+    needed: ClassVar[frozenset[str]]
+    """Keys that a file must have in addition to ``SIZES``."""
+
+    @abstractmethod
+    def keys(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of a head's file in addition to ``SIZES``, from its config."""
+
+    @abstractmethod
+    def config_of(self, keys: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Return the config of a head in addition to its sizes, from the file's keys and the renamed tensors."""
+
+    def add_vocabulary(self, file: GgufFile, base: BaseModel) -> None:
+        """Add the tokenizer; by default none, because llama.cpp uses the target's."""
+        file.writer.add_tokenizer_model("no_vocab")
+
+    def reordered(self, name: str, tensor: Tensor, config: dict[str, Any], writing: bool) -> Tensor:
+        """Return a tensor with its rows in llama.cpp's order (``writing``), or in ours."""
+        return tensor
+
+    def _names(self, layers: int) -> dict[str, str]:
+        """Return published names -> llama.cpp's, for a head of this many layers."""
+        inner = {
+            f"{self.layer.format(n=n)}.{name}.weight": f"blk.{n}.{theirs}.weight"
+            for n in range(layers)
+            for name, theirs in LAYER.items()
+        }
+        return {**self.outer, **inner}
 
     def matches(self, config: dict[str, Any]) -> bool:
         return False  # a GGUF file has no config.json
 
-    def check_base(self, base: BaseModel, kind: str) -> None:
-        check_base(base, kind)
+    def unsupported(self, head: Any) -> Unsupported:
+        yield from super().unsupported(head)
+        if (kind := head.base.model.config.model_type) not in RECORDED:
+            what = f"llama.cpp's graph of {kind} does not keep the inputs of layers, and aborts"
+            yield what, f"another base: one of type {', '.join(RECORDED)}"
 
-    def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
-        write_base(base, path, kind, published_name(base).split("/")[-1])
-
-    def new_file(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None) -> GgufFile:
-        """Start the file of a head with the sizes of its layers; ``dtype`` None keeps the tensors'."""
+    def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None, base: BaseModel) -> None:
         config, tensors = checkpoint.config, checkpoint.tensors
         folder.mkdir(parents=True, exist_ok=True)
         require_space(folder, 4 * sum(t.numel() for t in tensors.values()), "the export")
         name = f"{config[BASE_NAME].split('/')[-1]} {self.title}"
         file = GgufFile(folder / FILE, DRAFTERS[self.name], name, DTYPES[dtype or tensors["fc.weight"].dtype])
         file.add_sizes(config)
-        return file
+        for key, value in self.keys(config).items():
+            file.add_key(key, value)
+        self.add_vocabulary(file, base)
+        for name, theirs in self._names(config["num_hidden_layers"]).items():
+            if name in tensors:
+                file.add(theirs, self.reordered(name, tensors[name], config, writing=True))
+        if "d2t" in tensors:
+            file.add("d2t", from_offsets(tensors["d2t"]))  # llama.cpp stores target ids
+        file.close()
 
+    def read_files(self, folder: Path) -> PublishedCheckpoint:
+        path, expected = folder / FILE, DRAFTERS[self.name]
+        if not path.is_file():
+            raise UserError(f"{folder} has no {FILE}; export with to={self.name} writes one")
+        keys, stored = read_gguf(path)
+        if (kind := keys.get("general.architecture")) != expected:
+            hint = "".join(f" (format={name})" for name, architecture in DRAFTERS.items() if architecture == kind)
+            raise UserError(f"{path} has the architecture {kind}, expected {expected}{hint}")
+        keys = {name.removeprefix(f"{expected}."): value for name, value in keys.items()}
+        if missing := sorted((self.needed | SIZES.keys()) - keys.keys()):
+            raise UserError(f"{path} lacks the keys {', '.join(missing)}, which an export writes")
+        names = self._names(keys["block_count"])
+        if unknown := sorted(stored.keys() - {*names.values(), "d2t", "rope_freqs.weight"}):
+            raise UserError(f"{path} has tensors that heads here do not use: {', '.join(unknown[:4])}")
+        config = {name: keys[key] for key, name in SIZES.items()}
+        tensors = {
+            name: self.reordered(name, stored[theirs], config, writing=False)
+            for name, theirs in names.items()
+            if theirs in stored
+        }
+        config["draft_vocab_size"] = config["vocab_size"]
+        if "d2t" in stored:
+            tensors["d2t"] = to_offsets(stored["d2t"])
+            config["draft_vocab_size"] = len(stored["d2t"])
+        return PublishedCheckpoint(config | self.config_of(keys, tensors), tensors, source=str(path))
 
-def unsupported_graph(head: DraftHead) -> Unsupported:
-    """Refuse bases whose llama.cpp graph does not keep the layer inputs that the head reads."""
-    if (kind := head.base.model.config.model_type) not in RECORDED:
-        what = f"llama.cpp's graph of {kind} does not keep the inputs of layers, and aborts"
-        yield what, f"another base: one of type {', '.join(RECORDED)}"
+    def require_same(self, checkpoint: PublishedCheckpoint, head: DraftHead) -> None:
+        # A file stores only the tensor computed from the rotary scaling, so the scaling is taken from the base.
+        scaling = getattr(head.base.model.config, "rope_parameters", None) or {}
+        config = {**checkpoint.config, "rope_scaling": scaling, "rope_parameters": None}
+        super().require_same(checkpoint.updated(config=config), head)
+
+    def check_base(self, base: BaseModel, kind: str) -> None:
+        check_base(base, kind)
+
+    def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
+        write_base(base, path, kind, published_name(base).split("/")[-1])
 
 
 # The base -------------------------------------------------------------------------------------------------------------
