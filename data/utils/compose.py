@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import Field, field, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.help import help_text
-from drafthead.data.utils.settings import check, field_at, is_settings, types_of, unknown_key, without_none
+from drafthead.data.utils.settings import check, default_of, is_settings, types_of, unknown_key, without_none
 
 T = TypeVar("T")
 INTERRUPTED = 130
@@ -60,18 +60,14 @@ def schema(cls: Any) -> type[Any]:
             kind = dict.__class_getitem__((str, schema(inner) if is_settings(inner) else Any))
         else:
             kind = Any
-        plain.append((f.name, kind, field(default_factory=partial(_plain_default, f))))
+        plain.append((f.name, kind, field(default_factory=partial(_plain, default_of(f)))))
     return make_dataclass(cls.__name__, plain)
 
 
-def _plain_default(f: Field[Any]) -> Any:
-    if f.default_factory is not NO_DEFAULT:
-        return _plain(f.default_factory())
-    return MISSING if f.default is NO_DEFAULT else _plain(f.default)
-
-
 def _plain(value: Any) -> Any:
-    """Return a default as OmegaConf takes it: settings as instances of their schema, tuples as lists."""
+    """Return a default as OmegaConf takes it: settings as instances of their schema, tuples as lists, none as "???"."""
+    if value is NO_DEFAULT:
+        return MISSING
     if is_settings(value):
         cls: Any = type(value)
         return schema(cls)(**{f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init})
@@ -139,8 +135,7 @@ def _explain(error: BaseException, cls: type[Any] | None) -> str:
     unknown = re.search(r"Key '([^']+)' (?:is )?not in", text)
     path = re.search(r"full_key: (\S+)", text)
     if unknown and path and cls is not None:
-        parent = without_none(field_at(cls, [*path[1].split(".")[:-1]]))
-        return unknown_key(path[1], unknown[1], parent, cls)
+        return unknown_key(path[1], [*path[1].split(".")[:-1], unknown[1]], cls)
     return _one_line(error)
 
 

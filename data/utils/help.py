@@ -6,12 +6,12 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
 from typing import Any, cast, get_args, get_origin
 
-from drafthead.data.utils.settings import is_settings, limit_of, types_of, without_none
+from drafthead.data.utils.settings import default_of, is_settings, limit_of, types_of, without_none
 
 COLUMN = 40
 """Column of a help text at which explanations start."""
@@ -60,11 +60,7 @@ def describe(cls: Any, prefix: str = "") -> Iterator[Setting]:
         if is_settings(inner):
             yield from describe(inner, f"{key}.")
         else:
-            yield Setting(key, kind, _default(f), docstrings(cls).get(f.name, ""))
-
-
-def _default(f: Field[Any]) -> Any:
-    return f.default if f.default_factory is NO_DEFAULT else f.default_factory()
+            yield Setting(key, kind, default_of(f), docstrings(cls).get(f.name, ""))
 
 
 def _typed(value: Any) -> str:

@@ -2,10 +2,12 @@
 
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
 
+import psutil
 import torch
 
 from drafthead.version import __version__
@@ -50,16 +52,16 @@ def versions() -> dict[str, str]:
 
 
 class OtherProcesses:
-    """CPU time that other processes use while one or more ``with`` blocks run, from ``/proc``.
+    """CPU time that other processes use while one or more ``with`` blocks run.
 
-    It is the busy time of the machine, minus that of this process and its descendants. In a container ``/proc/stat``
-    counts the whole host, and so does this class. Ticks of 10 ms limit its resolution.
+    It is the busy time of the machine, minus that of this process and its descendants. In a container the machine is
+    the whole host. Ticks of 10 ms limit the resolution.
     """
 
     wall_s = 0.0
     """Seconds that the blocks took."""
-    cpu_s: float | None = 0.0
-    """CPU seconds of other processes meanwhile; None without ``/proc`` (macOS)."""
+    cpu_s = 0.0
+    """CPU seconds of other processes meanwhile."""
 
     def __enter__(self) -> Self:
         self._cpu_before, self._started = _cpu_of_others(), perf_counter()
@@ -67,16 +69,12 @@ class OtherProcesses:
 
     def __exit__(self, *_: object) -> None:
         self.wall_s += perf_counter() - self._started
-        cpu_after = _cpu_of_others()
-        if self.cpu_s is None or self._cpu_before is None or cpu_after is None:
-            self.cpu_s = None
-        else:
-            self.cpu_s += cpu_after - self._cpu_before
+        self.cpu_s += _cpu_of_others() - self._cpu_before
 
     @property
     def cores(self) -> float | None:
-        """Cores that other processes used on average; None without ``/proc``."""
-        return None if self.cpu_s is None else cores_used(self.cpu_s, self.wall_s)
+        """Cores that other processes used on average; None if no time passed."""
+        return cores_used(self.cpu_s, self.wall_s)
 
 
 def cores_used(cpu_s: float, wall_s: float) -> float | None:
@@ -93,26 +91,13 @@ def other_processes_line(cores: float | None) -> str:
     return f"other processes used {cores:.1f} of {os.cpu_count()} cores while this was measured{warning}"
 
 
-def _cpu_of_others() -> float | None:
-    """Return CPU seconds since boot of all processes but this one and its descendants; None without ``/proc``."""
-    try:
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    except (OSError, ValueError):
-        return None
-    parents, times = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The command's name, in parentheses, may hold spaces: fields are counted from the last parenthesis.
-            fields = stat.read_bytes().rpartition(b")")[2].split()
-        except OSError:  # the process has ended meanwhile
-            continue
-        pid = int(stat.parent.name)
-        # Times in user and kernel mode, its own and those of children that it has waited for.
-        parents[pid], times[pid] = int(fields[1]), sum(map(int, fields[11:15]))
-    own_ticks = 0
-    for pid, ticks in times.items():
-        ancestor = pid
-        while ancestor and ancestor != os.getpid():
-            ancestor = parents.get(ancestor, 0)
-        own_ticks += ticks if ancestor else 0
-    return float(user + nice + system + irq + softirq + steal - own_ticks) / os.sysconf("SC_CLK_TCK")
+def _cpu_of_others() -> float:
+    """Return CPU seconds since boot of all processes but this one and its descendants."""
+    times = psutil.cpu_times()._asdict()
+    # The rest is idle time, and that of guests, which Linux counts as user time too.
+    others = sum(times.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.Error):  # the process has ended meanwhile
+            others -= sum(process.cpu_times()[:4])  # user and system: its own, and of children that it has waited for
+    return float(others)

@@ -8,67 +8,54 @@
 ``--help`` and ``docs/settings.md`` are made from the same fields (``data/utils/help.py``).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, wraps
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
+import pydantic.dataclasses
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from drafthead.data.utils.errors import UserError
 
-__all__ = [
-    "BelowOne",
-    "NonNegative",
-    "NonNegativeFloat",
-    "Positive",
-    "PositiveFloat",
-    "PositiveShare",
-    "SettingError",
-    "Share",
-    "check",
-    "dotted",
-    "field_at",
-    "flatten",
-    "is_optional",
-    "is_settings",
-    "limit_of",
-    "message",
-    "require",
-    "settings",
-    "types_of",
-    "unknown_key",
-    "without_none",
-]
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    from dataclasses import dataclass as settings
-else:
-    from pydantic.dataclasses import dataclass as _pydantic_dataclass
 
-    def settings(**options):
-        """Decorate a settings class: a dataclass (``options`` are those of ``dataclass``) that checks its fields."""
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+def settings(**options: Any) -> Callable[[type[T]], type[T]]:
+    """Decorate a settings class: a dataclass (``options`` are those of ``dataclass``) that checks its fields."""
 
-        def decorate(cls):
-            checked = _pydantic_dataclass(config=_CONFIG, **options)(cls)
-            init = checked.__init__
+    def decorate(cls: type[T]) -> type[T]:
+        checked: Any = pydantic.dataclasses.dataclass(config=_CONFIG, **options)(cls)
+        init = checked.__init__
 
-            @wraps(init)
-            def raising_user_errors(self, *args, **values):
-                try:
-                    init(self, *args, **values)
-                except ValidationError as error:
-                    raise UserError(message(error, type(self))) from None
+        @wraps(init)
+        def raising_user_errors(self: T, *args: Any, **values: Any) -> None:
+            try:
+                init(self, *args, **values)
+            except ValidationError as error:
+                raise UserError(message(error, type(self))) from None
 
-            checked.__init__ = raising_user_errors
-            return checked
+        checked.__init__ = raising_user_errors
+        return cast(type[T], checked)
 
-        return decorate
+    return decorate
 
 
 _CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
@@ -100,10 +87,11 @@ def require(holds: bool, key: str, limit: str, value: Any) -> None:
 
 
 def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
-    """Return plain ``values`` as an instance of the settings class ``cls``.
+    """Return ``values``, as YAML or JSON gives them, as an instance of the settings class ``cls``.
 
     Raises:
-        UserError: with the dotted key below ``prefix``, the limit and the value found.
+        UserError: a value is wrong. The message is like "phases.distill.optim.lr must be above 0 and below 1, got 7";
+            ``prefix`` is put before the key, for values that are only a part of a run's settings.
     """
     try:
         return TypeAdapter(cls).validate_python(dict(values))
@@ -116,32 +104,20 @@ def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
     faults = error.errors()
     # A misspelt key is the cause when the key that it should be is missing too.
     fault = next((item for item in faults if item["type"] == "unexpected_keyword_argument"), faults[0])
-    location = _in_settings(cls, fault["loc"])
-    key = dotted([prefix, *location])
+    location, kind = locate(cls, fault["loc"])
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in [*filter(None, [prefix]), *location]]
+    key = "".join(steps).removeprefix(".")
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, SettingError):
         return f"{key}.{cause}" if key else str(cause)
     if cause is not None:
         return str(cause)
-    kind = field_at(cls, location)
     if fault["type"] == "unexpected_keyword_argument":
-        return unknown_key(key, str(location[-1]), without_none(field_at(cls, location[:-1])), cls)
+        return unknown_key(key, location, cls)
     if fault["type"].startswith("missing") and get_origin(kind) is not tuple:
         return f"{key} is missing; set it ({key}=...)"
     limit = "a finite number" if fault["type"] == "finite_number" else limit_of(kind) or _type_name(kind)
     return f"{key} must be {limit}{' or null' if is_optional(kind) else ''}, got {fault['input']!r}"
-
-
-def _in_settings(cls: Any, location: Sequence[int | str]) -> list[int | str]:
-    """Return the part of a location that users can type: pydantic appends members of unions and tuples."""
-    typed: list[int | str] = []
-    kind = cls
-    for step in location:
-        kind = _container(kind)
-        if is_settings(kind) or get_origin(kind) in (list, dict):
-            typed.append(step)
-            kind = field_at(kind, [step])
-    return typed
 
 
 def _type_name(kind: Any) -> str:
@@ -154,29 +130,16 @@ def _type_name(kind: Any) -> str:
     return _TYPES.get(get_origin(kind) or kind, str(kind))
 
 
-def unknown_key(key: str, name: str, parent: Any, root: Any) -> str:
-    """Return the message for a misspelt key: its path and the settings with similar names."""
+def unknown_key(key: str, location: Sequence[int | str], cls: Any) -> str:
+    """Return the message for a misspelt ``key`` at ``location`` below ``cls``, with the settings of similar names."""
+    name, parent = str(location[-1]), without_none(locate(cls, location[:-1])[1])
     near = get_close_matches(name, [f.name for f in fields(parent)]) if is_settings(parent) else []
-    near = near or get_close_matches(name, sorted(_names(root)))
+    near = near or get_close_matches(name, sorted(_names(cls)))
     return f"{key} is not a setting" + (f"; did you mean {' or '.join(near)}?" if near else "; see --help")
 
 
-def dotted(location: Sequence[int | str]) -> str:
-    """Return the location of a value as it is written on the command line."""
-    key = ""
-    for step in location:
-        key += f"[{step}]" if isinstance(step, int) else f".{step}" if step else ""
-    return key.removeprefix(".")
-
-
-_TYPES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    dict: "a mapping",
-}
+_TYPES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_TYPES |= {list: "a list", dict: "a mapping"}
 
 
 def limit_of(kind: Any) -> str:
@@ -192,13 +155,9 @@ def limit_of(kind: Any) -> str:
     if get_origin(kind) is not Annotated:
         return ""
     metadata = [item for extra in get_args(kind)[1:] if isinstance(extra, FieldInfo) for item in extra.metadata]
-    bounds = [
-        f"{words} {getattr(limit, name):g}"
-        for limit in metadata
-        for name, words in _LIMITS.items()
-        if hasattr(limit, name)
-    ]
-    return ", ".join(filter(None, [limit_of(get_args(kind)[0]), " and ".join(bounds)]))
+    limits = [(words, getattr(item, name, None)) for item in metadata for name, words in _LIMITS.items()]
+    bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
+    return ", ".join(filter(None, [limit_of(get_args(kind)[0]), bounds]))
 
 
 _LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "min_length": "of length at least"}
@@ -233,16 +192,28 @@ def types_of(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def field_at(cls: Any, location: Sequence[int | str]) -> Any:
-    """Return the type of the value at ``location`` below the settings class ``cls``."""
+def default_of(f: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field, or ``dataclasses.MISSING`` if the setting is required."""
+    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+
+
+def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], Any]:
+    """Return the part of ``location`` below ``cls`` that users can type, and the type of the value there.
+
+    pydantic's locations also name members of unions and tuples.
+    """
+    typed: list[int | str] = []
     kind = cls
     for step in location:
-        kind = _container(kind)
-        if is_settings(kind):
-            kind = types_of(kind).get(str(step), Any)
-        elif get_origin(kind) in (list, tuple, dict):
-            kind = get_args(kind)[-1]
-    return kind
+        container = _container(kind)
+        if is_settings(container):
+            kind = types_of(container).get(str(step), Any)
+        elif get_origin(container) in (list, dict):
+            kind = get_args(container)[-1]
+        else:
+            continue
+        typed.append(step)
+    return typed, kind
 
 
 def _names(kind: Any) -> set[str]:

@@ -17,7 +17,7 @@ from drafthead.data.utils.compose import hydra_task, one_line_errors, parse, run
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
 from drafthead.data.utils.help import help_text
-from drafthead.data.utils.settings import types_of
+from drafthead.data.utils.settings import default_of, types_of
 
 T = TypeVar("T")
 Task = Callable[[T], None]
@@ -84,7 +84,7 @@ def command(
 
 def required(cls: type[Any]) -> list[str]:
     """Return the fields of a settings class that have no default."""
-    return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    return [f.name for f in fields(cls) if default_of(f) is MISSING]
 
 
 def _overrides(arguments: list[str], cls: Any, spelled: dict[str, str], words: str) -> list[str]:

@@ -4,17 +4,12 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
-
-import pytest
 
 from drafthead.data.utils.machine import BUSY_CORES, OtherProcesses, other_processes_line
 
 SPIN = "import time; end = time.monotonic() + {}\nwhile time.monotonic() < end: pass"
-needs_proc = pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs /proc")
 
 
-@needs_proc
 def test_a_busy_process_of_somebody_else_is_counted() -> None:
     """A process whose parent has ended is not a descendant of ours."""
     double_fork = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SPIN.format(4)!r}])"
@@ -24,7 +19,6 @@ def test_a_busy_process_of_somebody_else_is_counted() -> None:
     assert others.cores is not None and others.cores > BUSY_CORES
 
 
-@needs_proc
 def test_our_own_processes_are_not_counted() -> None:
     """Own and other processes together use at most all cores, however busy the machine is."""
     before, count = os.times(), os.cpu_count() or 1
@@ -34,7 +28,7 @@ def test_our_own_processes_are_not_counted() -> None:
             process.wait()
     after = os.times()
     own_s = after.children_user + after.children_system - before.children_user - before.children_system
-    assert own_s > 0.3 and others.cpu_s is not None
+    assert own_s > 0.3
     assert others.cpu_s + own_s < 1.1 * count * others.wall_s
 
 
