@@ -22,10 +22,10 @@ from safetensors.numpy import save_file
 from drafthead.data.text.chat import Document
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import (
-    atomic_rename,
     check_manifest,
     disk_errors,
     file_digest,
+    new_file,
     read_manifest,
     require_space,
     safe_join,
@@ -149,27 +149,25 @@ class AnswerStore:
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
         hidden_states = _join_hidden_states(answers)
-        size = sum(4 * len(answer.input_ids) for answer in answers) + (
-            0 if hidden_states is None else hidden_states.nbytes
-        )
+        size = sum(4 * len(answer.input_ids) for answer in answers) + getattr(hidden_states, "nbytes", 0)
         require_space(self.folder, 1_000_000 + size, "the next shard of answers")
         try:
             with disk_errors("the next shard of answers", self.folder):
                 self._add(shard, self._write(shard, answers, hidden_states))
         except UserError:
-            self._discard(shard)  # a partial shard would keep the disk full
+            self.remove_leftovers(shard)  # a partial shard would keep the disk full
             raise
 
     def _write(self, shard: int, answers: list[Answer], hidden_states: npt.NDArray[np.float16] | None) -> pa.Table:
         """Write a shard's files, the parquet last."""
         width, checksum = 0, ""
         if hidden_states is not None:
-            save_file({"features": hidden_states}, tmp_path := self._tmp_path(shard, "safetensors"))
-            width, checksum = hidden_states.shape[1], file_digest(tmp_path)
-            atomic_rename(tmp_path, self._path(shard, "safetensors"))
+            with new_file(self._path(shard, "safetensors")) as tmp_path:
+                save_file({"features": hidden_states}, tmp_path)
+                width, checksum = hidden_states.shape[1], file_digest(tmp_path)
         table = make_table(answers, width, checksum)
-        pq.write_table(table, tmp_path := self._tmp_path(shard, "parquet"), compression="zstd")
-        atomic_rename(tmp_path, self._path(shard, "parquet"))
+        with new_file(self._path(shard, "parquet")) as tmp_path:
+            pq.write_table(table, tmp_path, compression="zstd")
         return table
 
     def read(self, with_hidden_states: bool = True) -> Iterator[Answer]:
@@ -246,19 +244,11 @@ class AnswerStore:
     def _path(self, shard: int, kind: str) -> Path:
         return self.folder / f"shard-{shard:05}.{kind}"
 
-    def _tmp_path(self, shard: int, kind: str) -> Path:
-        return self.folder / f".shard-{shard:05}.{kind}.tmp"
-
-    def _discard(self, shard: int) -> None:
-        """Remove the files of a shard that could not be written; other processes may be writing other shards."""
-        orphans = [] if self._path(shard, "parquet").exists() else [self._path(shard, "safetensors")]
-        for path in [self._tmp_path(shard, "safetensors"), self._tmp_path(shard, "parquet"), *orphans]:
-            path.unlink(missing_ok=True)
-
-    def remove_leftovers(self) -> None:
-        """Remove leftovers of a killed writer; no other process may be writing."""
-        orphans = [p for p in self.folder.glob("shard-*.safetensors") if not p.with_suffix(".parquet").exists()]
-        for path in [*self.folder.glob(".shard-*.tmp"), *orphans]:
+    def remove_leftovers(self, shard: int | None = None) -> None:
+        """Remove what a killed or failed writer left of ``shard``, or of all shards if no other process is writing."""
+        name = "*" if shard is None else f"{shard:05}"
+        orphans = [p for p in self.folder.glob(f"shard-{name}.safetensors") if not p.with_suffix(".parquet").exists()]
+        for path in [*self.folder.glob(f".shard-{name}.*.tmp"), *orphans]:
             path.unlink()
 
 

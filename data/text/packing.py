@@ -17,7 +17,7 @@ import torch
 from drafthead.data.batch import NO_DOCUMENT, TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, read_json, safe_join, write_json
+from drafthead.data.utils.files import disk_errors, file_digest, new_file, read_json, safe_join, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +28,8 @@ OPEN_ROWS = 64
 """Open rows that whole documents are fitted into."""
 ROWS_PER_WRITE = 256
 _FILE, _CHECKSUM = "rows.arrow", "rows.sha256.json"
+_ROW = {"input_ids": pa.int32(), "position_ids": pa.int32(), "document_ids": pa.int32(), "loss_mask": pa.bool_()}
+"""Columns of a packed row with a value per token, and their types."""
 _Array = npt.NDArray[Any]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -71,14 +73,10 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
         _write_rows(sink, rows, seq_len)
         dataset = datasets.Dataset.from_buffer(sink.getvalue())
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _FILE
-        tmp_path = path.with_suffix(".tmp")
-        with disk_errors("the packed rows", folder):
+        with disk_errors("the packed rows", folder), new_file(folder / _FILE) as tmp_path:
             with pa.OSFile(str(tmp_path), "wb") as sink:
                 _write_rows(sink, rows, seq_len)
             write_json(folder / _CHECKSUM, {"sha256": file_digest(tmp_path)})
-            atomic_rename(tmp_path, path)
         dataset = open_packed(folder)
     if not len(dataset):
         raise UserError("there is no document to pack; check the data source")
@@ -122,21 +120,17 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
         values: _Array = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         return values.reshape(len(row_numbers), -1)
 
-    return _batch(*map(column, ("input_ids", "position_ids", "document_ids", "loss_mask")))
+    return _batch({name: column(name) for name in _ROW})
 
 
 def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
     """Return rows outside of a dataset as one batch [B, T]."""
-    return _batch(*_arrays(rows, seq_len)[:4])
+    return _batch(_arrays(rows, seq_len)[0])
 
 
-def _batch(ids: _Array, positions: _Array, documents: _Array, mask: _Array) -> TrainBatch:
-    return TrainBatch(
-        input_ids=torch.from_numpy(ids.astype(np.int64)),
-        position_ids=torch.from_numpy(positions.astype(np.int64)),
-        document_ids=torch.from_numpy(documents.astype(np.int64)),
-        loss_mask=torch.from_numpy(mask.astype(np.bool_)),
-    )
+def _batch(columns: dict[str, _Array]) -> TrainBatch:
+    kinds = {"loss_mask": np.bool_}
+    return TrainBatch(**{n: torch.from_numpy(array.astype(kinds.get(n, np.int64))) for n, array in columns.items()})
 
 
 def text_documents(
@@ -226,32 +220,27 @@ def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedR
 
 
 def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], seq_len: int) -> None:
-    numbers = pa.list_(pa.int32(), seq_len)
-    columns = {"input_ids": numbers, "position_ids": numbers, "document_ids": numbers}
-    columns |= {"loss_mask": pa.list_(pa.bool_(), seq_len), "pieces": pa.list_(pa.list_(pa.int64(), 4))}
-    schema = pa.schema(columns)
-    with pa.ipc.new_stream(sink, schema) as writer:
+    pieces_type = pa.list_(pa.list_(pa.int64(), 4))
+    columns = {name: pa.list_(kind, seq_len) for name, kind in _ROW.items()} | {"pieces": pieces_type}
+    with pa.ipc.new_stream(sink, pa.schema(columns)) as writer:
         for batch in _batched(rows, ROWS_PER_WRITE):
-            *arrays, pieces = _arrays(batch, seq_len)
-            lists = [pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), seq_len) for array in arrays]
-            lists.append(pa.array(pieces, type=columns["pieces"]))
-            writer.write_batch(pa.RecordBatch.from_arrays(lists, schema=schema))
+            arrays, pieces = _arrays(batch, seq_len)
+            lists = [pa.FixedSizeListArray.from_arrays(pa.array(a.ravel()), seq_len) for a in arrays.values()]
+            lists.append(pa.array(pieces, type=pieces_type))
+            writer.write_batch(pa.RecordBatch.from_arrays(lists, schema=pa.schema(columns)))
 
 
-def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[_Array, _Array, _Array, _Array, list[list[list[int]]]]:
-    """Return ids, positions, document ids and mask, each [R, T], and the pieces of every row (``pack``)."""
-    shape = (len(rows), seq_len)
-    ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    numbers, mask = np.full(shape, NO_DOCUMENT, np.int32), np.zeros(shape, np.bool_)
+def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[dict[str, _Array], list[list[list[int]]]]:
+    """Return the columns ``_ROW``, each [R, T], and the pieces of every row (``pack``)."""
+    arrays = {name: np.zeros((len(rows), seq_len), kind.to_pandas_dtype()) for name, kind in _ROW.items()}
+    arrays["document_ids"][:] = NO_DOCUMENT
     pieces: list[list[list[int]]] = [[] for _ in rows]
     for r, row in enumerate(rows):
         offset = 0
         for number, (document, start, piece) in enumerate(row.pieces):
-            span = slice(offset, offset + len(piece))
-            ids[r, span] = piece.input_ids
-            mask[r, span] = piece.loss_mask
-            positions[r, span] = np.arange(len(piece))
-            numbers[r, span] = number
+            columns = (piece.input_ids, np.arange(len(piece)), number, piece.loss_mask)
+            for array, values in zip(arrays.values(), columns, strict=True):
+                array[r, offset : offset + len(piece)] = values
             pieces[r].append([document, start, len(piece), offset])
             offset += len(piece)
-    return ids, positions, numbers, mask, pieces
+    return arrays, pieces

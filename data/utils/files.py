@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.renamed import update_names
 
+MANIFEST_NAME = "manifest.json"
+
 
 def cache_dir() -> Path:
     """Return ``$DRAFTHEAD_CACHE``, ``$XDG_CACHE_HOME/drafthead`` or ``~/.cache/drafthead``, which may not exist yet."""
@@ -35,22 +37,27 @@ def make_folder(path: Path, setting: str) -> None:
         raise UserError(f"{path} cannot be written ({reason}); choose another folder ({setting})") from None
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` through a temporary file, fsync and rename, so that readers never see half a file."""
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield the name of a temporary file to write; after the block it is flushed to disk and renamed to ``path``.
+
+    Readers therefore see the whole file or none. If the block raises an error, the temporary file is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        tmp_path.write_bytes(content.encode() if isinstance(content, str) else content)
-        atomic_rename(tmp_path, path)
+        yield tmp_path
+        fsync(tmp_path)
+        tmp_path.replace(path)
+        fsync(path.parent)
     finally:
         tmp_path.unlink(missing_ok=True)
 
 
-def atomic_rename(tmp_path: Path, path: Path) -> None:
-    """Flush a complete file to disk, rename it to ``path``, and flush the new name."""
-    fsync(tmp_path)
-    tmp_path.replace(path)
-    fsync(path.parent)
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write ``content`` as a ``new_file``."""
+    with new_file(path) as tmp_path:
+        tmp_path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def fsync(path: Path) -> None:
@@ -175,9 +182,6 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
             f"{purpose} needs about {required} in {path}, but {available} are free; free some space or choose another "
             "folder"
         )
-
-
-MANIFEST_NAME = "manifest.json"
 
 
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:

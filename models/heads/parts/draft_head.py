@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import atomic_rename, disk_errors, file_digest, write_json
+from drafthead.data.utils.files import disk_errors, file_digest, new_file, write_json
 from drafthead.data.utils.settings import check, settings
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import ADAPTER
@@ -255,10 +255,9 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             "draft_vocab": None if len(self.d2t) == len(self.t2d) else len(self.d2t),
         }
         with disk_errors("the head", folder):
-            tmp_path = folder / ".model.safetensors.tmp"
-            save_file({k: v.detach().contiguous().cpu() for k, v in weights.items()}, tmp_path)
-            config["weights_sha256"] = file_digest(tmp_path)
-            atomic_rename(tmp_path, folder / "model.safetensors")
+            with new_file(folder / "model.safetensors") as tmp_path:
+                save_file({k: v.detach().contiguous().cpu() for k, v in weights.items()}, tmp_path)
+                config["weights_sha256"] = file_digest(tmp_path)
             write_json(folder / "config.json", config)
         write_trees(folder, self)
 
