@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 # Tests must not depend on the user's settings. huggingface_hub reads its environment once, when it is imported.
@@ -108,18 +108,18 @@ class DatasetHub:
     """A stand-in for datasets of the Hub, which answers while ``up``."""
 
     def __init__(self) -> None:
-        self.commit, self.files, self.up = "a" * 40, ["README.md", "data/train.parquet"], True
+        self.commit, self.up = "a" * 40, True
         self.rows: Callable[[str], Any] = lambda revision: []
         """Returns the rows of a commit."""
         self.asked: list[tuple[str, str | None]] = []
         self.opened: dict[str, Any] = {}
 
-    def info(self, name: str, revision: str | None) -> tuple[str, list[str]]:
-        """Return commit and files."""
+    def info(self, name: str, *, revision: str | None, timeout: float) -> Any:
+        """Return the commit, as ``HfApi.dataset_info`` does."""
         self.asked.append((name, revision))
         if not self.up:
             raise ConnectionError("no route\nto host")
-        return self.commit, self.files
+        return SimpleNamespace(sha=self.commit)
 
     def load(self, name: str, subset: str | None = None, *, revision: str = "", **options: Any) -> Any:
         """Return the rows, as ``datasets.load_dataset`` does."""
@@ -130,9 +130,8 @@ class DatasetHub:
 @pytest.fixture
 def dataset_hub(monkeypatch: pytest.MonkeyPatch) -> DatasetHub:
     hub = DatasetHub()
-    stand_ins = {"datasets.load_dataset": hub.load, "drafthead.data.text.readers._hub_info": hub.info}
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(name, stand_in)
+    monkeypatch.setattr("datasets.load_dataset", hub.load)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda api, name, **options: hub.info(name, **options))
     return hub
 
 

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,16 +61,6 @@ class Completions:
         """
         number, ids = prompt
         sampler = self.sampler
-        extra: dict[str, Any] = {
-            "top_k": sampler.top_k or -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "ignore_eos": sampler.ignore_eos,
-            "skip_special_tokens": False,
-            "return_token_ids": True,
-        }
-        if not sampler.ignore_eos:
-            extra["stop_token_ids"] = sorted(self.eos_ids)
         return {
             "model": model,
             "prompt": ids,
@@ -81,7 +71,15 @@ class Completions:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": (sampler.seed * 1_000_003 + number) % 2**31,
-            "extra_body": extra,
+            "extra_body": {
+                "top_k": sampler.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "ignore_eos": sampler.ignore_eos,
+                "skip_special_tokens": False,
+                "return_token_ids": True,
+                **({} if sampler.ignore_eos else {"stop_token_ids": sorted(self.eos_ids)}),
+            },
         }
 
     def parse(self, completion: Completion, prompt: Prompt, as_text: bool = False) -> Answer:
@@ -264,11 +262,11 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     Raises a ``UserError`` if there is none, or if its context is shorter than ``longest`` tokens (prompt and answer).
     """
 
-    async def ask() -> dict[str, int | None]:
+    async def served_models() -> dict[str, int | None]:
         async with Server(config) as server:
             return await server.models()
 
-    served = asyncio.run(ask())
+    served = asyncio.run(served_models())
     model = config.model or (base if base in served else next(iter(served), base))
     names = ", ".join(served) or "none"
     if config.model is not None and model not in served:
@@ -379,7 +377,10 @@ class ServerBackend:
     def _answers(
         self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False
     ) -> Iterator[Answer]:
-        """Run the asynchronous stream step by step; an interrupt cancels the requests under way."""
+        """Yield answers as they arrive, with ``concurrency`` requests at a time; errors come after finished answers.
+
+        An error or an interrupt cancels the requests under way.
+        """
         if not prompts:
             return
         model, as_text = self._find_model()
@@ -393,41 +394,23 @@ class ServerBackend:
 
             return await server.ask(completions.request(model, prompt), parse, f"prompt {prompt[0]}")
 
-        stream = self._stream(prompts, answer)
-
-        async def step() -> Answer | None:
-            return await anext(stream, None)
-
-        async def close() -> None:
-            await stream.aclose()
-
-        with asyncio.Runner() as runner:
-            try:
-                while (finished := runner.run(step())) is not None:
-                    yield finished
-            finally:
-                runner.run(close())
-
-    async def _stream(
-        self, prompts: Sequence[Prompt], answer: Callable[[Server, Prompt], Coroutine[Any, Any, Answer]]
-    ) -> AsyncGenerator[Answer, None]:
-        """Yield answers as they arrive, with ``concurrency`` requests at a time; errors come after finished answers."""
         waiting = iter(prompts)
         running = set[asyncio.Task[Answer]]()
-        async with Server(self.config, self.log) as server:
+        with asyncio.Runner() as runner:
+            server = runner.run(Server(self.config, self.log).__aenter__())
             try:
                 while True:
-                    free = self.config.concurrency - len(running)
-                    running |= {asyncio.create_task(answer(server, prompt)) for prompt in islice(waiting, free)}
+                    free = islice(waiting, self.config.concurrency - len(running))
+                    running |= {runner.get_loop().create_task(answer(server, prompt)) for prompt in free}
                     if not running:
                         return
-                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    done, running = runner.run(asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))
                     for task in sorted(done, key=lambda t: t.exception() is not None):  # errors last
                         yield task.result()
             finally:
                 for task in running:
                     task.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
+                runner.run(server.__aexit__())
 
 
 def _check_prompt_length(completion: Completion, sent: int) -> None:

@@ -1,7 +1,7 @@
 """Readers of local files and datasets for training and evaluation, without formats that can run code.
 
 ``datasets`` does not read files of JSON lines and text here. Its errors name no line of a broken file, and it refuses
-columns with texts in some rows and conversations in others.
+columns with texts in some rows and conversations in others. Since version 4 it runs no scripts and reads no pickles.
 """
 
 import gzip
@@ -10,22 +10,16 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from drafthead.data.utils.errors import UserError, one_line
 
-EXECUTABLE = {".bin", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth", ".py"}
-"""Suffixes of files that can run code when they are read."""
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
 """Suffixes of single data files, and the builders of ``datasets`` that read them."""
 SPLITS = ("test", "validation", "train")
 """Splits by preference: the base may have been trained on training data."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
-_NO_DATA = re.compile(r"\..*|(readme|licen[cs]e|notice|citation|changelog)\b.*|dataset_infos\.json", re.IGNORECASE)
-"""Names of files without data."""
-
 
 # Files -------------------------------------------------------------------------------------------------------------
 
@@ -95,22 +89,18 @@ def open_dataset(
         loaded = datasets.load_from_disk(str(path))
         if not isinstance(loaded, dict):
             return loaded
-        chosen = split or _first_split(list(loaded))
+        chosen = split or next((s for s in SPLITS if s in loaded), next(iter(loaded)))
         if chosen not in loaded:
             raise UserError(f"dataset {name!r} has no split {chosen!r}; present: {', '.join(loaded)}")
         return loaded[chosen]
     if name.startswith(("/", ".", "~")) and not path.exists():
         raise UserError(f"dataset {name!r} names a path that does not exist; check the path")
-    _refuse_executable(name, revision)
     if path.is_dir():
         name = str(path)
     if split is None:
-        split = _first_split(datasets.get_dataset_split_names(name, subset, revision=revision))
+        names = datasets.get_dataset_split_names(name, subset, revision=revision)
+        split = next((s for s in SPLITS if s in names), names[0])
     return datasets.load_dataset(name, subset, split=split, revision=revision, streaming=stream)
-
-
-def _first_split(names: list[str]) -> str:
-    return next((s for s in SPLITS if s in names), names[0])
 
 
 @contextmanager
@@ -130,46 +120,21 @@ def dataset_errors(name: str, settings: str) -> Iterator[None]:
         ) from error
 
 
-def _refuse_executable(name: str, revision: str | None) -> None:
-    """Refuse a dataset that only has pickles, array files and scripts, judged by the names of its files."""
-    folder = Path(name).expanduser()
-    try:
-        if folder.is_dir():
-            names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-        else:
-            names = _hub_info(name, revision)[1]
-    except Exception:  # loading a dataset that cannot be listed fails with a better message
-        return
-    files = [PurePosixPath(name) for name in names if not _NO_DATA.fullmatch(PurePosixPath(name).name)]
-    if files and all(file.suffix.lower() in EXECUTABLE for file in files):
-        shown = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
-        raise UserError(
-            f"dataset {name!r} has only files that can run code when they are read ({shown}); convert it to "
-            "Parquet or JSON Lines, or use another one"
-        )
-
-
 def latest_commit(name: str, revision: str | None) -> str | None:
     """Return the commit that a dataset's revision points to now, or None for a local dataset."""
+    from huggingface_hub import HfApi
+
     if Path(name).expanduser().exists():
         return None
     if revision is not None and COMMIT.fullmatch(revision):
         return revision
     try:
-        return _hub_info(name, revision)[0]
+        if commit := HfApi().dataset_info(name, revision=revision, timeout=30.0).sha:
+            return commit
+        reason = "the response names none"
     except Exception as error:  # the client also raises errors of its HTTP library
-        raise UserError(
-            f"the Hub names no commit of dataset {name!r} (revision {revision or 'main'}): {type(error).__name__}: "
-            f"{one_line(error)}; check the id, the network and access, or set source.revision to a commit of 40 digits"
-        ) from None
-
-
-@cache
-def _hub_info(name: str, revision: str | None) -> tuple[str, list[str]]:
-    """Return the commit and files of a dataset on the Hub; requested once."""
-    from huggingface_hub import HfApi
-
-    info = HfApi().dataset_info(name, revision=revision, timeout=30.0)
-    if not info.sha:
-        raise ValueError("the response names no commit")
-    return info.sha, [file.rfilename for file in info.siblings or []]
+        reason = f"{type(error).__name__}: {one_line(error)}"
+    raise UserError(
+        f"the Hub names no commit of dataset {name!r} (revision {revision or 'main'}): {reason}; check the id, the "
+        "network and access, or set source.revision to a commit of 40 digits"
+    )

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.text import readers
-from drafthead.data.text.sources import SourceConfig, iter_documents, resolve_revision
+from drafthead.data.text.sources import SourceConfig, iter_documents, open_source, resolve_revision
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_checksummed_json
 
@@ -48,45 +47,17 @@ def test_kept_commits_are_checked(dataset_hub: Any, tmp_path: Path, content: Any
         resolve_revision([SET], tmp_path / "commits.json")
 
 
-def test_the_hub_is_asked_for_commit_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for a dataset, in its client's words."""
-    from types import SimpleNamespace
-
-    asked = []
-
-    def dataset_info(self: Any, name: str, *, revision: str | None, timeout: float) -> Any:
-        asked.append((name, revision))
-        return SimpleNamespace(sha=OLD, siblings=[SimpleNamespace(rfilename="a.parquet")])
-
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
-    readers._hub_info.cache_clear()
-    assert readers._hub_info("org/set", "v1") == readers._hub_info("org/set", "v1") == (OLD, ["a.parquet"])
-    assert asked == [("org/set", "v1")]
-    readers._hub_info.cache_clear()
-
-
-@pytest.mark.parametrize("name", ["a.pkl", "deep/a.PT", "a.npz", "a.py"])
-def test_pickles_and_scripts_are_refused_by_name(dataset_hub: Any, tmp_path: Path, name: str) -> None:
-    """Refuse a folder and a repository before ``datasets`` opens them."""
-    about = ["README.md", ".gitattributes", "LICENSE", "dataset_infos.json"]
-    for file in (*about, name):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text("x")
-    dataset_hub.files = [*about, name]
-    for source in (SourceConfig(kind="hf", name=str(tmp_path)), SET):
-        for stream in (True, False):
-            with pytest.raises(
-                UserError, match=rf"has only files that can run code .*\({name}\); convert it to Parquet"
-            ):
-                readers.open_dataset(source.name, stream=stream)
+@pytest.mark.parametrize("name", ["a.pkl", "a.PT", "a.npz", "a.py"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_pickles_and_scripts_are_refused(tmp_path: Path, name: str, stream: bool) -> None:
+    for file in ("README.md", ".gitattributes", "LICENSE", name):
+        (tmp_path / file).write_text("raise SystemExit('run')")
+    with pytest.raises(UserError, match="could not be read: .*(data files found|scripts are no longer)"):
+        with open_source(SourceConfig(kind="hf", name=str(tmp_path)), stream):
+            pass
 
 
 def test_data_beside_a_script_is_read(tmp_path: Path) -> None:
     (tmp_path / "make.py").write_text("raise SystemExit('run')")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "fine"}))
     assert list(iter_documents(SourceConfig(kind="hf", name=str(tmp_path)), 10)) == ["fine"]
-
-
-def test_what_cannot_be_listed_is_left_to_the_library(dataset_hub: Any) -> None:
-    dataset_hub.up, dataset_hub.rows = False, str
-    assert readers.open_dataset("org/set", split="train", revision=OLD, stream=True) == OLD
