@@ -29,7 +29,7 @@ from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.report import write_report
 from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
-from drafthead.eval.timing.methods import TRANSFORMERS, engine_methods, methods, prompt_seed
+from drafthead.eval.timing.methods import TRANSFORMERS, Method, engine_methods, methods, prompt_seed
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_texts
 from drafthead.eval.trees.calibrate import Calibration
@@ -81,25 +81,11 @@ def evaluate(
     """
     draft_config = draft_config or config.draft_config(drafter)
     config.rule.check(draft_config)
-    suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
     with serve(base, drafter, config, folder, lambda line: progress(line, 0, 0)) as served:
         compared = methods(base, drafter, draft_config, config, head or drafter, candidates)
         compared |= engine_methods(base, served, config)
         marked = [*config.baselines, *candidates, *served.methods, *([served.chain] if served.chain else [])]
-        timed = run_interleaved(
-            suite,
-            lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
-            {name: method.answer for name, method in compared.items()},
-            folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
-            config.seed,
-            lambda done, total: progress("decoding", done, total),
-            made_of={name: compared[name].made_of for name in marked if compared[name].made_of},
-        )
-    answers = timed.results["speculative"]
-    errors = [answer.error for answer in answers if isinstance(answer, FailedDecode)]
-    if len(errors) == len(answers):
-        first = errors[0] if errors else "the suite is empty"
-        raise UserError(f"none of {len(answers)} prompts could be answered; the first: {first}")
+        timed = _timed(base, config, compared, marked, folder, progress)
     decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
     equalities = {}
     if config.sampler.greedy or decode_config.same_text:
@@ -107,22 +93,47 @@ def evaluate(
     order = calibration.order if calibration else None
     evaluation = summarise(timed, equalities, partial(_retokenised, base), base.dtype, costs, order)
     evaluation |= _settings(config, draft_config, timed)
-    if served.facts:
-        evaluation["engines"] = finite(served_as_trained(base, served, timed, equalities, config))
-    if costs is not None and (predicted := predict(base, drafter, draft_config, config, costs, development)):
-        evaluation["predicted"] = predicted
-    if calibration is not None:
-        evaluation["calibration"] = calibration.to_json()
-    if costs is not None:
-        evaluation["costs"] = costs.to_json()
-    if base.kernels is not None:
-        evaluation["kernels"] = base.kernels.by_rows
+    predicted = costs and predict(base, drafter, draft_config, config, costs, development)
+    optional = {
+        "engines": finite(served_as_trained(base, served, timed, equalities, config)) if served.facts else None,
+        "predicted": predicted,
+        "calibration": calibration and calibration.to_json(),
+        "costs": costs and costs.to_json(),
+        "kernels": base.kernels and base.kernels.by_rows,
+    }
+    evaluation |= {key: value for key, value in optional.items() if value is not None}
     write_json(folder / "eval.json", evaluation)
     latency = None if costs is None else sorted(costs.verify.items())
     tree = draft_config.tree if isinstance(draft_config.tree, TokenTree) else None
     write_report(folder, evaluation, latency=latency, tree=tree, training_log=training_log, title=folder.name)
     # Not in the file, which must not depend on how often the evaluation was interrupted.
     return evaluation | {"resumed": [timed.resumed, len(timed.prompts)]}
+
+
+def _timed(
+    base: BaseModel,
+    config: EvalConfig,
+    compared: dict[str, Method],
+    marked: list[str],
+    folder: Path,
+    progress: Progress,
+) -> TimedResults:
+    """Answer the suite with all methods. Results of ``marked`` methods are resumed only if made of the same things."""
+    timed = run_interleaved(
+        load_suite(config.suite, config.limit, config.seed, config.tasks, config.split),
+        lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
+        {name: method.answer for name, method in compared.items()},
+        folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
+        config.seed,
+        lambda done, total: progress("decoding", done, total),
+        made_of={name: compared[name].made_of for name in marked if compared[name].made_of},
+    )
+    answers = timed.results["speculative"]
+    errors = [answer.error for answer in answers if isinstance(answer, FailedDecode)]
+    if len(errors) == len(answers):
+        first = errors[0] if errors else "the suite is empty"
+        raise UserError(f"none of {len(answers)} prompts could be answered; the first: {first}")
+    return timed
 
 
 def predict(

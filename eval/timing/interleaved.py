@@ -1,7 +1,7 @@
 """Wall-clock time against autoregressive decoding, in one process, with the prompts interleaved."""
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,61 +67,91 @@ def run_interleaved(
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     count = sum(prompt.turns for prompt in prompts)
-    orders, results = iter(_orders(list(decoders), count, seed)), ResultLog(log, made_of)
-    cold, done, resumed = set(decoders), 0, 0
-    other_cpu_s: list[float | None] = []
+    run = _Run(decoders, ResultLog(log, made_of), lambda done: on_progress(done, len(decoders) * count))
+    orders = iter(_orders(list(decoders), count, seed))
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
     for index in order:
-        prompt = prompts[index]
         answers: list[list[int]] = []
-        failure: FailedDecode | None = None
-        for turn in range(prompt.turns):
-            ids: list[int] = []
-            if failure is None:
-                try:
-                    ids = build(prompt, answers)
-                except UserError as error:
-                    failure = failed(error)
-            names, key = next(orders), prompt_key(prompt, ids, turn)
-            if failure is not None or all((key, name) in results for name in names):
-                resumed += failure is None
-                done += len(names)
-                on_progress(done, len(decoders) * count)
-            else:
-                for name in names:
-                    if name in cold and not isinstance(_decode(decoders[name], ids), FailedDecode):
-                        cold.discard(name)
-                for name in names:
-                    with OtherProcesses() as others:
-                        result = _decode(decoders[name], ids)
-                    results.add(key, name, prompt, result, turn, others.cpu_s)
-                    done += 1
-                    on_progress(done, len(decoders) * count)
-            row = {name: failure or results[key, name] for name in decoders}
-            if fault := next((result for result in row.values() if isinstance(result, FailedDecode)), None):
-                row = dict.fromkeys(row, fault)
-                failure = failed(f"the turn before it failed: {fault.error}")
-            else:
-                other_cpu_s += [results.other_cpu_s[key, name] for name in decoders]
+        error = ""  # why the conversation's earlier turns could not be answered
+        for turn in range(prompts[index].turns):
+            ids, row = run.answer_turn(prompts[index], turn, build, answers, error, next(orders))
             answered[index, turn] = ids, row
             answers.append(row["autoregressive"].tokens)
+            if isinstance(first := row["autoregressive"], FailedDecode):
+                error = f"the turn before it failed: {first.error}"
     keys = sorted(answered)
+    results = {name: [answered[key][1][name] for key in keys] for name in decoders}
     return TimedResults(
         prompts=[prompts[index] for index, _ in keys],
         turns=[turn for _, turn in keys],
         ids=[answered[key][0] for key in keys],
-        results={name: [answered[key][1][name] for key in keys] for name in decoders},
+        results=results,
         order=[prompts[index].number for index in order],
-        resumed=resumed,
-        other_processes_cores=_cores(other_cpu_s, answered.values()),
+        resumed=run.resumed,
+        other_processes_cores=_cores(run.other_cpu_s, [result for row in results.values() for result in row]),
     )
 
 
-def _cores(cpu_s: list[float | None], answered: Iterable[tuple[list[int], dict[str, DecodeResult]]]) -> float | None:
+class _Run:
+    """Decoders, and how far their interleaved run has come."""
+
+    def __init__(self, decoders: dict[str, Decoder], log: ResultLog, progress: Callable[[int], None]) -> None:
+        self.decoders, self.log, self._progress = decoders, log, progress
+        self.cold = set(decoders)
+        """Decoders that have not been warmed up."""
+        self.done = self.resumed = 0
+        self.other_cpu_s: list[float | None] = []
+
+    def answer_turn(
+        self,
+        prompt: EvalPrompt,
+        turn: int,
+        build: PromptBuilder,
+        answers: list[list[int]],
+        error: str,
+        names: list[str],
+    ) -> tuple[list[int], dict[str, DecodeResult]]:
+        """Return a turn's ids and results, decoded in the order of ``names`` unless the log has them all.
+
+        With an ``error`` nothing is decoded. A failure of one decoder is the result of all.
+        """
+        ids: list[int] = []
+        try:
+            if error:
+                raise UserError(error)
+            ids = build(prompt, answers)
+        except UserError as problem:
+            self._count(len(names))
+            return ids, dict.fromkeys(self.decoders, failed(problem))
+        key = prompt_key(prompt, ids, turn)
+        if all((key, name) in self.log for name in names):
+            self.resumed += 1
+            self._count(len(names))
+        else:
+            for name in names:
+                if name in self.cold and not isinstance(_decode(self.decoders[name], ids), FailedDecode):
+                    self.cold.discard(name)
+            for name in names:
+                with OtherProcesses() as others:
+                    result = _decode(self.decoders[name], ids)
+                self.log.add(key, name, prompt, result, turn, others.cpu_s)
+                self._count(1)
+        row = {name: self.log[key, name] for name in self.decoders}
+        if fault := next((result for result in row.values() if isinstance(result, FailedDecode)), None):
+            return ids, dict.fromkeys(row, fault)
+        self.other_cpu_s += [self.log.other_cpu_s[key, name] for name in names]
+        return ids, row
+
+    def _count(self, decodings: int) -> None:
+        self.done += decodings
+        self._progress(self.done)
+
+
+def _cores(cpu_s: list[float | None], results: Sequence[DecodeResult]) -> float | None:
     known = [seconds for seconds in cpu_s if seconds is not None]
     if not known or len(known) < len(cpu_s):
         return None
-    return cores_used(sum(known), sum(result.total_s for _, row in answered for result in row.values()))
+    return cores_used(sum(known), sum(result.total_s for result in results))
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:

@@ -133,37 +133,15 @@ def measure_costs(
     sizes = [n for n in sizes if n <= context]
     ids = torch.randint(0, base.vocab_size, (1, context), generator=generator).to(base.device)
     # Depth by depth only for drafters that grow trees level by level; a combined or nested drafter drafts its own tree.
-    depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else ()
-    plans = {d: DraftConfig(tree=TokenTree.chain(d)) for d in depths}
+    depths = range(1, min(drafter.depth, DEEPEST) + 1) if isinstance(drafter, StepwiseDrafter) else range(0)
     tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
     whole = DraftConfig(tree=tree or TokenTree.chain(drafter.depth))
-    decode_config = DecodeConfig(draft_config=whole, sampler=GREEDY, rule=EXACT)
-    decoding = DecodeState.empty(base, drafter, decode_config, rows, context + max(sizes) + 1, max(sizes))
-    decoding.read_prompts([ids[0].tolist()] * rows, first=ids[0, -1:].expand(rows))
-    drafted = partial(drafter.draft, decoding.state, decoding.last_token)
-    parts: dict[tuple[str, int], Callable[[], object]] = {
-        **{("verify", n): partial(_verify, ids[:, :n].expand(rows, -1), decoding) for n in sizes},
-        **{("draft", d): partial(drafted, config) for d, config in plans.items()},
-        ("tree", 0): partial(drafted, whole),
-        ("prefill", 0): partial(_prefill, base, ids),
-    }
-    times: dict[tuple[str, int], list[float]] = {name: [] for name in parts}
-    new = min(24, base.max_context - max([context, *map(len, prompts)]))
-    answer = partial(decode_batch, base, max_new_tokens=new, ignore_eos=True)
     batches = [[prompt] * rows for prompt in prompts or [ids[0].tolist()] * ANSWERS]
-    answers, plain = [], []
+    answer = partial(decode_batch, base, max_new_tokens=min(24, base.max_context - max([context, *map(len, prompts)])))
     with OtherProcesses() as others:
-        for repeat in range(repeats + 2):
-            for name, work in parts.items():
-                if name[0] in ("draft", "tree"):
-                    parts["verify", 1]()  # as in a step, which leaves no weights of the drafter in the CPU's caches
-                seconds = _timed(base, work)
-                if repeat >= 2:
-                    times[name].append(seconds)
-        for number, batch in enumerate(batches):
-            answers.append(answer(drafter, batch, draft_config=whole)[0])
-            if number < ANSWERS:
-                plain.append(answer(None, batch)[0])
+        seconds = _median_seconds(base, _probes(base, drafter, whole, ids, sizes, depths, rows), repeats)
+        answers = [answer(drafter, batch, draft_config=whole, ignore_eos=True)[0] for batch in batches]
+        plain = [answer(None, batch, ignore_eos=True)[0] for batch in batches[:ANSWERS]]
     steps = [step for answer in answers for step in answer.steps[:-1] or answer.steps]  # the last may have no drafts
     on_text = bool(prompts) and not depths
     read_more = [
@@ -171,16 +149,58 @@ def measure_costs(
         for with_drafts, without, batch in zip(answers, plain, batches, strict=False)
     ]
     return CostModel(
-        verify=dict(zip(sizes, _increasing([median(times["verify", n]) for n in sizes]), strict=True)),
-        draft=mean(step.draft_s for step in steps) if on_text else median(times["tree", 0]),
+        verify=dict(zip(sizes, _increasing([seconds["verify", n] for n in sizes]), strict=True)),
+        draft=mean(step.draft_s for step in steps) if on_text else seconds["tree", 0],
         overhead=_overhead(steps),
         plain_overhead=_overhead([step for answer in plain for step in answer.steps]),
         context=context,
-        prefill=median(times["prefill", 0]),
+        prefill=seconds["prefill", 0],
         draft_prefill=max(0.0, median(read_more)),
-        draft_by_depth=[0.0, *(median(times["draft", d]) for d in depths)] if depths else None,
+        draft_by_depth=[0.0, *(seconds["draft", d] for d in depths)] if depths else None,
         other_processes_cores=others.cores,
     )
+
+
+Probes = dict[tuple[str, int], Callable[[], object]]
+"""Parts of a step that are timed, by name and size."""
+
+
+def _probes(
+    base: BaseModel,
+    drafter: Drafter,
+    whole: DraftConfig,
+    ids: torch.Tensor,
+    sizes: Sequence[int],
+    depths: Sequence[int],
+    rows: int,
+) -> Probes:
+    """Return the timed parts after ``ids`` [1, context]: verifying, drafting by depth and a whole tree, the prefill."""
+    room = ids.shape[1] + max(sizes) + 1
+    decode_config = DecodeConfig(draft_config=whole, sampler=GREEDY, rule=EXACT)
+    decoding = DecodeState.empty(base, drafter, decode_config, rows, room, max(sizes))
+    decoding.read_prompts([ids[0].tolist()] * rows, first=ids[0, -1:].expand(rows))
+    draft = partial(drafter.draft, decoding.state, decoding.last_token)
+    return {
+        **{("verify", n): partial(_verify, ids[:, :n].expand(rows, -1), decoding) for n in sizes},
+        **{("draft", d): partial(draft, DraftConfig(tree=TokenTree.chain(d))) for d in depths},
+        ("tree", 0): partial(draft, whole),
+        ("prefill", 0): lambda: base.logits(base.forward(ids, base.new_cache(ids.shape[1])).final[:, -1]),
+    }
+
+
+def _median_seconds(base: BaseModel, probes: Probes, repeats: int) -> dict[tuple[str, int], float]:
+    """Return the median time of every probe over interleaved ``repeats``, after two that are not counted."""
+    times: dict[tuple[str, int], list[float]] = {name: [] for name in probes}
+    for _ in range(repeats + 2):
+        for name, work in probes.items():
+            if name[0] in ("draft", "tree"):
+                probes["verify", 1]()  # as in a step, which leaves no weights of the drafter in the CPU's caches
+            base.synchronise()
+            started = perf_counter()
+            work()
+            base.synchronise()
+            times[name].append(perf_counter() - started)
+    return {name: median(seconds[2:]) for name, seconds in times.items()}
 
 
 def _overhead(steps: Sequence[StepRecord]) -> float:
@@ -200,10 +220,6 @@ def _increasing(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-def _prefill(base: BaseModel, ids: torch.Tensor) -> torch.Tensor:
-    return base.logits(base.forward(ids, base.new_cache(ids.shape[1])).final[:, -1])
-
-
 def _verify(ids: torch.Tensor, decoding: DecodeState) -> torch.Tensor:
     base, drafter, cache = decoding.base, decoding.drafter, decoding.cache
     # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
@@ -216,12 +232,3 @@ def _verify(ids: torch.Tensor, decoding: DecodeState) -> torch.Tensor:
     tokens: torch.Tensor = base.verify_logits(ids, shape, cache, decoding.spec, partial_forward)[1].argmax(-1)
     cache.crop()
     return tokens
-
-
-def _timed(base: BaseModel, work: Callable[[], object]) -> float:
-    synchronise = base.synchronise
-    synchronise()
-    started = perf_counter()
-    work()
-    synchronise()
-    return perf_counter() - started
