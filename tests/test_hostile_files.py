@@ -13,32 +13,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_checksummed_json, read_json, safe_join, write_checksummed_json, write_json
+from drafthead.data.utils.files import read_json, safe_join, write_json
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_weights
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.trainer.checkpoint import TrainState, load_latest
-from support import TinyBase, fuzz, small_head, tiny_checkpoint
+from support import TinyBase, fuzz, small_head
 
-numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-values = st.recursive(
-    st.none() | st.booleans() | numbers | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
+VALUES = (
+    st.none() | st.integers() | st.text(max_size=8) | st.dictionaries(st.text(max_size=5), st.integers(), max_size=3)
 )
-paths = st.lists(st.integers(0, 30), min_size=1, max_size=6)
-
-
-def put(content: Any, path: list[int], value: Any) -> Any:
-    """Return ``content`` with the value at ``path`` replaced; indices are taken modulo the lengths."""
-    if not path or not isinstance(content, dict | list) or not content:
-        return value
-    keys = list(content) if isinstance(content, dict) else list(range(len(content)))
-    key = keys[path[0] % len(keys)]
-    changed = dict(content) if isinstance(content, dict) else list(content)
-    changed[key] = put(content[key], path[1:], value)
-    return changed
 
 
 @pytest.fixture
@@ -46,41 +30,8 @@ def head(tiny_base: TinyBase, tmp_path: Path) -> Path:
     return small_head(tiny_base(), tmp_path / "head", TokenTree.chain(2))
 
 
-@given(path=paths, value=values)
-@fuzz(100)
-def test_a_checkpoint_whose_checksum_is_right(tmp_path: Path, path: list[int], value: Any) -> None:
-    """Check the content although the checksum is right: who can write a file can write its checksum."""
-    if not list(tmp_path.iterdir()):
-        tiny_checkpoint(tmp_path)
-    (state,) = tmp_path.glob("step-*/state.json")
-    intact = state.read_bytes()
-    write_checksummed_json(state, put(read_checksummed_json(state), path, value))
-    try:
-        checkpoint = load_latest(tmp_path)
-    except UserError as error:
-        assert "\n" not in str(error)
-    else:
-        assert checkpoint is not None and isinstance(checkpoint.state, TrainState)
-    finally:
-        state.write_bytes(intact)
-
-
-@given(name=st.sampled_from(["config.json", "tree.json"]), path=paths, value=values)
-@fuzz(80)
-def test_a_head_whose_settings_are_odd(name: str, head: Path, tiny_base: TinyBase, path: list[int], value: Any) -> None:
-    intact, weights = (head / name).read_bytes(), read_weights(head)
-    write_json(head / name, put(read_json(head / name), path, value))
-    try:
-        loaded = DraftHead.from_pretrained(head, tiny_base()).state_dict()
-        assert loaded.keys() == weights.keys() and all(torch.equal(loaded[k], weights[k]) for k in loaded)
-    except UserError as error:
-        assert "\n" not in str(error)
-    finally:
-        (head / name).write_bytes(intact)
-
-
 @given(
-    header=st.dictionaries(st.text(max_size=4), values, max_size=3),
+    header=st.dictionaries(st.text(max_size=4), VALUES, max_size=3),
     length=st.integers(-3, 3),
     body=st.binary(max_size=40),
 )
