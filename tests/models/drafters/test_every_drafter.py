@@ -18,8 +18,9 @@ from drafthead.models.drafters.experimental.horizontal_cascade import Horizontal
 from drafthead.models.drafters.experimental.max_gram import MaxGram
 from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.token_tree import TokenTree
-from support import Context, TinyBase
+from support import Context, TinyBase, randomised
 
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 90))]
 DYNAMIC = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))
@@ -28,6 +29,12 @@ DYNAMIC = DraftConfig(tree=DynamicTree(nodes=13, width=3, depth=4))
 def combined(base: BaseModel, nodes: int | None = None) -> Drafter:
     trees = [TokenTree.expansion([2, 2]), TokenTree.chain(4)]
     return CombinedDrafter([early_exit(base, 2, num_tokens=3), PromptLookup(4, matches=2)], trees, nodes)
+
+
+def with_adapter(base: BaseModel) -> Drafter:
+    """The lookup's nodes are not in the pass that the adapter began; a dynamic tree drops nodes that are in it."""
+    config = KangarooConfig(exit_layer=2, num_draft_tokens=4, confidence_threshold=0.0)
+    return CombinedDrafter([randomised(config.build(base), 0.1).eval(), PromptLookup(num_tokens=3)])
 
 
 CASES: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = {
@@ -48,6 +55,8 @@ CASES: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = {
         None,
     ),
     "combined": (combined, None),
+    "combined with early exit": (with_adapter, None),
+    "combined with early exit, dynamic": (with_adapter, DraftConfig(tree=DynamicTree(nodes=7, width=8, depth=4))),
     "combined, dynamic": (combined, DYNAMIC),
     "combined, 2 nodes": (lambda base: combined(base, 2), None),
     "combined, 5 nodes": (lambda base: combined(base, 5), None),
@@ -96,7 +105,7 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, small_caches: None, arch
 SAMPLED = DraftConfig(
     tree=TokenTree.chain(3), draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.0, top_k=3)
 )
-STATES = CASES | {
+STATES = {name: case for name, case in CASES.items() if "early exit" not in name} | {
     "nested, sampled": (
         lambda base: VerticalCascade(base, early_exit(base, 2), num_tokens=3, draft_config=SAMPLED),
         SAMPLED,

@@ -12,8 +12,6 @@ from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Dynami
 from drafthead.models.decoding.loop import decode, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters.combined import CombinedDrafter
-from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 from drafthead.models.token_tree import TokenTree
 from plain_heads import of_head, states
@@ -131,18 +129,6 @@ def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_pa
         s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, draft_config=never, ignore_eos=True).steps
     ]
     assert min(depths[:-1]) >= 1 and sum(depths) / len(depths) < sum(full) / len(full)
-
-
-def test_merged_with_prompt_lookup(tiny_base: TinyBase) -> None:
-    """The other drafter's nodes were not begun: the whole pass reads all of them."""
-    base = tiny_base()
-    drafter = CombinedDrafter([adapter(base), PromptLookup(num_tokens=3)])
-    wide = DraftConfig(tree=DynamicTree(nodes=7, width=8, depth=4))  # expands more nodes than it keeps
-    for ids in PROMPTS:
-        plain = decode(base, None, ids, max_new_tokens=14, ignore_eos=True).tokens
-        draft_config = DraftConfig(tree=drafter.tree or TokenTree.chain(1))
-        assert decode(base, drafter, ids, max_new_tokens=14, draft_config=draft_config, ignore_eos=True).tokens == plain
-        assert decode(base, drafter, ids, max_new_tokens=14, draft_config=wide, ignore_eos=True).tokens == plain
 
 
 def test_sampled_text_does_not_depend_on_the_batch(tiny_base: TinyBase) -> None:
