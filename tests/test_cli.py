@@ -92,24 +92,46 @@ def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("command", "arguments", "says"),
     [
-        (["only"], "'only' is not a setting"),
-        (["only="], "only= has no value"),
-        (["only=[x"], "only=.x cannot be read"),
-        (["=5"], "'=5' names no setting"),
+        ("certify", ["only"], "'only' is not a setting"),
+        ("certify", ["only="], "only= has no value"),
+        ("certify", ["only=[x"], "only=.x cannot be read"),
+        ("certify", ["=5"], "'=5' names no setting"),
+        ("train", ["recipe=medusa_smollm2", "mode=estimate", "out="], "out must be the name of a folder"),
+        (
+            "train",
+            ["recipe=medusa_smollm2", "mode=estimate", "data.folder="],
+            "data.folder must be the name of a folder",
+        ),
+        ("export", ["head=x", "to=onnx", "out=y"], "unknown format 'onnx'"),
+        ("export", ["head=x", "to=eagle3", "out=y", "base_gguf=f16"], "base_gguf needs .*got to=eagle3"),
+        ("export", ["head=x", "to=medusa", "out=y", "vocabulary=all"], "vocabulary must be one of own, full"),
+        ("export", ["head=x"], "missing: to=... out=...; see --help"),
+        ("import", ["base=b", "out=y"], "missing: from=...; see --help"),
+        ("export", ["head=x", "to=medusa", "out=y", "dtype=int8"], "dtype must be one of auto, float32"),
+        ("export", ["head=x", "to=medusa", "out=y", "max_new_tokens=1"], "max_new_tokens must be at least 8"),
+        ("export", ["head=x", "to=medusa", "out=y", "estimate_tolerance=0"], "estimate_tolerance must be above 0"),
+        ("export", ["head"], "'head' is not a setting"),
+        ("export", ["head=x", "sweet=y"], "sweet"),
+        ("import", ["from=x", "out=y"], "base is missing: name the base model"),
+        ("import", ["from=x", "out=y", "base=b", "format=onnx"], "unknown format 'onnx'"),
+        ("import", ["from=/nowhere/x", "out=y", "base=b"], "no published head at /nowhere/x: there is no such folder"),
+        ("import", [f"from={__file__}", "out=y", "base=b"], "no published head at .*: that is a file; from= takes"),
+        ("import", ["from=x", "out=y", "base="], r"base= has no value; give one \(base=VALUE\)"),
+        ("export", ["head=x", "to=medusa", "out=y", "limit=many"], "limit must be .*'many'"),
+        ("export", ["head=x", "to=medusa", "out=[y"], r"out=\[y cannot be read .*; quote the value"),
+        ("export", ["head=x", "to=medusa", "out=/proc/nope/x"], "/proc/nope cannot be written .*choose another folder"),
+        ("export", ["head=x", "to=medusa", f"out={__file__}/x"], "test_cli.py cannot be written .*choose another"),
     ],
 )
-def test_what_is_no_setting_is_one_line(settings: list[str], says: str) -> None:
-    with pytest.raises(SystemExit, match=f"^error: {says}") as stop:
-        call("certify", *settings)
-    assert "\n" not in str(stop.value)
-
-
-@pytest.mark.parametrize("key", ["out", "data.folder"])
-def test_a_run_needs_folders_with_names(key: str) -> None:
-    with pytest.raises(SystemExit, match=f"^error: {key} must be the name of a folder"):
-        call("train", "recipe=medusa_smollm2", "mode=estimate", f"{key}=")
+def test_bad_settings_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, arguments: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"^error: .*{says}") as stop:
+        call(command, *arguments)
+    assert "\n" not in str(stop.value) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("prompt", ["-", "caf\udce9"])

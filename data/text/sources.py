@@ -8,7 +8,9 @@ from glob import glob
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
 
 from drafthead.data.embedded import training_sets
 from drafthead.data.embedded.tasks import PROMPT_SETS
@@ -25,9 +27,8 @@ from drafthead.data.text.readers import (
 )
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
-from drafthead.data.utils.settings import Positive, PositiveFloat, require, settings
+from drafthead.data.utils.settings import Positive, PositiveFloat, settings
 
-KINDS = ("hf", "jsonl", "text", *DOCUMENT_SETS)
 ROLES = {
     "system": "system",
     **dict.fromkeys(("user", "human"), "user"),
@@ -41,9 +42,9 @@ T = TypeVar("T")
 class SourceConfig:
     """A source of text or prompts."""
 
-    kind: str
-    """Kind of source: ``hf`` (a dataset of the Hub or on disk), ``jsonl``, ``text``, ``embedded`` or ``builtin``."""
-    name: str = ""
+    kind: Literal["hf", "jsonl", "text", "embedded", "builtin"]
+    """Kind of source. ``hf`` is a dataset of the Hub or on disk, ``embedded`` a set of a pinned package."""
+    name: Annotated[str, Field(min_length=1)]
     """Hub id, path or glob of files (also ``.gz``), or the name of an embedded or builtin set."""
     subset: str | None = None
     """Configuration of a dataset."""
@@ -63,9 +64,6 @@ class SourceConfig:
     everything."""
 
     def __post_init__(self) -> None:
-        require(self.kind in KINDS, "kind", f"one of {', '.join(KINDS)}", self.kind)
-        if not self.name:
-            raise UserError(f"source.name must not be empty for kind {self.kind!r}; give a hub id, a path or a set")
         sets = (*DOCUMENT_SETS.get(self.kind, ()), *PROMPT_SETS.get(self.kind, ()))
         if sets and self.name not in sets:
             raise UserError(f"source.name must be one of {', '.join(sets)} for kind {self.kind!r}, got {self.name!r}")
@@ -73,9 +71,7 @@ class SourceConfig:
             if self.kind != "hf" and getattr(self, key) is not None:
                 raise UserError(f"source.{key} is for kind 'hf' only, got kind {self.kind!r}; remove it")
         if self.turns > 1 and self.kind not in ("hf", "jsonl"):
-            raise UserError(
-                f"source.turns is for conversations (kinds hf and jsonl), got kind {self.kind!r}; remove it"
-            )
+            raise UserError(f"source.turns is for conversations (hf and jsonl), got kind {self.kind!r}; remove it")
 
     def manifest(self) -> dict[str, Any]:
         """Return the settings that determine the entries."""

