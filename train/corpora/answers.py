@@ -45,28 +45,22 @@ class PromptTable:
 
     def of_turn(self, turn: int, store: AnswerStore) -> list[Prompt]:
         """Return the prompts of one turn within the length limit, of conversations with all earlier turns answered."""
-        prompts = []
-        for number, conversation in enumerate(self.conversations):
-            earlier = [number + before * TURN_STRIDE for before in range(turn)]
-            if turn < num_turns(conversation) and store.done.issuperset(earlier):
-                ids = self._prompt_ids(number + turn * TURN_STRIDE, conversation, earlier, store)
-                if len(ids) <= self.max_prompt_tokens:
-                    prompts.append((number + turn * TURN_STRIDE, ids))
+        prompts, done = [], store.done
+        for first, conversation in enumerate(self.conversations):
+            number, earlier = first + turn * TURN_STRIDE, range(first, first + turn * TURN_STRIDE, TURN_STRIDE)
+            if turn < num_turns(conversation) and done.issuperset(earlier):
+                if number not in self._ids:
+                    decode = self.base.tokenizer.decode
+                    answers = [str(decode(store.answer(n), skip_special_tokens=True)).strip() for n in earlier]
+                    self._ids[number] = self.base.prompt_ids(turns_of(conversation, answers))
+                if len(self._ids[number]) <= self.max_prompt_tokens:
+                    prompts.append((number, self._ids[number]))
         return prompts
 
     def missing(self, store: AnswerStore) -> list[Prompt]:
         """Return the prompts of all turns that can be answered now and are not."""
         prompts = [prompt for turn in range(self.turns) for prompt in self.of_turn(turn, store)]
         return [prompt for prompt in prompts if prompt[0] not in store.done]
-
-    def _prompt_ids(
-        self, number: int, conversation: list[Message], earlier: list[int], store: AnswerStore
-    ) -> list[int]:
-        if number not in self._ids:
-            decode = self.base.tokenizer.decode
-            answers = [str(decode(store.answer(n), skip_special_tokens=True)).strip() for n in earlier]
-            self._ids[number] = self.base.prompt_ids(turns_of(conversation, answers))
-        return self._ids[number]
 
 
 class AnswerGenerator:
@@ -167,25 +161,20 @@ class AnswerGenerator:
 
     def _prepare(self) -> None:
         store = self._open()
-        new = not (self.folder / PROMPTS).exists()
-        if new:  # before the base writes prompts
-            self.backend.check(self._probes())
-        missing = self.prompts.missing(store)
-        if not missing:
+        # A finished corpus needs no backend; a new one is checked before the base writes prompts.
+        started = (self.folder / PROMPTS).exists()
+        if started and not self.prompts.missing(store):
             return
-        if not new:
-            self.backend.check(self._probes())
+        texts = list(training_sets.prompts("tiny"))[:PROBES]
+        probes = [self.base.prompt_ids(user_turn(text))[: self.config.max_prompt_tokens] for text in texts]
+        self.backend.check(list(enumerate(probes)))
+        missing = self.prompts.missing(store)
         states = isinstance(self.backend, BuiltInBackend) and self.backend.keep_hidden_states
         token_bytes = 4 + (2 * self.base.hidden_size if states else 0)
         tokens = sum(len(ids) + self.config.sampler.max_new_tokens for _, ids in missing)
         purpose = "the answers with their hidden states (store_hidden_states)" if states else "the answers"
         require_space(self.folder, tokens * token_bytes, purpose)
         store.remove_leftovers()
-
-    def _probes(self) -> list[Prompt]:
-        texts = list(training_sets.prompts("tiny"))[:PROBES]
-        prompts = [self.base.prompt_ids(user_turn(text)) for text in texts]
-        return [(n, ids[: self.config.max_prompt_tokens]) for n, ids in enumerate(prompts)]
 
     def _answer(self, prompts: list[Prompt], store: AnswerStore) -> None:
         """Answer this process's share of the prompts without an answer."""
@@ -260,7 +249,5 @@ def _interleave(first: list[Any], second: list[Any]) -> list[Any]:
 
     Item i of n stands at i / n: [a, b, c, d] and [x, y] become [a, x, b, c, y, d].
     """
-    keyed = [
-        (i / len(items), source, item) for source, items in enumerate((first, second)) for i, item in enumerate(items)
-    ]
-    return [item for _, _, item in sorted(keyed, key=lambda entry: entry[:2])]
+    keyed = [(i / len(items), item) for items in (first, second) for i, item in enumerate(items)]
+    return [item for _, item in sorted(keyed, key=lambda entry: entry[0])]

@@ -61,15 +61,12 @@ class Corpora:
         store_states: bool = False,
     ) -> None:
         """Create the corpora. ``store_states``: built-in decoding also stores the answers' final hidden states."""
-        self.store_states = store_states
         self.base, self.config, self.seed, self.progress, self.log = base, config, seed, progress, log
-        self.group = group
+        self.group, self.store_states = group, store_states
         self.folder = Path(config.folder)
         self._store: AnswerStore | None = None
         self.manifests: dict[str, Any] = {}
         """The manifests of the opened corpora by name, which checkpoints store."""
-
-    # Text ----------------------------------------------------------------------------------------------------
 
     def _text_manifest(self, **rows: int) -> dict[str, Any]:
         if not self.config.text.sources:
@@ -125,8 +122,6 @@ class Corpora:
             self.progress("packing text", done, total)
         self.progress("packing text", done, done)
 
-    # Answers -------------------------------------------------------------------------------------------------
-
     def answers(self) -> AnswerStore:
         """Return the complete corpus of answers."""
         if self._store is None:
@@ -157,8 +152,6 @@ class Corpora:
         """Return [W] int64: the ``size`` most frequent ids in the answers, including those that end a turn."""
         counts = self.answers().token_counts(self.base.vocab_size)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
-
-    # Hidden states ----------------------------------------------------------------------------------------
 
     def stored_hidden_states(
         self,
