@@ -32,7 +32,7 @@ from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.formats import FORMATS
 from drafthead.models.formats.format import Format
-from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE, write_base
+from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE
 from drafthead.models.heads.dspark import DSparkHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 
@@ -271,7 +271,7 @@ class EngineStart:
     def _llamacpp(self, plain: bool) -> tuple[EngineProcess, str]:
         path, kind = self.published / BASE_FILE, self.own.base_type
         if not path.exists():
-            write_base(self.base, path, kind, self.base.name.split("/")[-1])
+            FORMATS["gguf"].write_base(self.base, path, kind)
         settings = {"base": str(path), "context": self._context, "threads": self._threads, "drafts": self.drafts}
         settings |= {"f32_cache": kind == "f32"} | (
             {} if plain else {"head": str(self.published / FILE), "method": self.method}

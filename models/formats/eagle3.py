@@ -13,8 +13,6 @@ Engines count the fused hidden states in two ways, each under its own config key
 ids if the outer ones are missing, without adding one.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -40,26 +38,23 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
 SGLANG = Engine(
     "SGLang",
-    "loads it as EAGLE3 (its source, read in 2026; not run)",
+    "loads it as EAGLE3; norm_output and fc_norm in versions of 2026 (its source; not run)",
     current=True,
     serve="python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 "
     "--speculative-draft-model-path {folder} --speculative-num-steps {drafts} --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens {nodes}",
+    ignores={
+        "norm_before_fc": "input_norm.weight is skipped",
+        "norm_before_residual": "the residual is the state before the norm",
+    },
 )
 LLAMACPP_CONVERTER = Engine(
     "llama.cpp",
     "its converter reads the folder (build 11434, run 22 November 2026); to=gguf writes the same tensors directly",
     current=True,
     serve="python convert_hf_to_gguf.py {folder} --target-model-dir {base} --outfile head.gguf",
+    ignores={"norm_output": "it feeds back the state before the norm", "fc_norm": "the states are not normed"},
 )
-
-
-def _reads(key: str) -> Engine:
-    return replace(SGLANG, support=f"reads {key} in versions of 2026 (its source; not run)")
-
-
-def _ignores(engine: str, key: str, effect: str) -> Engine:
-    return Engine(engine, f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}=false")
 
 
 class Eagle3Format(Format):
@@ -74,19 +69,6 @@ class Eagle3Format(Format):
         LLAMACPP_CONVERTER,
         Engine("TensorRT-LLM", "reads it (its source); the layers are set on its side: eagle3_layers_to_capture"),
         Engine("TGI", "no"),
-    )
-    # An engine that ignores a key loads the head without an error and drafts badly.
-    exceptions: ClassVar[Sequence[tuple[str, Any, Engine]]] = (
-        ("norm_output", True, _reads("norm_output")),
-        ("norm_output", True, _ignores("llama.cpp", "norm_output", "it feeds back the state before the norm")),
-        ("norm_before_fc", True, _ignores("SGLang", "norm_before_fc", "input_norm.weight is skipped")),
-        ("fc_norm", True, _reads("fc_norm")),
-        ("fc_norm", True, _ignores("llama.cpp", "fc_norm", "the states are not normed")),
-        (
-            "norm_before_residual",
-            True,
-            _ignores("SGLang", "norm_before_residual", "the residual is the state before the norm"),
-        ),
     )
     aliases = {r"^model\.": "", r"layers\.0\.": "midlayer."}
     optional = {
@@ -141,11 +123,9 @@ class Eagle3Format(Format):
             yield from unsupported_logits(head, instead="head.own_lm_head=true")
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
-        three = len(head.spec.layers) == 3
-        return tuple(
-            engine if three or engine.name != "llama.cpp" else Engine("llama.cpp", "no: it reads exactly 3 layers")
-            for engine in super().engines_for(head)
-        )
+        three = Engine("llama.cpp", "no: it reads exactly 3 layers")
+        other = LLAMACPP_CONVERTER if len(head.spec.layers) != 3 else None
+        return tuple(three if engine is other else engine.of(head.config) for engine in self.engines)
 
     def matches(self, config: dict[str, Any]) -> bool:
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))

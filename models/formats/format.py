@@ -8,8 +8,8 @@ tensors whose names they do not expect, so a misnamed one would silently stay at
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -42,6 +42,16 @@ class Engine:
     """True if the newest version examined loads it."""
     serve: str = ""
     """Command that serves it, a template of ``base``, ``folder``, ``drafts``, ``nodes`` (drafts + 1), ``base_file``."""
+    ignores: Mapping[str, str] = field(default_factory=dict)
+    """Settings that it ignores without an error -> the consequence."""
+
+    def of(self, config: DraftHeadConfig) -> "Engine":
+        """Return this engine, or one that does not load heads with this config, because drafts would be bad."""
+        for key, effect in self.ignores.items():
+            if getattr(config, key):
+                why = f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}=false"
+                return Engine(self.name, why)
+        return self
 
     def command(self, base: str, folder: str, drafts: int, base_file: str | None = None) -> str:
         """Return the command that serves an exported folder; empty if no version of the engine loads it.
@@ -85,8 +95,6 @@ class Format:
     """Name of the file that can hold the base next to the head (``write_base``); empty if the format has none."""
     head_config: ClassVar[type[DraftHeadConfig]]
     engines: ClassVar[tuple[Engine, ...]]
-    exceptions: ClassVar[Sequence[tuple[str, Any, Engine]]] = ()
-    """Settings with a value for which an engine's support differs. The entry replaces the engine of the same name."""
 
     # Tables of tensors and keys --------------------------------------------------------------------------------------
 
@@ -185,9 +193,7 @@ class Format:
 
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
         """Return the engines with their support of this ``head``."""
-        engines = {engine.name: engine for engine in self.engines}
-        engines |= {e.name: e for name, value, e in self.exceptions if getattr(head.config, name) == value}
-        return tuple(engines.values())
+        return tuple(engine.of(head.config) for engine in self.engines)
 
     def check_base(self, base: BaseModel, kind: str) -> None:
         """Refuse a base, or a type of its weights, that ``write_base`` cannot write."""

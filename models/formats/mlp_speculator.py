@@ -41,7 +41,6 @@ class MLPSpeculatorFormat(Format):
         ),
         Engine("SGLang", "never"),
     )
-    exceptions = (("tie_weights", False, Engine("TGI", "fails with untied weights; train with head.tie_weights=true")),)
     renames = {r"^cells\.": PREFIX, r"^projections\.weights\.(\d+)$": rf"{PREFIX}head.\1.weight"}
     aliases = {r"^(?!speculator\.)": PREFIX}
     required = {"n_predict": "num_draft_tokens", "inner_dim": "inner_dim"}
@@ -67,6 +66,10 @@ class MLPSpeculatorFormat(Format):
             # vLLM's default has three entries, and it asserts that there are n_predict.
             "top_k_tokens_per_head": [max(1, 5 - i) for i in range(head.depth)],
         }
+
+    def engines_for(self, head: MLPSpeculatorHead) -> tuple[Engine, ...]:
+        fails = Engine("TGI", "fails with untied weights; train with head.tie_weights=true")
+        return tuple(fails if e.name == "TGI" and not head.config.tie_weights else e for e in self.engines)
 
     def matches(self, config: dict[str, Any]) -> bool:
         return config.get("model_type") == "mlp_speculator"

@@ -36,7 +36,6 @@ class SpeculatorsFormat(Eagle3Format):
         Engine("SGLang", "no, it reads to=eagle3"),
         Engine("llama.cpp", "no, it reads to=gguf"),
     )
-    exceptions = ()
     other_keys = Eagle3Format.other_keys | {TYPE, LAYER, METHODS, "num_aux_hidden_states"}
 
     def config(self, head: Eagle3Head) -> dict[str, Any]:

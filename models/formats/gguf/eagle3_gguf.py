@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafthead.models.formats.eagle3 import LAYER_IDS, Eagle3Format
 from drafthead.models.formats.format import Engine, Fixed, Unsupported
-from drafthead.models.formats.gguf.gguf_files import GgufLayout, to_halves, to_pairs
+from drafthead.models.formats.gguf.gguf_files import GgufLayout
 from drafthead.models.heads.eagle3 import Eagle3Head
 
 KEYS = {
@@ -40,7 +40,6 @@ class GgufFormat(GgufLayout, Eagle3Format):
     title = "EAGLE-3 (GGUF for llama.cpp)"
     engines = (LLAMACPP, Engine("vLLM", "no, it reads to=eagle3"), Engine("SGLang", "no, it reads to=eagle3"))
 
-    exceptions = ()
     outer = {
         "fc.weight": "fc.weight",
         "input_norm.weight": "enc.output_norm.weight",
@@ -49,6 +48,7 @@ class GgufFormat(GgufLayout, Eagle3Format):
         "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
     }
     layer = "midlayer"
+    pairs = True
     needed = frozenset(KEYS)
     fixed = {
         **Eagle3Format.fixed,
@@ -63,17 +63,8 @@ class GgufFormat(GgufLayout, Eagle3Format):
         if len(head.spec.layers) != 3:
             yield f"it reads {len(head.spec.layers)} layers, and llama.cpp reads exactly 3", "head.layers=null"
 
-    def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
-        return self.engines
-
     def keys(self, config: dict[str, Any]) -> dict[str, Any]:
         return {key: config[name] for key, name in {**KEYS, **OWN_KEYS}.items()}
 
     def config_of(self, keys: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         return {name: keys[key] for key, name in {**KEYS, **OWN_KEYS}.items() if key in keys}
-
-    def reordered(self, name: str, tensor: Tensor, config: dict[str, Any], writing: bool) -> Tensor:
-        for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if name.endswith(f"{projection}.weight"):
-                return (to_pairs if writing else to_halves)(tensor, config[heads])
-        return tensor

@@ -9,7 +9,7 @@ import json
 import logging
 import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,21 +23,14 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import llama3_factors
-from drafthead.models.base.structure import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
 from drafthead.models.formats.format import BASE_NAME, Format, Unsupported, published_name
+from drafthead.models.formats.llama_layer import layer_config
 from drafthead.models.heads.parts.draft_head import DraftHead
 
 FILE, BASE_FILE = "head.gguf", "base.gguf"
-KINDS = {
-    "f32": ("F32", "ALL_F32"),
-    "f16": ("F16", "MOSTLY_F16"),
-    "bf16": ("BF16", "MOSTLY_BF16"),
-    "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
-    "q4_0": ("Q4_0", "MOSTLY_Q4_0"),
-    "q4_1": ("Q4_1", "MOSTLY_Q4_1"),
-}
-"""Our names of weight types -> ``gguf``'s types of a matrix and of a file. No Python library quantises to Q4_K."""
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
+"""Types of the weights of a file. No Python library quantises to Q4_K."""
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 """Model types that ``write_base`` supports -> llama.cpp's architectures."""
@@ -92,17 +85,25 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
+def rotated(name: str, tensor: Tensor, config: dict[str, Any], turn: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Apply ``turn`` (``to_pairs`` or ``to_halves``) to the weights of queries and keys, and return others as is."""
+    for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if name.endswith(f"{projection}.weight"):
+            return turn(tensor, config[heads])
+    return tensor
+
+
 class GgufFile:
     """Writer of one GGUF file: add sizes and tensors, then :meth:`close`."""
 
     def __init__(self, path: Path, architecture: str, name: str, kind: str) -> None:
         """Start a file whose matrices have the type ``kind`` of ``KINDS``; vectors stay in float32."""
         logging.getLogger("gguf").setLevel(logging.WARNING)  # at INFO it logs every file and key
-        self._kind = gguf.GGMLQuantizationType[KINDS[kind][0]]
+        self._kind = kind
         self.writer = gguf.GGUFWriter(path, architecture)
         self.writer.add_type("model")
         self.writer.add_name(name)
-        self.writer.add_file_type(gguf.LlamaFileType[KINDS[kind][1]])
+        self.writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{kind.upper()}"])
         self.writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     def add_key(self, key: str, value: bool | int | float | list[int]) -> None:
@@ -120,19 +121,15 @@ class GgufFile:
 
     def add(self, name: str, tensor: Tensor, kind: str | None = None) -> None:
         """Add a tensor: integers as int64, vectors as float32, matrices as ``kind`` (None: the file's)."""
-        target = self._kind if kind is None else gguf.GGMLQuantizationType[KINDS[kind][0]]
         tensor = tensor.detach().cpu().contiguous()
         if not tensor.is_floating_point():
             self.writer.add_tensor(name, tensor.long().numpy())
-        elif tensor.ndim == 1 or target == gguf.GGMLQuantizationType.F32:
-            self.writer.add_tensor(name, tensor.float().numpy())
-        elif target == gguf.GGMLQuantizationType.F16:
-            self.writer.add_tensor(name, tensor.half().numpy())
-        else:
-            block = gguf.GGML_QUANT_SIZES[target][0]
-            if tensor.shape[-1] % block:
-                raise UserError(f"{name} has rows of {tensor.shape[-1]}, and {target.name} needs multiples of {block}")
-            self.writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), target), raw_dtype=target)
+            return
+        target = gguf.GGMLQuantizationType["F32" if tensor.ndim == 1 else (kind or self._kind).upper()]
+        block = gguf.GGML_QUANT_SIZES[target][0]
+        if tensor.shape[-1] % block:
+            raise UserError(f"{name} has rows of {tensor.shape[-1]}, and {target.name} needs multiples of {block}")
+        self.writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), target), raw_dtype=target)
 
     def close(self) -> None:
         """Write everything that was added."""
@@ -187,6 +184,8 @@ class GgufLayout(Format):
     """Published names of tensors outside the layers -> llama.cpp's."""
     layer: ClassVar[str] = "layers.{n}"
     """Published name of layer n."""
+    pairs: ClassVar[bool] = False
+    """True if llama.cpp rotates neighbouring rows of queries and keys (see ``to_pairs``)."""
     needed: ClassVar[frozenset[str]]
     """Keys that a file must have in addition to ``SIZES``."""
 
@@ -201,10 +200,6 @@ class GgufLayout(Format):
     def add_vocabulary(self, file: GgufFile, base: BaseModel) -> None:
         """Add the tokenizer; by default none, because llama.cpp uses the target's."""
         file.writer.add_tokenizer_model("no_vocab")
-
-    def reordered(self, name: str, tensor: Tensor, config: dict[str, Any], writing: bool) -> Tensor:
-        """Return a tensor with its rows in llama.cpp's order (``writing``), or in ours."""
-        return tensor
 
     def _names(self, layers: int) -> dict[str, str]:
         """Return published names -> llama.cpp's, for a head of this many layers."""
@@ -236,7 +231,7 @@ class GgufLayout(Format):
         self.add_vocabulary(file, base)
         for name, theirs in self._names(config["num_hidden_layers"]).items():
             if name in tensors:
-                file.add(theirs, self.reordered(name, tensors[name], config, writing=True))
+                file.add(theirs, rotated(name, tensors[name], config, to_pairs) if self.pairs else tensors[name])
         if "d2t" in tensors:
             file.add("d2t", from_offsets(tensors["d2t"]))  # llama.cpp stores target ids
         file.close()
@@ -257,7 +252,7 @@ class GgufLayout(Format):
             raise UserError(f"{path} has tensors that heads here do not use: {', '.join(unknown[:4])}")
         config = {name: keys[key] for key, name in SIZES.items()}
         tensors = {
-            name: self.reordered(name, stored[theirs], config, writing=False)
+            name: rotated(name, stored[theirs], config, to_halves) if self.pairs else stored[theirs]
             for name, theirs in names.items()
             if theirs in stored
         }
@@ -274,61 +269,44 @@ class GgufLayout(Format):
         super().require_same(checkpoint.updated(config=config), head)
 
     def check_base(self, base: BaseModel, kind: str) -> None:
-        check_base(base, kind)
+        if kind not in KINDS:
+            hint = "; llama.cpp's llama-quantize makes one from f16" if kind.startswith("q") else ""
+            raise UserError(f"base_gguf must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
+        if (model_type := base.model.config.model_type) not in ARCHITECTURES:
+            raise UserError(f"a base of type {model_type} cannot be written as GGUF here; use {CONVERTER}")
+        split_name(base.tokenizer)
 
     def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
-        write_base(base, path, kind, published_name(base).split("/")[-1])
+        """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` of ``KINDS``.
+
+        In 4-bit files the embedding and the output head have 8 bits, because they decide the logits.
+        """
+        self.check_base(base, kind)
+        settings = base.model.config
+        architecture = ARCHITECTURES[settings.model_type]
+        config = layer_config(base) | {"num_hidden_layers": base.num_layers}
+        config["intermediate_size"] = settings.intermediate_size
+        weights = base.stock().state_dict()
+        require_space(path.parent, 4 * sum(t.numel() for t in weights.values()), "the base as GGUF")
+        file = GgufFile(path, architecture, published_name(base).split("/")[-1], kind)
+        file.add_sizes(config)
+        add_tokenizer(file.writer, base)
+        number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
+        names = gguf.get_tensor_name_map(number, base.num_layers)
+        for stock_name, tensor in weights.items():
+            if settings.tie_word_embeddings and stock_name == "lm_head.weight":
+                continue
+            theirs = names.get_name(stock_name, try_suffixes=(".weight", ".bias"))
+            if theirs is None:
+                raise UserError(f"llama.cpp's {architecture} has no tensor for {stock_name}; use {CONVERTER}")
+            if architecture == "llama":  # its Qwen3 rotates halves, as transformers does
+                tensor = rotated(stock_name, tensor, config, to_pairs)
+            outer = theirs in ("token_embd.weight", "output.weight")
+            file.add(theirs, tensor, "q8_0" if outer and kind.startswith("q4") else None)
+        file.close()
 
 
-# The base -------------------------------------------------------------------------------------------------------------
-
-
-def check_base(base: BaseModel, kind: str) -> None:
-    """Refuse a base, or a weight type ``kind``, that :func:`write_base` does not support."""
-    if kind not in KINDS:
-        hint = "; llama.cpp's llama-quantize makes one from f16" if kind.startswith("q") else ""
-        raise UserError(f"base_gguf must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
-    if (model_type := base.model.config.model_type) not in ARCHITECTURES:
-        raise UserError(f"a base of type {model_type} cannot be written as GGUF here; use {CONVERTER}")
-    split_name(base.tokenizer)
-
-
-def write_base(base: BaseModel, path: Path, kind: str, name: str) -> None:
-    """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` of ``KINDS``.
-
-    ``name`` is the model name in the file's metadata. In 4-bit files the embedding and the output head have 8 bits,
-    because they decide the logits.
-    """
-    check_base(base, kind)
-    settings = base.model.config
-    architecture = ARCHITECTURES[settings.model_type]
-    kv_heads, head_dim = attention_sizes(settings)
-    rope = dict(settings.rope_parameters)
-    scaled = None if rope.get("rope_type", "default") == "default" else rope
-    sizes = {k: getattr(settings, k) for k in ("hidden_size", "intermediate_size", "num_attention_heads")}
-    sizes |= {"num_hidden_layers": base.num_layers, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    sizes |= {"max_position_embeddings": base.max_context, "vocab_size": base.vocab_size}
-    sizes |= {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaled, "rms_norm_eps": settings.rms_norm_eps}
-    weights = base.stock().state_dict()
-    require_space(path.parent, 4 * sum(t.numel() for t in weights.values()), "the base as GGUF")
-    file = GgufFile(path, architecture, name, kind)
-    file.add_sizes(sizes)
-    add_tokenizer(file.writer, base)
-    # Only llama.cpp's Llama rotates neighbouring rows; its Qwen3 rotates halves, as transformers does.
-    permuted = {"q_proj": settings.num_attention_heads, "k_proj": kv_heads} if architecture == "llama" else {}
-    number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
-    names = gguf.get_tensor_name_map(number, base.num_layers)
-    for stock_name, tensor in weights.items():
-        if settings.tie_word_embeddings and stock_name == "lm_head.weight":
-            continue
-        theirs = names.get_name(stock_name, try_suffixes=(".weight", ".bias"))
-        if theirs is None:
-            raise UserError(f"llama.cpp's {architecture} has no tensor for {stock_name}; use {CONVERTER}")
-        heads = next((heads for key, heads in permuted.items() if stock_name.endswith(f"{key}.weight")), None)
-        outer = theirs in ("token_embd.weight", "output.weight")
-        tensor = tensor if heads is None else to_pairs(tensor, heads)
-        file.add(theirs, tensor, "q8_0" if outer and kind.startswith("q4") else None)
-    file.close()
+# Tokenizer ------------------------------------------------------------------------------------------------------------
 
 
 def split_name(tokenizer: Any) -> str:

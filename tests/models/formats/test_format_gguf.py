@@ -10,7 +10,7 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS
-from drafthead.models.formats.gguf.gguf_files import read_gguf, rope_factors, write_base
+from drafthead.models.formats.gguf.gguf_files import read_gguf, rope_factors
 from plain_heads import (
     LLAMACPP_NAMES,
     PlainLayer,
@@ -84,13 +84,13 @@ def test_a_gguf_head_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> No
 def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
     """Compare names, rotated pairs and the tokenizer; refuse an unknown tokenizer or weight type."""
     with pytest.raises(UserError, match="the tokenizer splits words"):
-        write_base(deep_base(), tmp_path / "base.gguf", "f32", "tiny")
+        GGUF.write_base(deep_base(), tmp_path / "base.gguf", "f32")
     base = BaseModel.wrap(deep_base().stock(), known_tokenizer())
     with pytest.raises(UserError, match="base_gguf must be one of f32, .*got 'q4_k'; llama.cpp's llama-quantize"):
-        write_base(base, tmp_path / "base.gguf", "q4_k", "tiny")
+        GGUF.write_base(base, tmp_path / "base.gguf", "q4_k")
     weights = base.stock().state_dict()
     for kind in ("f32", "q8_0"):
-        write_base(base, tmp_path / "base.gguf", kind, "tiny")
+        GGUF.write_base(base, tmp_path / "base.gguf", kind)
         keys, tensors = read_gguf(tmp_path / "base.gguf")
         query = weights["model.layers.4.self_attn.q_proj.weight"]
         order = [head * 8 + half * 4 + i for head in range(4) for i in range(4) for half in (0, 1)]
