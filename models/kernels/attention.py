@@ -137,9 +137,7 @@ def _explicit(
     rows, heads, queries, width = query.shape
     groups, keys = key.shape[1:3]
     if mask is None and queries > 1:
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril_()
-        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)
-        mask = mask[None, None]
+        mask = _additive(causal_mask(keys, query.device)[None, :queries], query.dtype)
     query = (query * (width**-0.5 if scaling is None else scaling)).view(rows, groups, -1, queries, width)
     block = max(1, MAX_SCORES // (rows * heads * keys))
     outputs = []
@@ -168,10 +166,15 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
     time, device = document_ids.shape[1], document_ids.device
     seen = document_ids[:, :, None] == document_ids[:, None, :]
     seen &= causal_mask(time, device)
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
+    mask = _additive(seen, dtype)
     if device.type == "cpu":
         setattr(mask, _LENGTHS, [row.unique_consecutive(return_counts=True)[1].tolist() for row in document_ids])
     return mask
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask [B, 1, T, S] of the keys that queries see, bool [B, T, S]."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
 
 def register() -> str:

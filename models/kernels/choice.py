@@ -67,15 +67,14 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
     path = cache_dir() / "kernels" / f"{key}.json"
     try:
         with exclusive(path.parent):
-            choice = _stored_choice(path)
-            if choice is None:
-                choice = _measured_choice(table, module, run)
-                kernels = {str(n): kernel.value for n, kernel in choice[0].items()}
-                drafts_in = next((name for name, dtype in DRAFT_DTYPES.items() if dtype == choice[2]), None)
-                write_checksummed_json(path, {**kernels, "bfloat16_reads": choice[1], "drafts_in": drafts_in})
+            if not _restore(table, path):
+                _measure(table, module, run)
+                kernels = {str(n): kernel.value for n, kernel in table.by_rows.items()}
+                drafts_in = next((name for name, dtype in DRAFT_DTYPES.items() if dtype == table.drafts_in), None)
+                choice = {**kernels, "bfloat16_reads": table.bfloat16_reads, "drafts_in": drafts_in}
+                write_checksummed_json(path, choice)
     except OSError:  # the cache folder cannot be written
-        choice = _measured_choice(table, module, run)
-    table.by_rows, table.bfloat16_reads, table.drafts_in = choice
+        _measure(table, module, run)
     layers = [layer for layer in module.modules() if isinstance(layer, PrepackedLinear)]
     size = sum(4 * layer.in_features * layer.out_features for layer in layers)
     spare = size < COPY_SHARE * 1e9 * hardware()["ram_gb"]
@@ -83,29 +82,28 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
         layer.keep({*table.by_rows.values(), *([Kernel.PACKED] if spare else [])})
 
 
-Choice = tuple[dict[int, Kernel], bool, torch.dtype | None]
-"""A kernel for each number of rows, True if bfloat16 is faster for reading, and the dtype to draft in or None."""
-
-
-def _measured_choice(table: KernelTable, module: nn.Module, run: Pass) -> Choice:
-    wait_for_huge_pages()
-    kernels = _measure(table, run)
-    reads = _fastest(module, READ_ROWS, [torch.bfloat16]) == torch.bfloat16
-    # Heads draft between two passes of the base, which evict the head's weights from the CPU's caches.
-    return kernels, reads, _fastest(module, DRAFT_ROWS, DRAFT_DTYPES.values(), before=lambda: run(1))
-
-
-def _stored_choice(path: Path) -> Choice | None:
+def _restore(table: KernelTable, path: Path) -> bool:
+    """Fill ``table`` with the stored choice, and return False if its file is missing or damaged."""
     try:
         stored = read_checksummed_json(path)
-        kernels = {n: Kernel(stored[str(n)]) for n in MEASURED_ROWS}
-        drafts_in = stored["drafts_in"]
-        return kernels, bool(stored["bfloat16_reads"]), None if drafts_in is None else DRAFT_DTYPES[drafts_in]
+        kernels, drafts_in = {n: Kernel(stored[str(n)]) for n in MEASURED_ROWS}, stored["drafts_in"]
+        table.drafts_in = None if drafts_in is None else DRAFT_DTYPES[drafts_in]
+        table.by_rows, table.bfloat16_reads = kernels, bool(stored["bfloat16_reads"])
     except (OSError, UserError, KeyError, ValueError, TypeError):
-        return None  # a missing or damaged file is measured again
+        return False
+    return True
 
 
-def _measure(table: KernelTable, run: Pass) -> dict[int, Kernel]:
+def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
+    """Fill ``table`` by timing passes of the base and products of one layer."""
+    wait_for_huge_pages()
+    table.by_rows = _fastest_kernels(table, run)
+    table.bfloat16_reads = _fastest(module, READ_ROWS, [torch.bfloat16]) == torch.bfloat16
+    # Heads draft between two passes of the base, which evict the head's weights from the CPU's caches.
+    table.drafts_in = _fastest(module, DRAFT_ROWS, DRAFT_DTYPES.values(), before=lambda: run(1))
+
+
+def _fastest_kernels(table: KernelTable, run: Pass) -> dict[int, Kernel]:
     before, compiles = table.by_rows, skinny_library() is not None
     default = dict.fromkeys(MEASURED_ROWS, Kernel.COMPILED) if compiles else before
     kernels = [kernel for kernel in Kernel if kernel is not (Kernel.PLAIN if compiles else Kernel.COMPILED)]

@@ -38,8 +38,20 @@ class CompiledWeight:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Copy a float32 ``weight`` on the CPU as ``dtype``: float32, or int8 with one scale per output."""
-        _check_weight(weight, bias)
+        """Copy a float32 ``weight`` on the CPU as ``dtype``: float32, or int8 with one scale per output.
+
+        Raises:
+            RuntimeError: the weight is not a non-empty float32 matrix on the CPU, or the bias does not fit it.
+        """
+        if not weight.is_cpu or weight.dtype != torch.float32 or weight.ndim != 2 or weight.numel() == 0:
+            raise RuntimeError(
+                f"a compiled weight must be a non-empty float32 matrix on the CPU, got {weight.dtype} "
+                f"{list(weight.shape)} on {weight.device}"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise RuntimeError(
+                f"a bias of shape {list(bias.shape)} does not fit a weight of shape {list(weight.shape)}"
+            )
         width = library.width()
         self._outputs, self._inputs = weight.shape
         blocks = -(-self._outputs // width)
@@ -65,41 +77,20 @@ class CompiledWeight:
         """
         # The library receives bare addresses, so it would read and write past the end of a tensor of another size.
         if not x.is_cpu or x.dtype != torch.float32 or x.ndim == 0 or x.shape[-1] != self._inputs:
-            raise RuntimeError(self._mismatch(x))
+            raise RuntimeError(
+                f"expected an input of dtype float32 on the device cpu, whose shapes end in {self._inputs}; got "
+                f"{x.dtype} on {x.device} with shape {list(x.shape)}"
+            )
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self._outputs)
         rows = x.numel() // self._inputs
         self._product(x.data_ptr(), *self._addresses, out.data_ptr(), rows, self._inputs, self._outputs)
         return out
 
-    def _mismatch(self, x: Tensor) -> str:
-        if not x.is_cpu:
-            return f"expected all tensors to be on the same device, got an input on {x.device} and a weight on cpu"
-        if x.dtype != torch.float32:
-            return f"expected input and weight to have the same dtype, got {x.dtype} and torch.float32"
-        rows = x.shape[:-1].numel()
-        shapes = f"{rows}x{x.shape[-1] if x.ndim else 0} and {self._inputs}x{self._outputs}"
-        return f"input and weight shapes cannot be multiplied ({shapes})"
-
     def dense(self) -> Tensor:
         """Return the weight, float32 [N, K]."""
         dense = self._packed.transpose(1, 2).reshape(-1, self._inputs) * self._scale[:, None]
         return dense[: self._outputs]
-
-
-def _check_weight(weight: Tensor, bias: Tensor | None) -> None:
-    """Reject tensors that the library cannot read.
-
-    Raises:
-        RuntimeError: the weight is not a non-empty float32 matrix on the CPU, or the bias does not fit it.
-    """
-    if not weight.is_cpu or weight.dtype != torch.float32 or weight.ndim != 2 or weight.numel() == 0:
-        raise RuntimeError(
-            f"a compiled weight must be a non-empty float32 matrix on the CPU, got {weight.dtype} "
-            f"{list(weight.shape)} on {weight.device}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise RuntimeError(f"a bias of shape {list(bias.shape)} does not fit a weight of shape {list(weight.shape)}")
 
 
 @cache
@@ -111,20 +102,19 @@ def skinny_library() -> ctypes.CDLL | None:
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if sys.platform != "linux" or shutil.which(compiler[0]) is None:
         return None
-    path = _library_path(compiler)
+    # The file's name depends on everything that decides its content.
+    inputs = (SOURCE.read_text(), compiler, FLAGS, _cpu_features(), torch.__version__)
+    path = cache_dir() / "kernels" / f"skinny-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.so"
     try:
         if not path.exists():
             _build(compiler, path)
-        library = _open(path)
+        library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):
         return None
+    library.width.restype = ctypes.c_int64
+    for product in (library.product, library.product_int8):
+        product.argtypes, product.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3, None
     return library if _is_right(library) else None
-
-
-def _library_path(compiler: list[str]) -> Path:
-    """Return the file for the library; its name depends on everything that decides its content."""
-    inputs = (SOURCE.read_text(), compiler, FLAGS, _cpu_features(), torch.__version__)
-    return cache_dir() / "kernels" / f"skinny-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.so"
 
 
 def _build(compiler: list[str], path: Path) -> None:
@@ -138,14 +128,6 @@ def _build(compiler: list[str], path: Path) -> None:
         ):
             subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
         linked.replace(path)
-
-
-def _open(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    library.width.restype = ctypes.c_int64
-    for product in (library.product, library.product_int8):
-        product.argtypes, product.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3, None
-    return library
 
 
 def _openmp() -> str:
