@@ -6,14 +6,12 @@ same run. The prefill and other time outside the steps then pull the whole speed
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from drafthead.data.utils.floats import finite
 from drafthead.eval.metrics.steps import Rows, acceptance_per_depth, alpha, ratio, speedup, steps
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
@@ -40,188 +38,138 @@ def optimal_lookahead(rate: float, draft_cost: float) -> int:
     return max(range(1, LONGEST_CHAIN + 1), key=lambda drafts: expected_speedup(rate, draft_cost, drafts))
 
 
-@dataclass(frozen=True)
-class StepTerms:
-    """Means over steps, in seconds but for the counts."""
+def step_terms(rows: Rows) -> dict[str, float]:
+    """Return means over the steps, in seconds except for counts; NaN without a step.
 
-    tokens: float
-    """Committed by a step: m."""
-    drafts: float
-    """Nodes drafted, root excluded."""
-    depth: float
-    draft_s: float
-    verify_s: float
-    loop_s: float
-    outside_s: float
-    """Prefill and everything else outside the steps, per step."""
-
-    @classmethod
-    def of(cls, rows: Rows) -> Self:
-        """Return the measured terms; NaN without a step."""
-        names = ["committed", "proposed", "depth", "draft_s", "verify_s", "total_s"]
-        tokens, drafts, depth, draft, verify, total = map(float, steps(rows)[names].mean())
-        outside = ratio(rows.total_s[rows.step == 0].sum(), len(steps(rows)))
-        return cls(tokens, drafts, depth, draft, verify, total - draft - verify, outside)
-
-    @property
-    def step_s(self) -> float:
-        """A whole step."""
-        return self.draft_s + self.verify_s + self.loop_s
+    "tokens" are committed by a step (m). "drafts" are drafted nodes, without the root. "outside_s" is the prefill and
+    all other time outside the steps, divided by the number of steps.
+    """
+    names = {
+        "committed": "tokens",
+        "proposed": "drafts",
+        "depth": "depth",
+        "draft_s": "draft_s",
+        "verify_s": "verify_s",
+    }
+    terms = {name: float(steps(rows)[column].mean()) for column, name in names.items()}
+    terms["loop_s"] = float(steps(rows).total_s.mean()) - terms["draft_s"] - terms["verify_s"]
+    return terms | {"outside_s": ratio(rows.total_s[rows.step == 0].sum(), len(steps(rows)))}
 
 
-@dataclass(frozen=True)
-class WaterfallStep:
-    """The speedup that is left once a cost is counted."""
-
-    name: str
-    speedup: float
-    change: float
-    """Against the one before; 0 for the first."""
+def step_s(terms: dict[str, float]) -> float:
+    """Return the seconds of a whole step."""
+    return terms["draft_s"] + terms["verify_s"] + terms["loop_s"]
 
 
-@dataclass(frozen=True)
-class Option:
-    """A possible draft, and its performance predicted from the measured terms."""
+def closed_form(rows: Rows, baseline: dict[str, float], method: dict[str, float]) -> dict[str, Any]:
+    """Return Leviathan's formula for a run that drafted, to compare with the measurement.
 
-    nodes: int
-    """Tokens to verify, root included; 1 is autoregressive decoding."""
-    tokens: float
-    """Mean accepted length."""
-    step_s: float
-    speedup: float
-
-
-@dataclass(frozen=True)
-class ClosedForm:
-    """Leviathan's formula compared with the measurement."""
-
-    alpha: float
-    alpha_is: str
-    """"alpha", or the name of its substitute."""
-    draft_cost: float
-    drafts: int
-    """Chain length of the run, rounded from its mean depth."""
-    expected_tokens: float
-    expected_speedup: float
-    optimal_drafts: int
-    optimal_speedup: float
-    improves: bool
-    """alpha > c: some chain is faster than autoregressive decoding."""
-
-    @classmethod
-    def of(cls, rows: Rows, baseline: StepTerms, method: StepTerms) -> Self:
-        """Return the closed form of a run that drafted."""
-        known = alpha(rows)
-        # A tree's log does not tell alpha.
-        rate = acceptance_per_depth(rows)[0] if known is None else known
-        drafts = max(1, round(method.depth))
-        cost = method.draft_s / method.depth / baseline.step_s
-        best = optimal_lookahead(rate, cost)
-        return cls(
-            alpha=rate,
-            alpha_is="acceptance at depth 1" if known is None else "alpha",
-            draft_cost=cost,
-            drafts=drafts,
-            expected_tokens=expected_tokens(rate, drafts),
-            expected_speedup=expected_speedup(rate, cost, drafts),
-            optimal_drafts=best,
-            optimal_speedup=expected_speedup(rate, cost, best),
-            improves=rate > cost,
-        )
-
-
-@dataclass(frozen=True)
-class SpeedupBreakdown:
-    """A speedup and its terms."""
-
-    autoregressive: StepTerms
-    method: StepTerms
-    predicted: float
-    """m (v1 + o1) / (d + v + o)."""
-    predicted_from_costs: float | None
-    """The same formula with step costs measured beforehand, at the run's mean tree size; None without them."""
-    measured: float
-    """Tokens per second over the baseline's, totals over totals."""
-    residual: float
-    """Measured speedup minus the waterfall's last level: answers of other lengths share the prefill differently."""
-    waterfall: list[WaterfallStep]
-    closed_form: ClosedForm | None
-    """None if nothing was drafted."""
-    best_chain: Option | None = None
-    best_tree: Option | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values; None for values that are not finite."""
-        values: dict[str, Any] = finite(asdict(self))
-        return values
+    "alpha_is" names the substitute for alpha of a tree. "drafts" is the run's chain length, rounded from its mean
+    depth. "improves" tells that some chain is faster than autoregressive decoding: alpha > c.
+    """
+    known = alpha(rows)
+    rate = acceptance_per_depth(rows)[0] if known is None else known  # a tree's log does not tell alpha
+    drafts = max(1, round(method["depth"]))
+    cost = method["draft_s"] / method["depth"] / step_s(baseline)
+    best = optimal_lookahead(rate, cost)
+    return {
+        "alpha": rate,
+        "alpha_is": "acceptance at depth 1" if known is None else "alpha",
+        "draft_cost": cost,
+        "drafts": drafts,
+        "expected_tokens": expected_tokens(rate, drafts),
+        "expected_speedup": expected_speedup(rate, cost, drafts),
+        "optimal_drafts": best,
+        "optimal_speedup": expected_speedup(rate, cost, best),
+        "improves": rate > cost,
+    }
 
 
 def speedup_breakdown(
     baseline: Rows, method: Rows, costs: CostModel | None = None, order: TreeOrder | None = None
-) -> SpeedupBreakdown | None:
+) -> dict[str, Any] | None:
     """Break down the speedup of ``method`` over ``baseline`` on the same prompts; None if one of them made no step.
 
-    Without ``costs`` no best draft is named. ``order`` (calibrated nodes with their acceptances) gives the best tree
-    and chain. Without it the best chain comes from the run's conditional acceptances, if the run drafted chains.
+    Args:
+        baseline: rows of autoregressive decoding.
+        method: rows of the method.
+        costs: step costs that were measured beforehand. Without them no best draft is named.
+        order: calibrated nodes with their acceptances, for the best tree and chain. Without it the best chain comes
+            from the run's conditional acceptances, if the run drafted chains.
+
+    Returns:
+        "autoregressive", "method": ``step_terms``. "predicted": m (v1 + o1) / (d + v + o). "predicted_from_costs": the
+        same formula with ``costs``, at the run's mean tree size. "measured": tokens per second over the baseline's.
+        "waterfall": levels with "name", "speedup" and "change". "residual": the measured speedup minus the waterfall's
+        last level, because answers of other lengths share the prefill differently. "closed_form": None if nothing was
+        drafted. "best_chain", "best_tree": one of ``options``.
     """
-    before, after = StepTerms.of(baseline), StepTerms.of(method)
-    if not (before.step_s > 0 and after.step_s > 0):
+    before, after = step_terms(baseline), step_terms(method)
+    if not (step_s(before) > 0 and step_s(after) > 0):
         return None
     levels = _waterfall(before, after)
     measured = speedup(method, baseline)
     predicted_from_costs = best_chain = best_tree = None
     if costs is not None:
-        predicted_from_costs = costs.speedup(after.tokens, 1 + after.drafts, round(after.depth))
+        predicted_from_costs = costs.speedup(after["tokens"], 1 + after["drafts"], round(after["depth"]))
         chain = chain_values(method, order)
         best_chain = best_option(chain, range(1, len(chain) + 1), costs)
         best_tree = best_option(order.values, [len(path) for path in order.paths], costs) if order else None
-    return SpeedupBreakdown(
-        autoregressive=before,
-        method=after,
-        predicted=after.tokens * before.step_s / after.step_s,
-        predicted_from_costs=predicted_from_costs,
-        measured=measured,
-        residual=measured - levels[-1].speedup,
-        waterfall=levels,
-        closed_form=ClosedForm.of(method, before, after) if after.depth > 0 else None,
-        best_chain=best_chain,
-        best_tree=best_tree,
-    )
+    return {
+        "autoregressive": before,
+        "method": after,
+        "predicted": after["tokens"] * step_s(before) / step_s(after),
+        "predicted_from_costs": predicted_from_costs,
+        "measured": measured,
+        "residual": measured - levels[-1]["speedup"],
+        "waterfall": levels,
+        "closed_form": closed_form(method, before, after) if after["depth"] > 0 else None,
+        "best_chain": best_chain,
+        "best_tree": best_tree,
+    }
 
 
-def _waterfall(baseline: StepTerms, method: StepTerms) -> list[WaterfallStep]:
+def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dict[str, Any]]:
     """Return the levels from the speedup at free drafts down to the measured one, adding one cost at a time."""
-    m, one = method.tokens, baseline.step_s
-    growth = method.verify_s - baseline.verify_s
+    m, one = method["tokens"], step_s(baseline)
+    growth = method["verify_s"] - baseline["verify_s"]
     # Autoregressive decoding makes m steps for one of this method, and each has time outside the steps.
-    whole = (m * (one + baseline.outside_s)) / (method.step_s + method.outside_s)
-    speeds = [
-        ("ideal: mean accepted length", m),
-        ("drafting", m * one / (one + method.draft_s)),
-        ("verifying n tokens, not 1", m * one / (one + method.draft_s + growth)),
-        ("the loop", m * one / method.step_s),
-        ("prefill and the rest", whole),
+    whole = (m * (one + baseline["outside_s"])) / (step_s(method) + method["outside_s"])
+    speeds = {
+        "ideal: mean accepted length": m,
+        "drafting": m * one / (one + method["draft_s"]),
+        "verifying n tokens, not 1": m * one / (one + method["draft_s"] + growth),
+        "the loop": m * one / step_s(method),
+        "prefill and the rest": whole,
+    }
+    befores = [m, *speeds.values()]
+    return [
+        {"name": name, "speedup": speed, "change": speed - before}
+        for (name, speed), before in zip(speeds.items(), befores, strict=False)
     ]
-    befores = [m, *(speed for _, speed in speeds)]
-    return [WaterfallStep(name, speed, speed - before) for (name, speed), before in zip(speeds, befores, strict=False)]
 
 
-def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> list[Option]:
-    """Return the predicted performance of the first 0, 1, 2, ... nodes of a growing draft.
+def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> list[dict[str, Any]]:
+    """Return the predicted performance of the first 0, 1, 2, ... nodes of a growing draft, by the measured terms.
 
     ``values``: probability that each node is accepted, in the order of growth; for a chain the running products of its
-    conditional acceptances. ``depths``: depth of each node.
+    conditional acceptances. ``depths``: depth of each node. "nodes" counts the root, so 1 is autoregressive decoding.
     """
     deepest = accumulate(depths, max, initial=0)
     return [
-        Option(nodes, tokens, costs.step(nodes, depth), costs.speedup(tokens, nodes, depth))
+        {
+            "nodes": nodes,
+            "tokens": tokens,
+            "step_s": costs.step(nodes, depth),
+            "speedup": costs.speedup(tokens, nodes, depth),
+        }
         for nodes, (tokens, depth) in enumerate(zip(accumulate(values, initial=1.0), deepest, strict=False), start=1)
     ]
 
 
-def best_option(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> Option | None:
+def best_option(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> dict[str, Any] | None:
     """Return the fastest of ``options``, which include autoregressive decoding; None without values."""
-    return max(options(values, depths, costs), key=lambda option: option.speedup) if values else None
+    return max(options(values, depths, costs), key=lambda option: float(option["speedup"])) if values else None
 
 
 def chain_values(rows: Rows, order: TreeOrder | None = None) -> list[float]:

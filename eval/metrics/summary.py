@@ -87,7 +87,6 @@ def summarise(
     overall = group(table, answered)
     runs = {name: table[table.method == name] for name in (*baselines, *methods)}
     fastest = runs[fastest_autoregressive(overall)[0]]
-    breakdowns = {name: speedup_breakdown(runs[name], runs[headline], costs, order) for name in baselines}
     plain: dict[str, Any] = finite(
         {
             "headline": headline,
@@ -103,7 +102,9 @@ def summarise(
             "by_position": by_position(runs[headline]),
             "by_context": by_context(runs[headline]),
             "by_entropy": by_entropy(runs[headline]),
-            "speedup_breakdown": {name: breakdown and breakdown.to_json() for name, breakdown in breakdowns.items()},
+            "speedup_breakdown": {
+                name: speedup_breakdown(runs[name], runs[headline], costs, order) for name in baselines
+            },
             "equality": equality_rate([equalities[headline][n] for n in answered if headline in equalities], dtype),
         }
     )

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafthead.eval.metrics.speedup_breakdown import (
-    StepTerms,
     best_option,
     chain_values,
     expected_speedup,
@@ -73,14 +72,16 @@ def test_the_waterfall_ends_at_the_measurement(log: list[list[int]], prefill_s: 
     baseline = autoregressive(method)
     breakdown = speedup_breakdown(rows_of(baseline), rows_of(method), COSTS)
     assert breakdown is not None
-    assert breakdown.measured == pytest.approx(speedup(rows_of(method), rows_of(baseline)))
-    assert breakdown.residual == pytest.approx(0, abs=1e-9)
-    assert breakdown.waterfall[0].speedup == pytest.approx(breakdown.method.tokens)
-    assert sum(level.change for level in breakdown.waterfall) + breakdown.waterfall[0].speedup == pytest.approx(
-        breakdown.measured
+    assert breakdown["measured"] == pytest.approx(speedup(rows_of(method), rows_of(baseline)))
+    assert breakdown["residual"] == pytest.approx(0, abs=1e-9)
+    assert breakdown["waterfall"][0]["speedup"] == pytest.approx(breakdown["method"]["tokens"])
+    assert sum(level["change"] for level in breakdown["waterfall"]) + breakdown["waterfall"][0][
+        "speedup"
+    ] == pytest.approx(breakdown["measured"])
+    assert breakdown["predicted"] == pytest.approx(breakdown["waterfall"][-2]["speedup"])
+    assert breakdown["predicted_from_costs"] == pytest.approx(breakdown["predicted"]), (
+        "the run cost what the table says"
     )
-    assert breakdown.predicted == pytest.approx(breakdown.waterfall[-2].speedup)
-    assert breakdown.predicted_from_costs == pytest.approx(breakdown.predicted), "the run cost what the table says"
 
 
 def test_terms_counted_by_hand() -> None:
@@ -89,40 +90,44 @@ def test_terms_counted_by_hand() -> None:
     breakdown = speedup_breakdown(rows_of(autoregressive(method)), rows_of(method), COSTS)
     assert breakdown is not None
     terms = {"draft_s": 0.2, "verify_s": 1.3, "loop_s": 0.1, "outside_s": 1.0}
-    assert breakdown.method == StepTerms(
-        tokens=2.0, drafts=4.0, depth=2.0, **{k: pytest.approx(v) for k, v in terms.items()}
+    assert breakdown["method"] == (
+        {"tokens": 2.0, "drafts": 4.0, "depth": 2.0} | {k: pytest.approx(v) for k, v in terms.items()}
     )
-    assert [level.speedup for level in breakdown.waterfall] == pytest.approx([2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2])
-    form = breakdown.closed_form
+    assert [level["speedup"] for level in breakdown["waterfall"]] == pytest.approx(
+        [2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2]
+    )
+    form = breakdown["closed_form"]
     assert form is not None
-    assert (form.alpha, form.alpha_is, form.drafts) == (0.5, "acceptance at depth 1", 2)
-    assert (form.draft_cost, form.expected_speedup) == pytest.approx((0.1, 1.75 / 1.2))
-    assert breakdown.best_chain is None, "the acceptance of a tree is not a chain's"
+    assert (form["alpha"], form["alpha_is"], form["drafts"]) == (0.5, "acceptance at depth 1", 2)
+    assert (form["draft_cost"], form["expected_speedup"]) == pytest.approx((0.1, 1.75 / 1.2))
+    assert breakdown["best_chain"] is None, "the acceptance of a tree is not a chain's"
 
 
 def test_other_answers_are_the_residual() -> None:
     breakdown = speedup_breakdown(rows_of([answer([0] * 9, 0, 0)]), rows_of([answer([1, 1], 2, 2)]))
-    assert breakdown is not None and breakdown.predicted_from_costs is None
-    assert breakdown.residual == pytest.approx(breakdown.measured - breakdown.waterfall[-1].speedup)
-    assert abs(breakdown.residual) > 0.01
+    assert breakdown is not None and breakdown["predicted_from_costs"] is None
+    assert breakdown["residual"] == pytest.approx(breakdown["measured"] - breakdown["waterfall"][-1]["speedup"])
+    assert abs(breakdown["residual"]) > 0.01
 
 
 def test_the_best_draft_on_a_machine() -> None:
     """Tokens 1, 1.8, 2.3, 2.5; a step costs 1, 1.3, 1.4, 1.5: two drafts give 1.643, three 1.667."""
     values, depths = [0.8, 0.5, 0.2], [1, 2, 3]
     drafts = options(values, depths, COSTS)
-    assert [o.tokens for o in drafts] == pytest.approx([1, 1.8, 2.3, 2.5])
-    assert [o.step_s for o in drafts] == pytest.approx([1, 1.3, 1.4, 1.5])
+    assert [o["tokens"] for o in drafts] == pytest.approx([1, 1.8, 2.3, 2.5])
+    assert [o["step_s"] for o in drafts] == pytest.approx([1, 1.3, 1.4, 1.5])
     chosen = best_option(values, depths, COSTS)
-    assert chosen is not None and chosen.nodes == 4 and chosen.speedup == pytest.approx(2.5 / 1.5)
+    assert chosen is not None and chosen["nodes"] == 4 and chosen["speedup"] == pytest.approx(2.5 / 1.5)
     by_depth = CostModel(COSTS.verify, 0.2, 0.1, 200, draft_by_depth=[0.0, 0.4, 0.8, 1.2])
     dear = best_option(values, depths, by_depth)
-    assert dear is not None and dear.nodes == 2, "every level costs: 1.8 / 1.5 beats 2.3 / 2.0 and 1"
+    assert dear is not None and dear["nodes"] == 2, "every level costs: 1.8 / 1.5 beats 2.3 / 2.0 and 1"
     hopeless = best_option([0.1], [1], COSTS)
-    assert hopeless is not None and (hopeless.nodes, hopeless.speedup) == (1, 1)
+    assert hopeless is not None and (hopeless["nodes"], hopeless["speedup"]) == (1, 1)
     assert best_option([], [], COSTS) is None
     wide = options([0.05] * 15, [1] * 15, by_depth)[-1]
-    assert wide.step_s == pytest.approx(COSTS.verify_at(16) + 0.1 + 0.4), "15 nodes on one level are one level to draft"
+    assert wide["step_s"] == pytest.approx(COSTS.verify_at(16) + 0.1 + 0.4), (
+        "15 nodes on one level are one level to draft"
+    )
 
 
 def test_chain_values_are_running_products() -> None:
@@ -131,9 +136,9 @@ def test_chain_values_are_running_products() -> None:
     order = TreeOrder([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)], [0.6, 0.2, 0.4, 0.1, 0.3])
     assert chain_values(rows_of(log), order) == [0.6, 0.4, 0.3]
     breakdown = speedup_breakdown(rows_of(autoregressive(log)), rows_of(log), COSTS, order)
-    assert breakdown is not None and breakdown.best_chain is not None and breakdown.best_tree is not None
-    assert breakdown.best_tree.tokens >= breakdown.best_chain.tokens
-    assert json.loads(json.dumps(breakdown.to_json(), allow_nan=False)) == breakdown.to_json()
+    assert breakdown is not None and breakdown["best_chain"] is not None and breakdown["best_tree"] is not None
+    assert breakdown["best_tree"]["tokens"] >= breakdown["best_chain"]["tokens"]
+    assert json.loads(json.dumps(breakdown, allow_nan=False)) == breakdown
 
 
 def test_nothing_to_take_apart() -> None:
@@ -141,4 +146,4 @@ def test_nothing_to_take_apart() -> None:
     assert speedup_breakdown(nothing, nothing) is None
     baseline = rows_of([answer([0, 0], 0, 0)])
     breakdown = speedup_breakdown(baseline, baseline)
-    assert breakdown is not None and breakdown.closed_form is None and breakdown.measured == 1
+    assert breakdown is not None and breakdown["closed_form"] is None and breakdown["measured"] == 1
