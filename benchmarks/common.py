@@ -11,11 +11,11 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.table import Table
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.machine import hardware, versions
+from drafthead.eval.report.tables import ResultTable
 from drafthead.train.config import RunConfig, parse_run
 
 
@@ -70,14 +70,9 @@ def save_record(arguments: Namespace, benchmark: str, results: dict[str, Any]) -
 
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Print a table with a line per row; the keys of the first row are the columns."""
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(
-            *(f"{v:.4g}" if isinstance(v, float) else "–" if v is None else str(v) for v in map(row.get, rows[0]))
-        )
     console = Console(highlight=False)
     console.width = max(console.width, 140)  # rich assumes 80 columns if the output is a pipe
-    console.print(table)
+    console.print(ResultTable.of(title, rows).console())
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from drafthead.data.utils.files import make_folder, read_json_lines, write_atomi
 from drafthead.data.utils.settings import settings
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.prompts.prompt import conversation_ids
-from drafthead.eval.prompts.suites import load_suite, suite_label
+from drafthead.eval.prompts.suites import folder_beside, load_suite, suite_label
 from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.loop import default_draft_config
@@ -64,8 +64,8 @@ def main(config: AdaptConfig) -> None:
     display = Display()
     with display.stage(f"head {config.head}"):
         base, head = load_base_and_head(config.head, config.base)
-    default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
-    folder = Path(config.out) if config.out else default / f"adapt-{suite_label(config.suite)}"
+    default = folder_beside(config.head) / f"adapt-{suite_label(config.suite)}"
+    folder = Path(config.out) if config.out else default
     make_folder(folder, "out=...")
     frozen, learner = frozen_copy(head), OnlineLearner(head, config)
     ids = [conversation_ids(base.tokenizer, p, template_kwargs=base.config.chat_template_kwargs) for p in prompts]

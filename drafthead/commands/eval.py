@@ -12,7 +12,7 @@ from drafthead.eval.evaluate import development_prompts, evaluate
 from drafthead.eval.grid import check_folders, grid_candidates, keep_fastest
 from drafthead.eval.metrics.served import engine_failures
 from drafthead.eval.metrics.summary import METHOD
-from drafthead.eval.prompts.suites import load_suite, suite_label
+from drafthead.eval.prompts.suites import folder_beside, load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.cost_model import measure_costs
@@ -65,7 +65,7 @@ def main(config: EvalRunConfig) -> None:
     candidates = grid_candidates(base, head, config) if isinstance(head, DraftHead) and config.grid else []
     if config.engines:
         check_engines(drafter, config)
-    default = Path(config.head).parent if Path(config.head).is_dir() else Path("outputs") / suite_label(config.head)
+    default = folder_beside(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
     folder.mkdir(parents=True, exist_ok=True)
     if not config.resume:

@@ -20,6 +20,7 @@ from drafthead.data.utils.settings import PositiveShare, settings
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.models.base.base_config import BaseConfig, Dtype
 from drafthead.models.formats import FORMATS, format_for, format_named
@@ -133,6 +134,4 @@ def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:
         "logit error": f"{check.logit_error:.1e}",
         "accuracy": f"{check.after.accuracy:.0%}{trained}",
     }
-    table = Table(*cells)
-    table.add_row(*cells.values())
-    return table
+    return ResultTable.of("", [cells]).console()

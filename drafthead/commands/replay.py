@@ -12,7 +12,7 @@ from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import Positive, PositiveFloat, settings
 from drafthead.eval.config import SuiteConfig
-from drafthead.eval.report.plots import ACCENT, INK, SOFT, new_axes, save_png, short_name, styled
+from drafthead.eval.report.plots import interval_bars, save_png
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
@@ -142,7 +142,9 @@ def main(config: ReplayConfig) -> None:
             rows.append(Row(spec, nodes, draft_config.depth, simulated, None))
     display.console.print(table(rows, config).console())
     if config.plot:
-        draw(rows, Path(config.plot))
+        bars = [(f"{row.name}, {row.nodes} nodes", row.simulated) for row in rows]
+        named = [(name, each.mean_accepted_length, *(each.interval or (None, None))) for name, each in bars]
+        save_png(interval_bars(named, "mean accepted length, simulated"), Path(config.plot))
         display.line(f"figure: {config.plot}")
 
 
@@ -217,20 +219,3 @@ def table(rows: Sequence[Row], config: ReplayConfig) -> ResultTable:
         for row in rows
     ]
     return ResultTable.of(f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}", shown)
-
-
-@styled
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw a bar for every row with its interval; the long names of drafters are above the bars."""
-    figure, axes = new_axes(height=0.8 + 0.5 * len(rows))
-    for y, row in enumerate(reversed(rows)):
-        low, high = row.simulated.interval or (row.simulated.mean_accepted_length,) * 2
-        mean = row.simulated.mean_accepted_length
-        axes.barh(y, mean, color=ACCENT if row.speedup is None else SOFT, height=0.35)
-        axes.plot([low, high], [y, y], color=INK, linewidth=1)
-        axes.text(high + 0.02, y, f"{mean:.2f}", va="center", fontsize=8)
-        axes.text(1.01, y + 0.22, f"{short_name(row.name)}, {row.nodes} nodes", va="bottom", fontsize=8)
-    axes.set_yticks([])
-    axes.set_xlim(1, None)
-    axes.set_xlabel("mean accepted length, simulated")
-    save_png(figure, path)

@@ -66,6 +66,11 @@ def suite_label(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", label).strip("-.") or "suite"
 
 
+def folder_beside(head: str) -> Path:
+    """Return the folder that holds a head's folder; for a Hub repository or a drafter, a folder below ``outputs``."""
+    return Path(head).parent if Path(head).is_dir() else Path("outputs") / suite_label(head)
+
+
 def _all(name: str) -> list[EvalPrompt]:
     if name in _SUITES:
         return _SUITES[name]()

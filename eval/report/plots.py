@@ -33,8 +33,8 @@ TRAINING = {"training_loss": "loss_", "training_acceptance": "accept_"}
 """Figures of a run's training by file name, and the prefix of their metrics."""
 LONGEST_LABEL = 20
 """Characters of a name left of a bar; longer names are written above it."""
-SpeedupRow = tuple[str, float, float | None, float | None]
-"""Name, speedup, and its interval or None."""
+BarRow = tuple[str, float, float | None, float | None]
+"""Name, value, and its interval or None."""
 
 
 def draw_figures(
@@ -106,27 +106,31 @@ def short_name(spec: str) -> str:
     return re.sub(r"max_gram:(?:[^+@()]*/)?([^/+@()]+)", r"max_gram:\1", spec)
 
 
-@styled
-def speedup(rows: Sequence[SpeedupRow]) -> Figure:
+def speedup(rows: Sequence[BarRow]) -> Figure:
     """Draw speedups with their intervals, best first; the last row is the total."""
-    ordered = [*sorted(rows[:-1], key=lambda row: -row[1]), rows[-1]]
-    names, values, _, _ = zip(*ordered, strict=True)
-    names, positions = tuple(map(short_name, names)), range(len(ordered))
+    return interval_bars([*sorted(rows[:-1], key=lambda row: -row[1]), rows[-1]], SPEED_LABEL)
+
+
+@styled
+def interval_bars(rows: Sequence[BarRow], label: str) -> Figure:
+    """Draw a bar with its interval for every row, the last one in full colour, and a line at 1."""
+    names, values, _, _ = zip(*rows, strict=True)
+    names, positions = tuple(map(short_name, names)), range(len(rows))
     beside = max(map(len, names)) <= LONGEST_LABEL
-    figure, axes = new_axes(height=0.9 + (0.33 if beside else 0.5) * len(ordered))
-    axes.barh(positions, values, height=0.66 if beside else 0.4, color=[*[SOFT] * (len(ordered) - 1), ACCENT])
+    figure, axes = new_axes(height=0.9 + (0.33 if beside else 0.5) * len(rows))
+    axes.barh(positions, values, height=0.66 if beside else 0.4, color=[*[SOFT] * (len(rows) - 1), ACCENT])
     axes.set_yticks(positions if beside else [], names if beside else [])
     for y, name in enumerate(() if beside else names):  # drafters put together: their names take a bar's width
         _label(axes, name, (0, y - 0.27), (3, 0), va="bottom")
-    for y, (_, value, low, high) in enumerate(ordered):
+    for y, (_, value, low, high) in enumerate(rows):
         if low is not None and high is not None:
             axes.plot([low, high], [y, y], color=INK, linewidth=1.4)
         _label(axes, f"{value:.2f}", (max(value, high or 0.0), y))
     axes.axvline(1, color=WARM, linestyle="--", linewidth=1.4)
-    right = max(1.0, *(high or value for _, value, _, high in ordered))
-    axes.set(xlabel=SPEED_LABEL, xlim=(0, right * 1.14))
+    right = max(1.0, *(high or value for _, value, _, high in rows))
+    axes.set(xlabel=label, xlim=(0, right * 1.14))
     if not beside:
-        axes.set_ylim(-0.9, len(ordered) - 0.6)
+        axes.set_ylim(-0.9, len(rows) - 0.6)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     return figure
@@ -313,7 +317,7 @@ def _shades(count: int) -> list[Any]:
     return [colormaps["viridis"](x) for x in np.linspace(0.1, 0.8, count)]
 
 
-def _with_speedup(rows: Iterable[tuple[str, float | None, dict[str, Any]]]) -> list[SpeedupRow]:
+def _with_speedup(rows: Iterable[tuple[str, float | None, dict[str, Any]]]) -> list[BarRow]:
     """Return the measured ones of (name, speedup, numbers), with their intervals."""
     return [(name, value, *group["speedup"]["interval_95"]) for name, value, group in rows if value is not None]
 

@@ -47,7 +47,8 @@ def cell_text(column: str, value: Any) -> str:
     """Return the text of a value: a dash for None, and low–high for a pair."""
     if isinstance(value, (list, tuple)):
         return "–" if None in value else "–".join(f"{end:.2f}" for end in value)
-    return number(value, FORMATS.get(column, "{}") if not isinstance(value, str) else "{}")
+    default = "{:.4g}" if isinstance(value, float) else "{}"
+    return number(value, default if isinstance(value, str) else FORMATS.get(column, default))
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,11 @@ class ResultTable:
 
     @classmethod
     def of(cls, title: str, rows: Sequence[Mapping[str, Any]], has_total: bool = False) -> Self:
-        """Return a table of rows of values by column. All rows have the first one's columns."""
+        """Return a table of rows of values by column. The first row has all columns."""
         columns = tuple(rows[0])
-        return cls(title, columns, [tuple(cell_text(name, row[name]) for name in columns) for row in rows], has_total)
+        return cls(
+            title, columns, [tuple(cell_text(name, row.get(name)) for name in columns) for row in rows], has_total
+        )
 
     def markdown(self) -> str:
         """Return the table for a model card."""

@@ -6,11 +6,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import ServedEngines
 from drafthead.eval.timing.interleaved import Decoder
 from drafthead.eval.timing.transformers_generate import transformers_generate
+from drafthead.eval.trees.calibrate import measured_with
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
@@ -79,13 +79,6 @@ def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -
     return engines
 
 
-def made_of(base: BaseModel, drafter: Drafter, draft_config: DraftConfig) -> str:
-    """Return a hash of the drafter, the base and its kernels, this machine and the versions of libraries."""
-    machine = (str(base.device), base.prepacked, str(base.kernels), hardware(), versions())
-    measured = (drafter.identity(), draft_config, base.identity(), str(base.dtype), *machine)
-    return hashlib.sha256(repr(measured).encode()).hexdigest()[:8]
-
-
 def prompt_seed(config: EvalConfig, ids: list[int]) -> int:
     """Return the seed of a prompt: prompts need independent random numbers for the bootstrap."""
     digest = hashlib.sha256(repr((config.seed, ids)).encode()).digest()
@@ -107,7 +100,7 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
             seed=prompt_seed(config, ids),
         )
 
-    return Method(answer, "" if drafter is None or draft_config is None else made_of(base, drafter, draft_config))
+    return Method(answer, "" if drafter is None else measured_with(base, drafter.identity(), draft_config)[:8])
 
 
 def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Method:

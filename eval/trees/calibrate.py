@@ -16,6 +16,7 @@ from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import METHODS, TreeOrder, fastest, greedy_tree
 from drafthead.eval.trees.simulate import AcceptProbs, Ranks, accept_probs_of_ranks
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
@@ -68,17 +69,22 @@ class Calibration:
         return cls(tree=TokenTree.from_paths([tuple(p) for p in content["choices"]]), **values)
 
 
-def measured_with(head: DraftHead) -> str:
-    """Return a hash of the head's weights, its base and this machine. A measurement is valid only for an equal hash."""
-    base = head.base
+def measured_with(base: BaseModel, *measured: object) -> str:
+    """Return a hash of what was ``measured``, the base and its kernels, this machine and the versions of libraries.
+
+    A measurement is valid only for an equal hash.
+    """
     machine = (str(base.device), base.prepacked, str(base.kernels), hardware(), versions())
-    measured = (VERSION, head.identity(), base.identity(), str(base.dtype), *machine)
-    return hashlib.sha256(repr(measured).encode()).hexdigest()
+    return hashlib.sha256(repr((*measured, base.identity(), str(base.dtype), *machine)).encode()).hexdigest()
 
 
 def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
     """Save a measurement, because a second one gives slightly different times and perhaps another tree."""
-    content = {"measured_with": measured_with(head), "costs": costs.to_json(), "calibration": calibration.to_json()}
+    content = {
+        "measured_with": measured_with(head.base, VERSION, head.identity()),
+        "costs": costs.to_json(),
+        "calibration": calibration.to_json(),
+    }
     write_checksummed_json(path, content)
 
 
@@ -88,7 +94,7 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
         return None
     content = read_checksummed_json(path)
     try:
-        if content["measured_with"] != measured_with(head):
+        if content["measured_with"] != measured_with(head.base, VERSION, head.identity()):
             return None
         return CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
