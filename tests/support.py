@@ -36,9 +36,8 @@ from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
-from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
-from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig, parse_run
@@ -120,22 +119,10 @@ def fitted(
     return head.eval()
 
 
-EAGLE3_VARIANTS = {
-    "published": {},
-    "shared lm_head": {"own_lm_head": False},
-    "later norms": {"norm_before_fc": True, "norm_output": True},
-    "final state": {"layers": [], "intermediate_size": 40},
-    "eagle 3.1": {"fc_norm": True, "norm_output": True},
-    "qwen3 layer": {"qk_norm": True, "norm_before_residual": True},
-    "parallel": {"parallel": True, "num_layers": 2, "qk_norm": True, "fc_norm": True},
-}
-
-
-def eagle3_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> Eagle3Head:
-    """Return a random EAGLE-3 head with four trained draft positions."""
-    config = Eagle3Config(**{"num_draft_tokens": 4, "ttt_steps": 4, **settings})  # type: ignore[arg-type]
-    torch.manual_seed(0)  # an untrained one is partly random
-    return randomised(config.build(base, d2t), 0.03).eval()
+def noisy_head(config: DraftHeadConfig, base: BaseModel, noise: float, d2t: Tensor | None = None) -> Any:
+    """Return a reproducible head, with noise of this size added to its weights."""
+    torch.manual_seed(0)
+    return randomised(config.build(base, d2t), noise).eval()
 
 
 def assert_parity(

@@ -13,6 +13,7 @@ from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Propos
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -22,7 +23,7 @@ from drafthead.train.config import OptimConfig
 from support import (
     TinyBase,
     call,
-    eagle3_head,
+    noisy_head,
     p_value_of_answers,
     probs_of_answers,
     random_ids,
@@ -44,7 +45,7 @@ def make_heads(tiny_base: TinyBase) -> dict[str, DraftHead]:
         "hydra++": randomised(HydraConfig(num_draft_tokens=3, prefix_layer=True).build(base), 0.02).eval(),
         "draft_lm": DraftLMConfig(num_draft_tokens=3, num_layers=1).build(base).eval(),
         "kangaroo": KangarooConfig(num_draft_tokens=3, exit_layer=1, confidence_threshold=0.0).build(base).eval(),
-        "eagle3": eagle3_head(base),
+        "eagle3": noisy_head(Eagle3Config(num_draft_tokens=4, ttt_steps=4), base, 0.03),
     }
 
 

@@ -14,7 +14,7 @@ from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layer
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.targets import DraftTargets
 from plain_heads import drafted_block, of_head, unit
-from support import Context, TinyBase, assert_parity, chain_levels, random_ids, randomised, row_of
+from support import Context, TinyBase, assert_parity, chain_levels, noisy_head, random_ids, row_of
 
 VARIANTS = {
     "dspark": {},
@@ -28,8 +28,7 @@ VARIANTS = {
 
 def new_head(base: BaseModel, d2t: Tensor | None = None, **settings: object) -> DSparkHead:
     config = DSparkConfig(**{"num_draft_tokens": 4, "markov_rank": 8, **settings})  # type: ignore[arg-type]
-    torch.manual_seed(0)
-    return randomised(config.build(base, d2t), 0.03).eval()
+    return noisy_head(config, base, 0.03, d2t)
 
 
 def reference(head: DSparkHead, base: BaseModel, ids: list[int]) -> dict[tuple[int, int], Tensor]:
