@@ -15,14 +15,8 @@ COMMANDS = {
     "study": ("drafthead.commands.study", "train draft models of several shapes, and find the one to have here"),
     "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from it meanwhile"),
     "certify": ("drafthead.commands.certify", "prove that the acceptance rules keep the base's distribution"),
-    "export": (
-        "drafthead.commands.export",
-        "write a head in a published format, and check that it drafts like the head",
-    ),
-    "import": (
-        "drafthead.commands.import_head",
-        "a published head as a head folder, attached to the base it drafts for",
-    ),
+    "export": ("drafthead.commands.export", "write a head in a published format, and check that it drafts like it"),
+    "import": ("drafthead.commands.import_head", "turn a published head into a head folder, attached to its base"),
     "engines": ("drafthead.commands.engines", "install serving engines that an evaluation measures (engines=[...])"),
     "push": ("drafthead.commands.push", "upload a head with its card, tree and evaluation to the Hugging Face Hub"),
 }

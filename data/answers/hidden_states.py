@@ -106,44 +106,42 @@ class AnswerStates:
     def __init__(self, store: AnswerStore, rows: datasets.Dataset, prompt_numbers: list[int]) -> None:
         """Read rows of ``pack``; ``prompt_numbers`` has the prompt number of each packed document."""
         self._store, self._prompt_numbers = store, prompt_numbers
-        self._seq_len = len(rows[0]["input_ids"])
+        self._shape = len(rows[0]["input_ids"]), store.width
         self._pieces = rows.select_columns(["pieces"]).with_format("arrow")
 
     def read(self, row_numbers: list[int]) -> Tensor:
         """Return the rows ``row_numbers`` as [b, T, D] float32; positions that the base never read are NaN."""
         rows = []
         for pieces in self._pieces[row_numbers]["pieces"].to_pylist():
-            row: npt.NDArray[np.float16] | None = None
+            row = torch.full(self._shape, torch.nan)
             for document, start, length, offset in pieces:
                 states = self._store.hidden_states(self._prompt_numbers[document])
                 assert states is not None
-                if row is None:
-                    row = np.full((self._seq_len, states.shape[1]), np.nan, dtype=np.float16)
                 # A document of n tokens has n - 1 states: the base never reads the last token.
-                states = states[start : start + length]
-                row[offset : offset + len(states)] = states
-            rows.append(torch.from_numpy(row))
-        return torch.stack(rows).to(torch.float32)
+                known = torch.from_numpy(states[start : start + length])
+                row[offset : offset + len(known)] = known
+            rows.append(row)
+        return torch.stack(rows)
 
 
 class StoredHiddenStates:
-    """Hidden states of packed rows: the final ones from the answer store if it has them, all others from a cache."""
+    """Hidden states of packed rows, joined from one or two sources."""
 
-    def __init__(self, cache: HiddenStateCache | None, answers: AnswerStates | None = None) -> None:
-        """Join the final states of ``answers`` and the rows of ``cache``.
+    def __init__(self, *sources: AnswerStates | HiddenStateCache) -> None:
+        """Join ``sources``: the final states of answers and a cache of early layers, or one of the two alone.
 
-        With ``answers``, the cache has early layers only. Without, its rows start with the final state.
+        The rows of a cache without answers start with the final state.
         """
-        self._cache = cache
-        self._parts = [source for source in (answers, cache) if source is not None]
+        self._sources = sources
 
     def read(self, row_numbers: list[int]) -> Tensor:
         """Return the rows ``row_numbers`` as [b, T, D (1 + L)] float32: the final state, then the early layers."""
-        return torch.cat([source.read(row_numbers) for source in self._parts], -1)
+        return torch.cat([source.read(row_numbers) for source in self._sources], -1)
 
     def missing_rows(self) -> list[int]:
         """Return the numbers of the rows that cannot be read yet, ascending."""
-        return [] if self._cache is None else self._cache.missing_rows()
+        caches = (source for source in self._sources if isinstance(source, HiddenStateCache))
+        return [row for cache in caches for row in cache.missing_rows()]
 
 
 def _map(folder: Path, name: str, dtype: type, shape: tuple[int, ...]) -> "np.memmap[Any, Any]":

@@ -127,6 +127,11 @@ class AnswerStore:
         return bool(self._tables) and all(map(_width, self._tables.values()))
 
     @property
+    def width(self) -> int:
+        """D, the size of a hidden state; 0 if the store has none."""
+        return max(map(_width, self._tables.values()), default=0)
+
+    @property
     def next_shard(self) -> int:
         """The first free shard number."""
         return max(self._tables, default=-1) + 1

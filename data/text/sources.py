@@ -246,29 +246,27 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
     About ``max_characters`` are read of each source, or its share of them if sources have weights. None reads all.
     """
 
-    def entries(source: SourceConfig, share: float | None) -> Iterator[str]:
-        if share is None or max_characters is None:
-            return iter_documents(source, max_characters)
-        most = ceil(share * max_characters)
-        return _up_to(iter_documents(source, most), most)  # also limits embedded and builtin sets
+    def read(source: SourceConfig, most: int | None) -> Iterator[str]:
+        texts = iter_documents(source, most)
+        # Embedded and builtin sets are complete, unless weights limit them.
+        return texts if source.weight is None or most is None else _up_to(texts, most)
 
-    return _load(sources, entries, content_hash, seed)
+    return _load(sources, read, max_characters, content_hash, seed)
 
 
 def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> list[list[Message]]:
     """Return at most ``limit`` prompts of all sources without near-duplicates, shuffled by ``seed``."""
 
-    def entries(source: SourceConfig, share: float | None) -> Iterator[list[Message]]:
-        most = limit if share is None or limit is None else ceil(share * limit)
+    def read(source: SourceConfig, most: int | None) -> Iterator[list[Message]]:
         # Datasets may be large, so no more than needed is read. Other sources are read whole and cut after the shuffle.
         if source.kind == "hf" and source.limit is None:
             source = replace(source, limit=most)
-        return islice(iter_prompts(source), None if share is None else most)
+        return islice(iter_prompts(source), None if source.weight is None else most)
 
     def key(messages: list[Message]) -> str:
         return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))
 
-    return _load(sources, entries, key, seed)[:limit]
+    return _load(sources, read, limit, key, seed)[:limit]
 
 
 def shares(sources: Sequence[SourceConfig]) -> list[float] | None:
@@ -282,15 +280,16 @@ def shares(sources: Sequence[SourceConfig]) -> list[float] | None:
 
 def _load(
     sources: list[SourceConfig],
-    entries: Callable[[SourceConfig, float | None], Iterator[T]],
+    read: Callable[[SourceConfig, int | None], Iterator[T]],
+    total: int | None,
     key: Callable[[T], str],
     seed: int,
 ) -> list[T]:
+    """Return the entries that ``read`` gives of each source for the source's share of ``total``."""
     unique: dict[str, T] = {}
-    shares_or_none: Sequence[float | None] = shares(sources) or [None] * len(sources)
-    for source, share in zip(sources, shares_or_none, strict=True):
+    for source, share in zip(sources, shares(sources) or [1.0] * len(sources), strict=True):
         entry: T | None = None
-        for entry in entries(source, share):
+        for entry in read(source, None if total is None else ceil(share * total)):
             unique.setdefault(key(entry), entry)
         if entry is None:
             raise UserError(f"source {source} is empty; check source.name, source.split and source.column")

@@ -170,7 +170,7 @@ class Corpora:
         if prompts is not None and self.answers().has_hidden_states:
             finals = AnswerStates(self.answers(), rows, prompts)
             if not spec.layers:
-                return StoredHiddenStates(None, finals)
+                return StoredHiddenStates(finals)
         reader = reading_copy(self.base)
         manifest: dict[str, Any] = {"base": self.base.identity(), "rows": digest_rows(rows), "format": FORMAT}
         manifest |= {"layers": list(spec.layers)} | ({} if finals is None else {"final": False})
@@ -190,7 +190,7 @@ class Corpora:
             cache.write([row], torch.cat([tensor.cpu().float() for tensor in parts if tensor is not None], -1))
         if missing:
             self.progress(f"hidden states of {name}", total, total)
-        return StoredHiddenStates(cache, finals)
+        return StoredHiddenStates(*([] if finals is None else [finals]), cache)
 
 
 def is_held_out(prompt_number: int) -> bool:
