@@ -91,7 +91,7 @@ def random_cache(folder: Path, rows: datasets.Dataset, head: DraftHead) -> Hidde
     """Return a cache of random hidden states for ``rows``."""
     length, width = len(rows[0]["input_ids"]), head.base.hidden_size * (1 + len(head.spec.layers))
     dtype = "bfloat16" if head.base.dtype == torch.bfloat16 else "float16"
-    cache = HiddenStateCache.create(folder, len(rows), length, width, dtype, {"benchmark": "train_step"})
+    cache = HiddenStateCache(folder, len(rows), length, width, dtype, {"benchmark": "train_step"})
     for row in cache.missing_rows():
         cache.write([row], torch.randn(1, length, width))
     return cache

@@ -188,7 +188,7 @@ class CompletionsServer:
             self._released.wait(30)
         if self.dialect == "strict" and not isinstance(body["prompt"], str):
             return _send(handler, 422, {"error": "invalid type: prompt", "error_type": "validation"}, {})
-        payload = self._payload(body)
+        payload = self.payload(body)
         if fault == "empty":
             payload["choices"][0] |= {"text": "", "token_ids": []}
             payload["usage"]["completion_tokens"] = 0
@@ -207,7 +207,7 @@ class CompletionsServer:
             return handler.connection.shutdown(socket.SHUT_RDWR)
         _send(handler, 200, content[:-5] if fault == "malformed" else payload, {})
 
-    def _payload(self, body: dict[str, Any]) -> dict[str, Any]:
+    def payload(self, body: dict[str, Any]) -> dict[str, Any]:
         ids = body["prompt"]
         answer = self.answer(ids, body)
         finished = answer[-1] in self.eos and not body.get("ignore_eos")

@@ -103,7 +103,7 @@ def read_store(folder: Path) -> Any:
 
 
 def open_cache(folder: Path) -> HiddenStateCache:
-    return HiddenStateCache.create(folder, 3, 4, 5, "float16", MADE_BY)
+    return HiddenStateCache(folder, 3, 4, 5, "float16", MADE_BY)
 
 
 def read_cache(folder: Path) -> Any:

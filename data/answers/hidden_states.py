@@ -28,38 +28,28 @@ class HiddenStateCache:
     first reads the row. A kill, a power failure or a bad disk is therefore noticed.
     """
 
-    def __init__(self, folder: Path, shape: tuple[int, int, int], dtype: str) -> None:
-        """Map existing files; use ``create``."""
-        self.folder = folder
-        self.rows, self.seq_len, self.width = shape
-        self._dtype_name = dtype
-        self._dtype = _DTYPES[dtype]
-        # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
-        self._stored = _map(folder, "features.bin", np.int16, shape)
-        self._values = torch.from_numpy(self._stored).view(self._dtype)
-        self._checksums = _map(folder, "marks.bin", np.uint32, (self.rows,))
-        self._checked = np.zeros(self.rows, dtype=np.bool_)
-
-    @classmethod
-    def create(
-        cls, folder: Path, rows: int, seq_len: int, width: int, dtype: str, manifest: dict[str, Any]
-    ) -> "HiddenStateCache":
+    def __init__(self, folder: Path, rows: int, seq_len: int, width: int, dtype: str, manifest: dict[str, Any]) -> None:
         """Create a cache for [R, T, width] values, or open the existing one with the same settings.
 
         If several processes call this at once, one creates the files and the others wait. ``manifest`` names all that
         determines the hidden states (base, revision, corpus), as JSON values.
         """
+        self.folder, self._dtype_name, self._dtype = folder, dtype, _DTYPES[dtype]
         sizes = {"rows": rows, "seq_len": seq_len, "width": width, "dtype": dtype}
         entries = {**manifest, "cache": {**sizes, "format": FORMAT}}
         with exclusive(folder):
             if not check_manifest(folder, entries, _REMEDY):
-                size = rows * seq_len * width * _DTYPES[dtype].itemsize
+                size = rows * seq_len * width * self._dtype.itemsize
                 require_space(folder, size + 4 * rows, "the cache of hidden states")
                 with disk_errors("the cache of hidden states", folder):
                     _reserve(folder / "features.bin", size)
                     _reserve(folder / "marks.bin", 4 * rows)
                     write_manifest(folder, entries)
-        return cls(folder, (rows, seq_len, width), dtype)
+        # numpy has no bfloat16: the file is mapped as integers of the same size and viewed by torch.
+        self._stored = _map(folder, "features.bin", np.int16, (rows, seq_len, width))
+        self._values = torch.from_numpy(self._stored).view(self._dtype)
+        self._checksums = _map(folder, "marks.bin", np.uint32, (rows,))
+        self._checked = np.zeros(rows, dtype=np.bool_)
 
     def write(self, row_numbers: list[int], values: Tensor) -> None:
         """Store ``values`` [b, T, width] (any float dtype, any device) as the rows ``row_numbers``.

@@ -178,7 +178,7 @@ class Corpora:
         width = self.base.hidden_size * (len(spec.layers) + (finals is None))
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
         folder = folder_of_manifest(self.folder / "features", manifest, f"{name}-")
-        cache = HiddenStateCache.create(folder, len(rows), len(rows[0]["input_ids"]), width, dtype, manifest)
+        cache = HiddenStateCache(folder, len(rows), len(rows[0]["input_ids"]), width, dtype, manifest)
         missing = [row for row in cache.missing_rows() if only is None or row in only]
         if missing and finals is not None:
             reader = first_layers(reader, max(spec.layers))

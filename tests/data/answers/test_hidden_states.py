@@ -13,7 +13,7 @@ MADE_BY = {"base": "tiny"}
 
 
 def create(folder: Path, dtype: str = "float16", rows: int = 5) -> HiddenStateCache:
-    return HiddenStateCache.create(folder, rows, 3, 2, dtype, MADE_BY)
+    return HiddenStateCache(folder, rows, 3, 2, dtype, MADE_BY)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -30,7 +30,7 @@ def test_round_trip_and_resume(tmp_path: Path, dtype: str) -> None:
 
 
 def test_space_is_really_taken(tmp_path: Path) -> None:
-    HiddenStateCache.create(tmp_path, 100, 100, 20, "float16", MADE_BY)
+    HiddenStateCache(tmp_path, 100, 100, 20, "float16", MADE_BY)
     stat = os.stat(tmp_path / "features.bin")
     assert stat.st_size == 400_000 and stat.st_blocks * 512 >= 400_000
 
@@ -49,10 +49,10 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cache.rows = 5, expected 6"):
         create(tmp_path, rows=6)
     with pytest.raises(UserError, match='base = "tiny", expected "other"'):
-        HiddenStateCache.create(tmp_path, 5, 3, 2, "float16", {"base": "other"})
+        HiddenStateCache(tmp_path, 5, 3, 2, "float16", {"base": "other"})
 
 
 def test_disk_too_full(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the cache of hidden states needs about .* GB"):
-        HiddenStateCache.create(tmp_path / "new", 10**9, 4096, 4096, "float16", MADE_BY)
+        HiddenStateCache(tmp_path / "new", 10**9, 4096, 4096, "float16", MADE_BY)
     assert not list(tmp_path.rglob("*.bin"))

@@ -182,8 +182,8 @@ def test_another_model_is_noticed(server: Any) -> None:
     assert all(body["temperature"] == 0 for body in server.bodies[1:])
     with pytest.raises(UserError, match="would choose 79 % of the tokens that base at .* expected 80 % or more"):
         backend(server, greedy_match_rate=0.79).check(PROMPTS[:4])
-    original = server._payload
-    server._payload = lambda body: original({**body, "prompt": [1, *body["prompt"]]})  # a server that adds a BOS
+    original = server.payload
+    server.payload = lambda body: original({**body, "prompt": [1, *body["prompt"]]})  # a server that adds a BOS
     with pytest.raises(UserError, match="read 11 tokens of a prompt that has 10"):
         backend(server).check(PROMPTS[:1])
 
@@ -263,43 +263,43 @@ def test_answers_end_as_the_built_in_ones_do(choice: dict[str, Any], answer: lis
     assert parse(one(choice)) == (answer, finished)
 
 
-def test_an_empty_answer_is_accepted_if_one_token_was_generated() -> None:
-    """The base ended its turn at once."""
-    for fields in ({"token_ids": []}, {"text": ""}):
-        choice = {**fields, "finish_reason": "stop"}
-        assert parse(one(choice, {"completion_tokens": 1})) == ([EOS], True)
-        for usage in (None, {"completion_tokens": 0}):
-            with pytest.raises(BadAnswerError, match="an empty answer"):
-                parse(one(choice, usage))
+BAD = BadAnswerError
+STOPPED, CUT = {"finish_reason": "stop"}, {"finish_reason": "length"}
 
 
 @pytest.mark.parametrize(
-    ("payload", "says"),
+    ("payload", "error", "says"),
     [
-        ([], "without an answer"),
-        ({"choices": [{}, {}]}, "without an answer"),
-        ({"choices": ["hi"]}, "without an answer"),
-        (one({"finish_reason": "abort", "token_ids": [70]}), "ended by 'abort'"),
-        (one({"finish_reason": "stop"}), "no token ids below 259"),
-        (one({"finish_reason": "stop", "token_ids": [259]}), "no token ids below 259"),
-        (one({"finish_reason": "stop", "token_ids": [-1]}), "no token ids below 259"),
-        (one({"finish_reason": "stop", "token_ids": [True]}), "no token ids below 259"),
-        (one({"finish_reason": "length", "token_ids": [70] * 5}), "5 tokens"),
-        (one({"finish_reason": "stop", "text": None}), "no text"),
+        # Another try may help.
+        ([], BAD, "without an answer"),
+        ({"choices": [{}, {}]}, BAD, "without an answer"),
+        ({"choices": ["hi"]}, BAD, "without an answer"),
+        (one({"finish_reason": "abort", "token_ids": [70]}), BAD, "ended by 'abort'"),
+        (one(STOPPED), BAD, "no token ids below 259"),
+        *((one({**STOPPED, "token_ids": [odd]}), BAD, "no token ids below 259") for odd in (259, -1, True)),
+        (one({**CUT, "token_ids": [70] * 5}), BAD, "5 tokens"),
+        (one({**STOPPED, "text": None}), BAD, "no text"),
+        *((one({**STOPPED, "token_ids": []}, u), BAD, "an empty answer") for u in (None, {"completion_tokens": 0})),
+        (one({**STOPPED, "text": ""}), BAD, "an empty answer"),
+        # No other try helps.
+        (one({**CUT, "token_ids": [70, 71]}), UserError, r"cut .* prompt 7 \(3 tokens\) after 2 of 4 .*longer context"),
     ],
 )
-def test_what_is_no_answer_is_requested_again(payload: Any, says: str) -> None:
-    with pytest.raises(BadAnswerError, match=says):
+def test_what_is_no_answer_is_refused(payload: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
         parse(payload)
 
 
-def test_servers_that_do_not_do_what_was_requested() -> None:
-    with pytest.raises(UserError, match=r"cut the answer to prompt 7 \(3 tokens\) after 2 of 4 .*longer context"):
-        parse(one({"token_ids": [70, 71], "finish_reason": "length"}))
+@pytest.mark.parametrize("fields", [{"token_ids": []}, {"text": ""}])
+def test_an_empty_answer_is_accepted_if_one_token_was_generated(fields: dict[str, Any]) -> None:
+    """The base ended its turn at once."""
+    assert parse(one({**fields, **STOPPED}, {"completion_tokens": 1})) == ([EOS], True)
+
+
+def test_ends_of_turns_may_be_ignored() -> None:
+    assert parse(one({**CUT, "token_ids": [70, EOS, 71, 72]}), ignore_eos=True)[0] == [70, EOS, 71, 72]
     with pytest.raises(UserError, match="ended the answer to prompt 7 although ignore_eos was requested"):
-        parse(one({"token_ids": [70, EOS], "finish_reason": "stop"}), ignore_eos=True)
-    whole = one({"token_ids": [70, EOS, 71, 72], "finish_reason": "length"})
-    assert parse(whole, ignore_eos=True)[0] == [70, EOS, 71, 72]
+        parse(one({**STOPPED, "token_ids": [70, EOS]}), ignore_eos=True)
 
 
 def test_requests() -> None:
