@@ -188,6 +188,11 @@ class TreeShape:
     def __len__(self) -> int:
         return self.parents.shape[1]
 
+    @property
+    def is_chain(self) -> bool:
+        """True if every node is known to follow the node before it."""
+        return self.tree is not None and self.depth == len(self) - 1
+
     def to(self, device: torch.device) -> "TreeShape":
         """Return this shape on ``device``."""
         if self.parents.device == device:

@@ -21,7 +21,7 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parity import StockResults, check_against_stock, logit_scale, measured_sizes
 from drafthead.models.base.structure import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.windows import Masks, windows_of
-from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache, TreeMasks
+from drafthead.models.cache.kv_cache import CacheShape, TreeCache, TreeMasks
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
@@ -196,43 +196,37 @@ class BaseModel:
         """Return the ids of ``messages`` and of the start of the answer, by the chat template and its settings."""
         return prompt_ids(self.tokenizer, messages, self.config.chat_template_kwargs)
 
-    def new_cache(self, capacity: int, nodes: int | None = None) -> KVCache:
-        """Return an empty cache for one row of up to ``capacity`` positions.
+    def new_cache(self, capacity: int, nodes: int | None = None, rows: int = 1) -> TreeCache:
+        """Return an empty cache for ``rows`` rows of up to ``capacity`` positions.
 
         ``nodes`` is the largest number of pending tree nodes. If given, layers with a window store only the positions
-        that the window needs, and the cache cannot return to an earlier position. Caches for CUDA graphs store all
-        positions, because a graph reads and writes fixed addresses.
+        that the window needs, and the cache cannot return to an earlier position. Caches for CUDA graphs, for one row,
+        store all positions, because a graph reads and writes fixed addresses.
         """
-        if not self.uses_graphs:
-            return KVCache.empty(self._trimmed(capacity, nodes), capacity)
+        if not self.uses_graphs or rows > 1:
+            shape = self.cache_shape
+            if self.windows is not None and nodes is not None:
+                shape = shape.trimmed(self.windows.by_layer, capacity, nodes)
+            return TreeCache.empty(shape, capacity, rows)
         if self._static is None:
             # Neither closure references self, so the model can be freed.
             head, product = self.lm_head, self.output_layer
             logits = lambda h: head.scale_and_cap(product(h))  # noqa: E731
             windowed = None if self.windows is None else self.windows.masks
             self._static = StaticModel(self.cache_shape, self.model.model, logits, windowed)
-        return self._static.cache(capacity)
-
-    def new_slots(self, rows: int, capacity: int, nodes: int | None = None) -> RaggedCache:
-        """Return an empty cache for ``rows`` rows of different lengths; ``nodes`` as in :meth:`new_cache`."""
-        return RaggedCache(self._trimmed(capacity, nodes), rows, capacity)
-
-    def _trimmed(self, capacity: int, nodes: int | None) -> CacheShape:
-        if self.windows is None or nodes is None:
-            return self.cache_shape
-        return self.cache_shape.trimmed(self.windows.by_layer, capacity, nodes)
+        return StaticKVCache(self._static, capacity)
 
     @torch.inference_mode()
     def forward(
         self,
         tokens_BT: Tensor,
-        cache: KVCache | RaggedCache,
-        counts: Tensor | None = None,
+        cache: TreeCache,
+        counts: list[int] | None = None,
         spec: HiddenStatesSpec = NO_LAYERS,
     ) -> HiddenStates:
         """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them.
 
-        ``counts`` [B] int64: the number of tokens in each row; the rest of the T is padding.
+        ``counts``: the number of tokens in each row; the rest of the T is padding.
         """
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
@@ -240,9 +234,9 @@ class BaseModel:
             cache.commit(counts)
             return HiddenStates(final=final)
         mask = None  # causal attention, which needs no mask in the first pass and for single tokens
+        cache.begin(new, committed=True)
         positions = cache.positions(torch.arange(new, device=self.device)[None])
-        cache.reserve(new, committed=True)
-        if isinstance(cache, RaggedCache) or (cache.length and new > 1):
+        if cache.rows > 1 or (cache.length and new > 1):
             mask = cache.mask(causal_mask(new, self.device)[None], self.dtype)
         masks = mask if self.windows is None else self._windowed(mask, cache, positions, None)
         hidden = self._decoder(tokens_BT, positions, masks, cache, spec)
@@ -254,7 +248,7 @@ class BaseModel:
         self,
         tokens_BN: Tensor,
         shape: TreeShape,
-        cache: KVCache | RaggedCache,
+        cache: TreeCache,
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> HiddenStates:
@@ -270,9 +264,9 @@ class BaseModel:
         new = tokens_BN.shape[1]
         if (static := _static(cache, shape, new, spec, partial_forward)) is not None:
             return HiddenStates(final=static.run(tokens_BN, shape)[0])
+        cache.begin(new, chain=shape.is_chain)
         positions = cache.positions(shape.depths[:, -new:])
-        cache.reserve(new)
-        if isinstance(cache, KVCache) and shape.tree is not None and new == len(shape):
+        if cache.rows == 1 and shape.tree is not None and new == len(shape):
             mask = self._tree_masks.mask(shape.tree, shape, cache)  # one stored mask serves every prefix length
         else:
             mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
@@ -284,7 +278,7 @@ class BaseModel:
         self,
         tokens_BN: Tensor,
         shape: TreeShape,
-        cache: KVCache | RaggedCache,
+        cache: TreeCache,
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> tuple[HiddenStates, Tensor]:
@@ -322,13 +316,11 @@ class BaseModel:
         mask = attention.document_mask(document_ids, dtype)
         return mask if self.windows is None else self.windows.masks(mask, position_ids, position_ids, dtype)
 
-    def _windowed(
-        self, mask: Tensor | None, cache: KVCache | RaggedCache, positions: Tensor, depths: Tensor | None
-    ) -> Masks:
+    def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
         """Return the masks of all layer types at ``positions``; ``depths`` of the pending nodes, None for a chain."""
         assert self.windows is not None
         # While everything fits into the smallest window, all layer types share one mask.
-        if isinstance(cache, KVCache) and cache.length + cache.pending <= self.windows.smallest:
+        if cache.rows == 1 and cache.length + cache.pending <= self.windows.smallest:
             return self.windows.alike(mask)
         if depths is None:
             depths = torch.arange(cache.pending, device=self.device)[None]
@@ -340,7 +332,7 @@ class BaseModel:
         tokens: Tensor,
         positions: Tensor,
         mask: Masks,
-        cache: KVCache | RaggedCache,
+        cache: TreeCache,
         spec: HiddenStatesSpec,
         partial_forward: PartialForward | None = None,
     ) -> HiddenStates:
@@ -376,7 +368,7 @@ def tune_for_cpu(base: BaseModel) -> None:
     tokens = torch.zeros(1, context, dtype=torch.long, device=base.device)
 
     @cache
-    def prompt_cache() -> KVCache:  # only when something is measured: a stored choice needs no pass
+    def prompt_cache() -> TreeCache:  # only when something is measured: a stored choice needs no pass
         prompt = base.new_cache(context + max(MEASURED_ROWS))
         base.forward(tokens, prompt)
         return prompt
@@ -389,7 +381,7 @@ def tune_for_cpu(base: BaseModel) -> None:
 
 
 def _static(
-    cache: KVCache | RaggedCache,
+    cache: TreeCache,
     shape: TreeShape,
     new: int,
     spec: HiddenStatesSpec,

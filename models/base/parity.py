@@ -21,7 +21,7 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.windows import Windows, shortened, windows_of
-from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import CacheShape, TreeCache
 from drafthead.models.kernels import attention
 from drafthead.models.token_tree import TokenTree, TreeShape
 
@@ -57,10 +57,8 @@ class Base(Protocol):
     output_layer: Any
     stock_results: "StockResults | None"
 
-    def forward(self, tokens: Tensor, cache: KVCache | RaggedCache, /) -> HiddenStates: ...
-    def verify_logits(
-        self, tokens: Tensor, shape: TreeShape, cache: KVCache | RaggedCache, /
-    ) -> tuple[HiddenStates, Tensor]: ...
+    def forward(self, tokens: Tensor, cache: TreeCache, /) -> HiddenStates: ...
+    def verify_logits(self, tokens: Tensor, shape: TreeShape, cache: TreeCache, /) -> tuple[HiddenStates, Tensor]: ...
     def logits(self, hidden: Tensor, /) -> Tensor: ...
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec, /) -> HiddenStates: ...
 
@@ -187,18 +185,18 @@ def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, 
     capacity = LENGTH + len(TREE)
     shape = TREE.shape_on(base.device)
 
-    def read(chunk: Tensor, cache: KVCache | RaggedCache) -> Tensor:
+    def read(chunk: Tensor, cache: TreeCache) -> Tensor:
         return base.logits(base.forward(chunk, cache).final)
 
-    def verify(nodes: Tensor, cache: KVCache | RaggedCache) -> Tensor:
+    def verify(nodes: Tensor, cache: TreeCache) -> Tensor:
         return base.verify_logits(nodes, shape, cache)[1]
 
-    yield "whole", read(tokens[:1], KVCache.empty(base.cache_shape, capacity)), stock[:1]
+    yield "whole", read(tokens[:1], TreeCache.empty(base.cache_shape, capacity)), stock[:1]
     trimmed = base.cache_shape
     if base.windows is not None:
         # No surplus: the cache drops positions as early as possible, so that the check covers it.
         trimmed = trimmed.trimmed(base.windows.by_layer, capacity, room=len(TREE), surplus=0)
-    cache, edges = KVCache.empty(trimmed, capacity), (0, 5, PREFIX - 1, PREFIX)
+    cache, edges = TreeCache.empty(trimmed, capacity), (0, 5, PREFIX - 1, PREFIX)
     chunks = [read(tokens[:1, a:b], cache) for a, b in zip(edges, edges[1:], strict=False)]
     yield "in parts", torch.cat(chunks, 1), stock[:1, :PREFIX]
     # The tree's two paths are the continuations of the first two sequences after their common prefix, so a node's
@@ -208,16 +206,14 @@ def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, 
     yield "as a tree", verify(nodes[None], cache), of_nodes[None]
     # Accept the second path, and read on: the cache must now hold the second sequence.
     path = torch.tensor([[0, 2, 4]], device=base.device)
-    cache.commit_path(path, torch.tensor([3], device=base.device))
+    cache.commit_path(path, [3])
     yield "after a tree", read(tokens[1:2, LENGTH - 1 :], cache), stock[1:2, LENGTH - 1 :]
 
     # Two rows with prefixes of different lengths. Both paths of the second row's tree are the third sequence.
-    rows, short = RaggedCache(trimmed, 2, capacity), PREFIX // 2
+    rows, short = TreeCache.empty(trimmed, capacity, 2), PREFIX // 2
     with torch.inference_mode():
         for row, prompt in enumerate((tokens[:1, :PREFIX], tokens[2:, :short])):
-            slot = rows.slot(row)
-            read(prompt, slot)
-            rows.put_back(row, slot)
+            read(prompt, rows.row(row))
     both = torch.stack([nodes, _nodes(tokens[2], tokens[2], short)])
     logits = verify(both, rows)
     yield "as a tree in a batch", logits[:1], of_nodes[None]

@@ -1,34 +1,46 @@
-"""Preallocated key/value caches for stock transformers modules, without reallocation per token.
+"""A preallocated key/value cache for stock transformers modules, for one row and for rows of different lengths.
 
-transformers' attention modules only call ``update(key, value, layer_idx)``. These classes also serve tree verification:
-several passes over one growing tree, commits of the accepted path, and rollbacks. ``KVCache`` holds one row and uses
-slices. ``RaggedCache`` holds rows of different lengths. A cache for trees of a known size can be ``trimmed``: between
-steps, its sliding-window layers drop the positions that no later query sees.
+transformers' attention modules only call ``update(key, value, layer_idx)``. ``TreeCache`` also serves tree
+verification: several passes over one growing tree, commits of the accepted path, and rollbacks. The host knows all
+lengths, so no method waits for the device. ``cache_layers.py`` has the kinds of layers, and ``static_cache.py`` has a
+cache at fixed addresses.
 
 A commit in numbers: 10 committed positions and a pending tree of 4 nodes occupy positions 0 to 13. If nodes 0, 1 and 3
 are accepted, ``commit_path`` copies positions 10, 11, 13 to 10, 11, 12 and the length becomes 13. Position 13 still
 holds a rejected node, is never read, and is overwritten by the next pass.
+
+Rows of lengths 3 and 5 in numbers: a pass over 2 tokens writes positions 3, 4 of the first row and 5, 6 of the second.
+It attends over 7 positions of both, masked by row. Positions past a row's length are never read, so a pass may write
+padding there.
 
 Shape legend: B rows, R rows or 1, H key/value heads, C capacity, T new tokens, P pending and new nodes of a tree,
 E head width, L layers.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.cache.cache_layers import FullLayers, Row, SlidingLayers, on_device
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 LayerSizes = tuple[int, int, int, int]
 """Heads and width of a layer's keys, heads and width of its values."""
-Place = tuple[int, int, int, int]
-"""Stack of a layer's keys and index in it, then stack of its values and index in it."""
+
+
+class Place(NamedTuple):
+    """The place of a layer in the memory of a cache."""
+
+    stack: int
+    """Index of the stack of its keys. The next stack has its values."""
+    number: int
+    """Its index in both stacks."""
+    sliding: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +55,6 @@ class Trim:
     """Most pending positions."""
     held: int
     """Positions that these layers hold. A larger number means fewer drops, each of which copies one window."""
-    capacity: int
-    """Positions of the whole context."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,46 +81,32 @@ class CacheShape:
         held = window + room + (window if surplus is None else surplus)
         if held >= capacity or len(windows) != self.layers:
             return self
-        layers = tuple(size > 0 for size in windows)
-        return replace(self, trim=Trim(layers=layers, window=window, room=room, held=held, capacity=capacity))
+        trim = Trim(layers=tuple(size > 0 for size in windows), window=window, room=room, held=held)
+        return replace(self, trim=trim)
+
+    @cached_property
+    def _groups(self) -> list[tuple[LayerSizes, bool] | None]:
+        """The sizes of each layer, and True if it is trimmed. Equal layers share two stacks: keys and values."""
+        sizes = self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers
+        trimmed = self.trim.layers if self.trim else (False,) * self.layers
+        return [None if size is None else (size, trim) for size, trim in zip(sizes, trimmed, strict=True)]
 
     @cached_property
     def places(self) -> tuple[Place | None, ...]:
-        return self._layout[0]
-
-    @cached_property
-    def _layout(self) -> tuple[tuple[Place | None, ...], tuple[tuple[int, int, int, bool], ...]]:
-        """Return the places, and each stack's number of layers, heads, width and True if it is trimmed.
-
-        Layers of equal size share two stacks, one of keys and one of values.
-        """
-        stacks: dict[tuple[LayerSizes, bool, int], int] = {}
-        counts: list[int] = []
-        layer_places: list[Place | None] = []
-        for layer, sizes in enumerate(self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers):
-            trimmed = self.trim is not None and self.trim.layers[layer]
-            if sizes is None:
-                layer_places.append(None)
-                continue
-            at = []
-            for side in (0, 1):
-                stack = stacks.setdefault((sizes, trimmed, side), len(stacks))
-                counts += [0] * (stack == len(counts))
-                at += [stack, counts[stack]]
-                counts[stack] += 1
-            layer_places.append((at[0], at[1], at[2], at[3]))
-        widths = [(sizes[2 * side], sizes[2 * side + 1], trimmed) for sizes, trimmed, side in stacks]
-        return tuple(layer_places), tuple((n, *width) for n, width in zip(counts, widths, strict=True))
+        groups = self._groups
+        stacks = {group: 2 * n for n, group in enumerate(dict.fromkeys(g for g in groups if g))}
+        return tuple(g and Place(stacks[g], groups[:n].count(g), g[1]) for n, g in enumerate(groups))
 
     def zeros(self, rows: int, capacity: int) -> tuple[Tensor, ...]:
         """Return empty stacks [L, B, H, C, E]: one of keys and one of values if all layers are equal."""
         return tuple(
             torch.zeros(
-                (layers, rows, heads, self.trim.held if trimmed and self.trim else capacity, width),
+                (self._groups.count(group), rows, heads, self.trim.held if group[1] and self.trim else capacity, width),
                 dtype=self.dtype,
                 device=self.device,
             )
-            for layers, heads, width, trimmed in self._layout[1]
+            for group in dict.fromkeys(g for g in self._groups if g)
+            for heads, width in (group[0][:2], group[0][2:])
         )
 
     def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
@@ -119,23 +115,54 @@ class CacheShape:
         return replace(self, layers=len(layers), dtype=dtype, by_layer=by_layer)
 
 
-def layer_views(stacks: tuple[Tensor, ...], places: tuple[Place | None, ...]) -> list[tuple[Tensor, ...]]:
-    """Return keys and values [B, H, C, E] of every layer; () for a layer without any."""
-    parts = [stack.unbind(0) for stack in stacks]
-    return [() if at is None else (parts[at[0]][at[1]], parts[at[2]][at[3]]) for at in places]
+class TreeCache:
+    """The keys and values of one row or of several rows with different lengths.
 
+    The last ``pending`` positions of each row are a tree that was read but not committed. ``commit_path`` commits one
+    path of it and moves only the accepted entries. ``crop`` drops the tree.
+    """
 
-class _Stacks:
-    """The memory of a cache: stacks of equal layers."""
+    def __init__(
+        self,
+        stacks: tuple[Tensor, ...],
+        places: tuple[Place | None, ...],
+        rows: list[Row],
+        *,
+        capacity: int,
+        trim: Trim | None = None,
+        skipped: int = 0,
+    ) -> None:
+        """Use existing memory, [L, B, H, C, E] each, for ``rows`` of up to ``capacity`` positions.
 
-    stacks: tuple[Tensor, ...]
-    """[L, B, H, C, E] each."""
-    places: tuple[Place | None, ...]
-    trim: Trim | None = None
+        ``skipped``: the first positions of which only selected ones are held, below all others.
+        """
+        self.stacks, self.places, self.trim, self.skipped, self.capacity = stacks, places, trim, skipped, capacity
+        self._rows, self.pending = rows, 0
+        self._reach, self._is_chain = 0, False
+        self._lengths_B = torch.empty(0)
+        self._bind()
 
-    def _over_memory(self, stacks: tuple[Tensor, ...], places: tuple[Place | None, ...]) -> None:
-        self.stacks, self.places = stacks, places
-        self._layers = layer_views(stacks, places)
+    def _bind(self) -> None:
+        """Make the layers over the stacks."""
+        slides = {place.stack: place.sliding for place in self.places if place}
+        full = [n for n in range(len(self.stacks)) if not slides.get(n // 2 * 2)]
+        parts = [stack.unbind(0) for stack in self.stacks]
+        whole = FullLayers([self.stacks[n] for n in full], self._rows, self.skipped)
+        self._kinds: list[FullLayers] = [whole]
+        self._sliding: SlidingLayers | None = None
+        if self.trim is not None:
+            trimmed = [stack for n, stack in enumerate(self.stacks) if n not in full]
+            self._sliding = SlidingLayers(trimmed, self._rows, self.trim.window, self.trim.room)
+            self._kinds.append(self._sliding)
+        self.layers = [
+            p and (self._kinds[p.sliding], parts[p.stack][p.number], parts[p.stack + 1][p.number]) for p in self.places
+        ]
+
+    @classmethod
+    def empty(cls, shape: CacheShape, capacity: int, rows: int = 1) -> "TreeCache":
+        """Return an empty cache for ``rows`` rows of ``capacity`` positions, in new memory."""
+        new = [Row() for _ in range(rows)]
+        return TreeCache(shape.zeros(rows, capacity), shape.places, new, capacity=capacity, trim=shape.trim)
 
     @property
     def keys(self) -> Tensor:
@@ -143,98 +170,67 @@ class _Stacks:
         return self.stacks[0]
 
     @property
-    def capacity(self) -> int:
-        """Positions that fit in a row."""
-        return self.stacks[0].shape[3] if self.trim is None else self.trim.capacity
+    def rows(self) -> int:
+        return len(self._rows)
 
-    def _trimmed_stacks(self) -> list[bool]:
-        """Return True for each stack of trimmed layers."""
-        stack_trimmed = [False] * len(self.stacks)
-        if self.trim is not None:
-            for layer_place, trimmed in zip(self.places, self.trim.layers, strict=False):
-                if layer_place is not None:
-                    stack_trimmed[layer_place[0]] = stack_trimmed[layer_place[2]] = trimmed
-        return stack_trimmed
+    @property
+    def lengths(self) -> list[int]:
+        """The committed positions of each row."""
+        return [row.length for row in self._rows]
 
-    def resize(self, capacity: int) -> Self:
-        """Return a copy with a larger ``capacity``."""
-        assert self.trim is None, "only caches of drafters grow, and they are not trimmed"
-        larger = copy(self)
-        more = (0, 0, 0, capacity - self.capacity)
-        larger._over_memory(tuple(torch.nn.functional.pad(stack, more) for stack in self.stacks), self.places)
-        return larger
+    @property
+    def length(self) -> int:
+        """The committed positions of the longest row."""
+        return max(row.length for row in self._rows)
 
-    def _first_layers(self, count: int) -> tuple[tuple[Tensor, ...], tuple[Place | None, ...]]:
-        """Return views of the stacks for the first ``count`` layers, and the entries of ``places`` for these layers."""
-        layer_places = self.places[:count]
-        used = [0] * len(self.stacks)
-        for layer_place in layer_places:
-            if layer_place is not None:
-                used[layer_place[0]], used[layer_place[2]] = layer_place[1] + 1, layer_place[3] + 1
-        return tuple(stack[:n] for stack, n in zip(self.stacks, used, strict=True)), layer_places
+    @property
+    def dropped(self) -> list[int]:
+        """The leading positions of each row that sliding layers no longer hold."""
+        return [row.dropped for row in self._rows]
 
+    # Passes ----------------------------------------------------------------------------------------------------
 
-class KVCache(_Stacks):
-    """The keys and values of one row.
+    def begin(self, new: int, committed: bool = False, chain: bool = False) -> None:
+        """Start a pass over ``new`` tokens per row after the pending ones.
 
-    The last ``pending`` positions are a tree that was read but not committed. ``commit_path`` commits one path of it
-    and moves only the accepted entries. ``crop`` drops the tree.
-    """
-
-    dropped: int
-    """Leading positions that trimmed layers no longer hold."""
-
-    def __init__(
-        self,
-        stacks: tuple[Tensor, ...],
-        places: tuple[Place | None, ...],
-        *,
-        length: int = 0,
-        trim: Trim | None = None,
-        dropped: int = 0,
-    ) -> None:
-        """Use existing memory, whose first ``length`` positions are committed."""
-        self._over_memory(stacks, places)
-        self.length, self.trim, self.dropped = length, trim, dropped
-        self.pending = self._start = self._end = 0
-
-    @classmethod
-    def empty(cls, shape: CacheShape, capacity: int) -> "KVCache":
-        """Return an empty cache for ``capacity`` positions, in new memory."""
-        return KVCache(shape.zeros(1, capacity), shape.places, trim=shape.trim)
-
-    def reserve(self, new: int, committed: bool = False) -> None:
-        """Start a pass over ``new`` tokens after the pending ones; ``committed``: all of them will be committed."""
-        self._start = self.length + self.pending
-        self._end = self._start + new
-        check_capacity(self._end, self.capacity)
-        if self.trim is not None and not committed:
-            check_room(self._end - self.dropped, self.trim)
+        ``committed``: all of them will be committed. ``chain``: each token follows the one before.
+        """
+        self._reach = self.length + self.pending + new
+        if self._reach > self.capacity:
+            raise UserError(
+                f"the cache holds {self.capacity} positions but {self._reach} are needed; shorten the prompt or the "
+                "answer"
+            )
+        if self.rows > 1:
+            self._lengths_B = on_device(self.lengths, self.stacks[0].device)
+        for kind in self._kinds:
+            kind.begin(self._lengths_B, self.pending, new, committed)
+        self._is_chain = chain and self.pending == 0
         self.pending += new
 
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write the states of one layer and return all its states up to the new ones, as views."""
-        keys, values = self._layers[layer_idx]
-        start, end = self._start, self._end
-        if self.trim is not None and self.trim.layers[layer_idx]:
-            start, end = start - self.dropped, end - self.dropped
-            if end > self.trim.held:
-                return _read_through(keys, key_BHTE, start), _read_through(values, value_BHTE, start)
-        keys[:, :, start:end] = key_BHTE
-        values[:, :, start:end] = value_BHTE
-        return keys[:, :, :end], values[:, :, :end]
+        """Write the states of one layer and return all its states up to the longest row's new ones, as views."""
+        layer = self.layers[layer_idx]
+        assert layer is not None
+        kind, keys, values = layer
+        return kind.update(keys, values, key_BHTE, value_BHTE)
 
     def positions(self, depths: Tensor) -> Tensor:
-        """Return the absolute positions [R, T] of ``depths`` [R, T] in a tree or chain."""
-        return depths + self.length
+        """Return the absolute positions [R, T] of ``depths`` [R, T] in a tree or chain; with several rows [B, T]."""
+        return depths + (self.length if self.rows == 1 else self._lengths_B[:, None])
 
     def key_positions(self, depths: Tensor) -> Tensor:
-        """Return the positions [R, length + P] of all states, with ``depths`` [R, P] of the pending nodes."""
-        prefix = torch.arange(self.length, device=depths.device).expand(len(depths), -1)
-        return torch.cat([prefix, self.positions(depths)], 1)
+        """Return the positions [R, reach] of all states, with ``depths`` [R, P] of the pending nodes."""
+        if self.rows == 1:
+            prefix = torch.arange(self.length, device=depths.device).expand(len(depths), -1)
+            return torch.cat([prefix, self.positions(depths)], 1)
+        slots = torch.arange(self._reach, device=depths.device).expand(len(self._rows), -1)
+        node = slots - self._lengths_B[:, None]
+        nodes = self.positions(depths).gather(1, node.clamp(0, depths.shape[1] - 1))
+        return torch.where(node < 0, slots, nodes)
 
     def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask [R, 1, T, length + P]: a node sees the committed prefix and its ancestors.
+        """Return the additive mask [R, 1, T, reach]: a node sees its row's committed positions and its ancestors.
 
         For 2 committed positions and a root with two children, with 0 for seen and x for -inf::
 
@@ -243,281 +239,137 @@ class KVCache(_Stacks):
             child 2  0 0 | 0 x 0
         """
         rows, new, nodes = ancestors_RTP.shape
-        mask = torch.zeros(rows, 1, new, self.length + nodes, dtype=dtype, device=ancestors_RTP.device)
-        mask[:, 0, :, self.length :].masked_fill_(~ancestors_RTP, -torch.inf)
-        return mask
+        if self.rows == 1:
+            before = self.length - self.skipped
+            mask = torch.zeros(rows, 1, new, before + nodes, dtype=dtype, device=ancestors_RTP.device)
+            mask[:, 0, :, before:].masked_fill_(~ancestors_RTP, -torch.inf)
+            return mask
+        offset = torch.arange(self._reach, device=ancestors_RTP.device) - self._lengths_B[:, None]  # [B, reach]
+        inside = (offset >= 0) & (offset < nodes)
+        node = offset.clamp(0, nodes - 1)[:, None].expand(-1, new, -1)
+        seen = ancestors_RTP.expand(len(self._rows), -1, -1).gather(2, node) & inside[:, None]
+        seen |= (offset < 0)[:, None]
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
-    def held(self, mask: Tensor | None, keys: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the columns of a mask [R, 1, T, length + P] and of key positions that trimmed layers hold."""
-        return None if mask is None else mask[..., self.dropped :], keys[:, self.dropped :]
+    def held(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the columns of a mask [R, 1, T, reach] and of key positions that sliding layers hold."""
+        return (mask, positions) if self._sliding is None else self._sliding.columns(mask, positions)
 
-    def commit(self, counts: Tensor | None = None) -> None:
-        """Commit the pending chain, or its first ``counts`` ([1]) positions."""
-        self.length += self.pending if counts is None else int(counts)
+    # Commits ---------------------------------------------------------------------------------------------------
+
+    def commit(self, counts: list[int] | None = None) -> None:
+        """Commit the pending chain of every row, or its first ``counts`` positions."""
+        for row, count in zip(self._rows, counts or [self.pending] * len(self._rows), strict=True):
+            row.length += count
         self.pending = 0
-        if self.trim is not None:
-            self.dropped = max(self.dropped, self._end - self.trim.held)  # a pass longer than `held` kept only its end
-            self._check_behind(self.length)
-            self._drop(self.trim)
+        if self._sliding is not None:
+            self._sliding.drop()
 
-    def _drop(self, trim: Trim) -> None:
-        """Drop the positions that no later query sees from trimmed layers, if a tree no longer fits."""
-        first = max(self.dropped, self.length - trim.window + 1)
-        if self.length - self.dropped + trim.room <= trim.held or first == self.dropped:
-            return
-        still_seen = slice(first - self.dropped, self.length - self.dropped)
-        for stack, trimmed in zip(self.stacks, self._trimmed_stacks(), strict=True):
-            if trimmed:
-                stack[:, :, :, : self.length - first] = stack[:, :, :, still_seen].clone()
-        self.dropped = first
+    def commit_path(self, nodes: Tensor, counts: list[int]) -> None:
+        """Commit the path ``nodes[b, :counts[b]]`` ([B, P] int64) of each row's pending nodes; drop the others."""
+        if self.pending > 1 and not self._is_chain:  # else the path is in place
+            for kind in self._kinds:
+                kind.move(nodes, counts)
+        self.commit(counts)
 
-    def _check_behind(self, length: int) -> None:
-        """Reject a length whose next query would see dropped positions."""
-        if self.trim is not None and self.dropped > max(0, length - self.trim.window + 1):
-            raise UserError(
-                f"the cache cannot go back to {length} positions: layers with a window of {self.trim.window} have "
-                f"dropped the first {self.dropped}; start again at 0, or create the cache without `nodes`"
-            )
-
-    def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
-        """Commit the path ``nodes[0, :counts[0]]`` ([1, P] int64, ascending) of the pending nodes; drop the others."""
-        path_length = int(counts)
-        for stack, trimmed in zip(self.stacks, self._trimmed_stacks(), strict=True):
-            start = self.length - self.dropped if trimmed else self.length
-            # index_select copies before the write, so overlapping source and destination are safe.
-            stack[:, :, :, start : start + path_length] = stack.index_select(3, nodes[0, :path_length] + start)
-        self.length += path_length
+    def crop(self, lengths: list[int] | None = None) -> None:
+        """Drop the pending nodes, and all but the first ``lengths`` positions of each row."""
         self.pending = 0
-        if self.trim is not None:
-            self._drop(self.trim)
+        for row, length in zip(self._rows, self.lengths if lengths is None else lengths, strict=True):
+            row.dropped = row.dropped if length else 0
+            if self._sliding is not None:
+                self._sliding.check_behind(row, length)
+            row.length = length
 
-    def crop(self, length: int | Tensor | None = None) -> None:
-        """Drop the pending nodes and all positions from ``length`` on."""
-        if length is not None:
-            self.dropped = self.dropped if int(length) else 0
-            self._check_behind(int(length))
-            self.length = int(length)
-        self.pending = 0
+    def append(self, other: "TreeCache") -> None:
+        """Append to this row the committed positions that ``other`` has in addition, a whole cache of the same model.
 
-    def begin_with(self, other: "KVCache") -> None:
-        """Copy the committed positions of ``other``, an untrimmed cache of the same model, and drop everything else."""
-        first = 0 if self.trim is None else max(0, other.length - self.trim.window + 1)
-        for layer, (layer_states, source_states) in enumerate(zip(self._layers, other._layers, strict=True)):
-            start = first if self.trim is not None and self.trim.layers[layer] else 0
-            for states, source in zip(layer_states, source_states, strict=True):
-                states[:, :, : other.length - start] = source[:, :, start : other.length]
-        self.length, self.pending, self.dropped = other.length, 0, first
+        Both have one row.
+        """
+        start = self.length
+        self.begin(other.length - start, committed=True)
+        for n, layer in enumerate(other.layers):
+            if layer is not None:
+                self.update(layer[1][:, :, start : other.length], layer[2][:, :, start : other.length], n)
+        self.commit()
 
-    def select(self, rows: list[int]) -> "KVCache":
-        """Return self, which has one row."""
-        return self
+    # Views and copies -------------------------------------------------------------------------------------------
 
-    def first_layers(self, count: int) -> "KVCache":
-        """Return a cache of the first ``count`` layers that shares this memory and its committed positions."""
-        # Only this cache drops positions, because it also holds the other layers.
+    def row(self, row: int) -> "TreeCache":
+        """Return one row as a cache in shared memory. Both caches see what the other commits."""
+        if self.rows == 1:
+            return self
+        return self._over(tuple(stack[:, row : row + 1] for stack in self.stacks), [self._rows[row]])
+
+    def select(self, rows: list[int]) -> "TreeCache":
+        """Return a copy of these rows without pending nodes, or self if there is only one row."""
+        if self.rows == 1:
+            return self
+        return self._over(tuple(stack[:, rows] for stack in self.stacks), [replace(self._rows[n]) for n in rows])
+
+    def first_layers(self, count: int) -> "TreeCache":
+        """Return a cache of the first ``count`` layers that shares this memory and begins with its committed positions.
+
+        Only this cache drops positions, because it also holds the other layers.
+        """
+        places = self.places[:count]
+        used = [0] * len(self.stacks)
+        for place in places:
+            if place:
+                used[place.stack] = used[place.stack + 1] = place.number + 1
+        stacks = tuple(stack[:n] for stack, n in zip(self.stacks, used, strict=True))
         trim = None if self.trim is None else replace(self.trim, room=0)
-        return KVCache(*self._first_layers(count), length=self.length, trim=trim, dropped=self.dropped)
+        rows = [replace(row) for row in self._rows]
+        return TreeCache(stacks, places, rows, capacity=self.capacity, trim=trim, skipped=self.skipped)
+
+    def selected(self, positions_LHS: Tensor, room: int) -> "TreeCache":
+        """Return a copy of these ascending positions of a row, with room for ``room`` more after the committed ones."""
+        index = positions_LHS[:, None, ..., None].expand(-1, -1, -1, -1, self.keys.shape[-1])
+        budget, length = positions_LHS.shape[2], self.length
+        stacks = tuple(torch.nn.functional.pad(stack.gather(3, index), (0, 0, 0, room)) for stack in self.stacks)
+        return TreeCache(stacks, self.places, [Row(length)], capacity=length + room, skipped=length - budget)
+
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` positions."""
+        assert self.trim is None, "only caches of drafters grow, and they are not trimmed"
+        more = (0, 0, 0, capacity - self.capacity)
+        self.stacks = tuple(torch.nn.functional.pad(stack, more) for stack in self.stacks)
+        self.capacity = capacity
+        self._bind()
+
+    def _over(self, stacks: tuple[Tensor, ...], rows: list[Row]) -> "TreeCache":
+        return TreeCache(stacks, self.places, rows, capacity=self.capacity, trim=self.trim, skipped=self.skipped)
+
+    # transformers' names ----------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the committed positions (transformers' name)."""
+        """Return the committed positions of the longest row."""
         return self.length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the position of the next query (transformers' name)."""
+        """Return the position of the longest row's next query."""
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys that new queries see, and their offset (transformers' name)."""
+        """Return the number of keys that new queries see, and their offset."""
         return self.length + query_length, 0
 
 
 class TreeMasks:
-    """``KVCache.mask`` for whole static trees, without writing a mask in every step."""
+    """``TreeCache.mask`` for whole static trees of one row, without writing a mask in every step."""
 
     def __init__(self) -> None:
         self._wide: dict[TokenTree, Tensor] = {}
 
-    def mask(self, tree: TokenTree, shape: TreeShape, cache: KVCache) -> Tensor:
+    def mask(self, tree: TokenTree, shape: TreeShape, cache: TreeCache) -> Tensor:
         """Return the mask of ``tree``, with this ``shape``, after the committed positions of ``cache``."""
-        nodes = len(shape)
+        nodes, held = len(shape), cache.capacity - cache.skipped
         wide = self._wide.get(tree)
-        if wide is None or wide.shape[1] < cache.capacity + nodes:
+        if wide is None or wide.shape[1] < held + nodes:
             # One buffer for every prefix length: zeros, then the tree's block. The view that starts `length` columns
             # before the block has a committed prefix of exactly that length.
             keys = cache.stacks[0]
-            wide = torch.zeros(nodes, cache.capacity + nodes, dtype=keys.dtype, device=keys.device)
+            wide = torch.zeros(nodes, held + nodes, dtype=keys.dtype, device=keys.device)
             wide[:, -nodes:].masked_fill_(~shape.ancestors[0], -torch.inf)
             self._wide[tree] = wide
-        return wide[None, None, :, wide.shape[1] - nodes - cache.length :]
-
-
-class RaggedCache(_Stacks):
-    """The keys and values of several rows with different lengths.
-
-    The new positions of each row follow its length. With lengths 3 and 5, a pass over 2 tokens writes positions 3, 4 of
-    the first row and 5, 6 of the second. It attends over 7 positions of both, masked by row. Positions past a row's
-    length are never read, so a pass may write padding there. ``slot`` gives one row as a ``KVCache``.
-    """
-
-    def __init__(self, shape: CacheShape, rows: int, capacity: int) -> None:
-        self._over_memory(shape.zeros(rows, capacity), shape.places)
-        self.trim = shape.trim
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=shape.device)
-        self.dropped = torch.zeros_like(self.lengths)  # per row; see ``KVCache.dropped``
-        self.pending = 0
-        self._reach = self._held = 0
-        self._written = torch.empty(0)
-
-    @property
-    def rows(self) -> int:
-        return self.stacks[0].shape[1]
-
-    def slot(self, row: int, length: int = 0) -> KVCache:
-        """Return row ``row`` as a ``KVCache`` in shared memory, with ``length`` committed positions."""
-        stacks = tuple(stack[:, row : row + 1] for stack in self.stacks)
-        dropped = int(self.dropped[row]) if length else 0
-        return KVCache(stacks, self.places, length=length, trim=self.trim, dropped=dropped)
-
-    def put_back(self, row: int, slot: KVCache) -> None:
-        """Take over the length of a ``slot`` after a pass."""
-        self.lengths[row], self.dropped[row] = slot.length, slot.dropped
-
-    def clear(self, rows: list[int]) -> None:
-        self.lengths[rows] = self.dropped[rows] = 0
-
-    def select(self, rows: list[int]) -> "RaggedCache":
-        """Return a copy of these rows, without pending nodes."""
-        chosen = self._over(tuple(stack[:, rows] for stack in self.stacks), self.places)
-        chosen.lengths, chosen.dropped = self.lengths[rows], self.dropped[rows]
-        return chosen
-
-    def first_layers(self, count: int) -> "RaggedCache":
-        """Return ``KVCache.first_layers`` for all rows."""
-        view = self._over(*self._first_layers(count))
-        view.trim = None if self.trim is None else replace(self.trim, room=0)
-        return view
-
-    def _over(self, stacks: tuple[Tensor, ...], places: tuple[Place | None, ...]) -> "RaggedCache":
-        other = copy(self)
-        other._over_memory(stacks, places)
-        other.crop()
-        return other
-
-    def reserve(self, new: int, committed: bool = False) -> None:
-        """Start a pass over ``new`` tokens per row after the pending ones."""
-        self._reach = int(self.lengths.max()) + self.pending + new
-        check_capacity(self._reach, self.capacity)
-        self._written = self.lengths[:, None] + torch.arange(
-            self.pending, self.pending + new, device=self.lengths.device
-        )
-        self.pending += new
-        if self.trim is not None:
-            self._held = int((self.lengths - self.dropped).max()) + self.pending
-            check_room(self._held, self.trim)
-
-    def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write the new states of every row and return the states up to the longest row."""
-        rows = torch.arange(self.rows, device=self._written.device)[:, None]
-        keys, values = self._layers[layer_idx]
-        written, reach = self._written, self._reach
-        if self.trim is not None and self.trim.layers[layer_idx]:
-            written, reach = written - self.dropped[:, None], self._held
-        keys[rows, :, written] = key_BHTE.transpose(1, 2)
-        values[rows, :, written] = value_BHTE.transpose(1, 2)
-        return keys[:, :, :reach], values[:, :, :reach]
-
-    def positions(self, depths: Tensor) -> Tensor:
-        """Return the absolute positions [B, T] of ``depths`` [R, T] in a tree or chain."""
-        return depths + self.lengths[:, None]
-
-    def key_positions(self, depths: Tensor) -> Tensor:
-        """Return ``KVCache.key_positions`` for all rows, [B, reach]."""
-        slots = torch.arange(self._reach, device=self.lengths.device).expand(self.rows, -1)
-        node = slots - self.lengths[:, None]
-        nodes = self.positions(depths).gather(1, node.clamp(0, depths.shape[1] - 1))
-        return torch.where(node < 0, slots, nodes)
-
-    def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask [B, 1, T, reach]: a node sees its row's committed prefix and its ancestors."""
-        new, nodes = ancestors_RTP.shape[1:]
-        offset = torch.arange(self._reach, device=self.lengths.device) - self.lengths[:, None]  # [B, reach]
-        inside = (offset >= 0) & (offset < nodes)
-        node = offset.clamp(0, nodes - 1)[:, None].expand(-1, new, -1)
-        seen = ancestors_RTP.expand(self.rows, -1, -1).gather(2, node) & inside[:, None]
-        seen |= (offset < 0)[:, None]
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return mask.masked_fill_(~seen, -torch.inf)[:, None]
-
-    def held(self, mask: Tensor | None, keys: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return ``KVCache.held`` for all rows."""
-        if self.trim is None:
-            return mask, keys
-        assert mask is not None
-        positions = self.dropped[:, None] + torch.arange(self._held, device=keys.device)  # of a row in the whole text
-        inside = positions.clamp(max=self._reach - 1)
-        columns = mask.gather(3, inside[:, None, None].expand(-1, -1, mask.shape[2], -1))
-        return columns.masked_fill_((positions >= self._reach)[:, None, None], -torch.inf), keys.gather(1, inside)
-
-    def commit(self, counts: Tensor | None = None) -> None:
-        """Commit the pending chain of every row, or its first ``counts`` ([B]) positions."""
-        self.lengths = self.lengths + (self.pending if counts is None else counts)
-        self.pending = 0
-        if self.trim is not None and int((self.lengths - self.dropped).max()) + self.trim.room > self.trim.held:
-            self._drop(self.trim)
-
-    def _drop(self, trim: Trim) -> None:
-        """Run ``KVCache._drop`` for every row."""
-        first = torch.maximum(self.dropped, self.lengths - trim.window + 1)
-        rows = torch.arange(self.rows, device=first.device)[:, None]
-        target = torch.arange(trim.window - 1, device=first.device)
-        source = target + (first - self.dropped)[:, None]
-        for stack, trimmed in zip(self.stacks, self._trimmed_stacks(), strict=True):
-            if trimmed:
-                # Indexing copies the right side first. Copies past a row's length are never read.
-                stack[:, rows, :, target.expand_as(source)] = stack[:, rows, :, source]
-        self.dropped = first
-
-    def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
-        """Commit the path ``nodes[b, :counts[b]]`` ([B, P] int64, ascending) of each row's pending nodes."""
-        if self.pending == 1:  # a root alone is in place already
-            return self.commit(counts)
-        rows = torch.arange(self.rows, device=nodes.device)[:, None]
-        target = torch.arange(nodes.shape[1], device=nodes.device)
-        for stack, trimmed in zip(self.stacks, self._trimmed_stacks(), strict=True):
-            start = (self.lengths - self.dropped if trimmed else self.lengths)[:, None]
-            stack[:, rows, :, start + target] = stack[:, rows, :, start + nodes]  # the right side is a copy
-        return self.commit(counts)
-
-    def crop(self, lengths: Tensor | None = None) -> None:
-        """Drop the pending nodes, and all but the first ``lengths`` ([B] int64) positions of each row."""
-        assert lengths is None or self.trim is None, "rows of a trimmed cache cannot go back"
-        self.lengths = self.lengths if lengths is None else lengths
-        self.pending = 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the committed positions of the longest row (transformers' name)."""
-        return int(self.lengths.max())
-
-
-def check_capacity(needed: int, capacity: int) -> None:
-    """Reject a pass past the end of the memory."""
-    if needed > capacity:
-        raise UserError(
-            f"the cache holds {capacity} positions but {needed} are needed; shorten the prompt or the answer"
-        )
-
-
-def check_room(needed: int, trim: Trim) -> None:
-    """Reject more pending nodes than a cache with trimmed layers was made for."""
-    if needed > trim.held:
-        raise UserError(
-            f"layers with a window hold {trim.held} positions but {needed} are needed: the cache was made for trees of "
-            f"{trim.room} nodes; make it for larger ones"
-        )
-
-
-def _read_through(states: Tensor, new: Tensor, start: int) -> Tensor:
-    """Return old and new states, which exceed the memory; ``states`` keeps the latest ones."""
-    whole = torch.cat([states[:, :, :start], new], 2)
-    states.copy_(whole[:, :, -states.shape[2] :])
-    return whole
+        return wide[None, None, :, wide.shape[1] - nodes - (cache.length - cache.skipped) :]

@@ -1,8 +1,8 @@
 """A key/value cache at fixed addresses, and passes of fixed shapes over it, which CUDA graphs can replay.
 
-A pass attends over a window of fixed size. The committed length is on the device, which makes the mask from it. One
-graph therefore serves all trees with the same number of nodes until the context outgrows the window. Memory and graphs
-belong to the model, and one cache at a time uses them.
+A pass attends over a window of fixed size. The device has a copy of the committed length and makes the mask from it.
+One graph therefore serves all trees with the same number of nodes until the context outgrows the window. Memory and
+graphs belong to the model, and one cache at a time uses them.
 
 Shape legend: H key/value heads, S positions of a window, N tree nodes, P path, D width, E head width, L layers,
 V vocabulary.
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.models.cache.kv_cache import CacheShape, KVCache, Place, check_capacity, layer_views
+from drafthead.models.cache.cache_layers import Row
+from drafthead.models.cache.kv_cache import CacheShape, Place, TreeCache
 from drafthead.models.kernels.cuda_graphs import GraphBackend, Outputs, StaticCall
 from drafthead.models.token_tree import TokenTree, TreeShape
 
@@ -81,26 +82,29 @@ class StaticModel:
     ) -> None:
         """Set the function ``windowed``: (mask, positions of queries and keys) -> the decoder's mask argument."""
         self.backend = GraphBackend(shape.device)
-        self._shape, self._decoder, self._logits, self._windowed = shape, decoder, logits, windowed
+        self.shape, self._decoder, self._logits, self._windowed = shape, decoder, logits, windowed
         self._spare: list[_Memory] = []
 
-    def cache(self, capacity: int) -> "StaticKVCache":
-        """Return an empty cache for one row; its memory is reused after the cache is deleted."""
+    def take_memory(self, capacity: int) -> _Memory:
+        """Return empty memory for ``capacity`` positions, used before or new."""
         size = window_for(capacity)
         fitting = [memory for memory in self._spare if memory.size >= size]
         if fitting:
             memory = min(fitting, key=lambda m: m.size)
             self._spare.remove(memory)
             memory.clear(size)
-        else:
-            self._spare.clear()  # the larger memory replaces them
-            # Inference tensors could not be written outside inference mode.
-            with torch.inference_mode(False):
-                length = torch.zeros(1, dtype=torch.int64, device=self._shape.device)
-                memory = _Memory(self._shape.zeros(1, size), self._shape.places, length)
-        cache = StaticKVCache(self, memory, capacity)
-        weakref.finalize(cache, _take_back, self._spare, memory).atexit = False
-        return cache
+            return memory
+        self._spare.clear()  # the larger memory replaces them
+        # Inference tensors could not be written outside inference mode.
+        with torch.inference_mode(False):
+            length = torch.zeros(1, dtype=torch.int64, device=self.shape.device)
+            return _Memory(self.shape.zeros(1, size), self.shape.places, length)
+
+    def take_back(self, memory: _Memory) -> None:
+        """Keep ``memory`` for a later cache."""
+        self._spare.append(memory)
+        self._spare.sort(key=lambda m: m.size)
+        del self._spare[:-MAX_SPARE_BUFFERS]
 
     def prepare(self, memory: _Memory, size: int, with_logits: bool, inputs: tuple[Tensor, ...]) -> StaticCall:
         """Return the pass over the first ``size`` positions of ``memory`` for inputs of these shapes."""
@@ -110,24 +114,20 @@ class StaticModel:
         return StaticCall(self.backend, function, inputs)
 
 
-def _take_back(spare: list[_Memory], memory: _Memory) -> None:
-    spare.append(memory)
-    spare.sort(key=lambda m: m.size)
-    del spare[:-MAX_SPARE_BUFFERS]
-
-
 class _Writer:
-    """The cache that attention modules see during a pass."""
+    """The cache that attention modules see during a pass: layers at fixed addresses, written by index tensors."""
 
-    def __init__(self, window: _Memory, places: Tensor) -> None:
-        self._window, self._places = window, places
-        self._layers = layer_views(window.stacks, window.places)
+    def __init__(self, window: _Memory, slots: Tensor) -> None:
+        self._window, self._slots = window, slots
+        self._parts = [stack.unbind(0) for stack in window.stacks]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Write the states of one layer and return its whole window."""
-        keys, values = self._layers[layer_idx]
-        keys.index_copy_(2, self._places, key)
-        values.index_copy_(2, self._places, value)
+        place = self._window.places[layer_idx]
+        assert place is not None
+        keys, values = (self._parts[place.stack + side][place.number] for side in (0, 1))
+        keys.index_copy_(2, self._slots, key)
+        values.index_copy_(2, self._slots, value)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
@@ -171,40 +171,30 @@ def _static_pass(
     return (hidden,) if logits is None else (hidden, logits(hidden))
 
 
-class StaticKVCache(KVCache):
-    """A ``KVCache`` whose committed length is on the device, and which can run static passes.
+class StaticKVCache(TreeCache):
+    """A ``TreeCache`` of one row in memory of its model, which can also run static passes."""
 
-    A step waits for the device only if the context may have outgrown its window. Reading ``length`` also waits.
-    """
+    def __init__(self, model: StaticModel, capacity: int) -> None:
+        self._model = model
+        super().__init__(self._borrow(capacity), model.shape.places, [Row()], capacity=capacity)
 
-    def __init__(self, model: StaticModel, memory: _Memory, capacity: int) -> None:
-        self._model, self._memory = model, memory
-        self._known: int | None = 0
-        self._bound = 0  # the length is at most this
-        self._size = 0  # of the window in use
-        super().__init__(tuple(stack[:, :, :, :capacity] for stack in memory.stacks), memory.places)
-
-    @property
-    def length(self) -> int:
-        if self._known is None:
-            self._known = self._bound = int(self._memory.length)
-        return self._known
-
-    @length.setter
-    def length(self, value: int) -> None:
-        self._memory.length.fill_(value)
-        self._known = self._bound = value
-        self._size = 0
+    def _borrow(self, capacity: int) -> tuple[Tensor, ...]:
+        """Use the first ``capacity`` positions of memory that is the model's again after this cache is deleted."""
+        self._memory = self._model.take_memory(capacity)
+        self._give_back = weakref.finalize(self, self._model.take_back, self._memory)
+        self._give_back.atexit = False
+        return tuple(stack[:, :, :, :capacity] for stack in self._memory.stacks)
 
     def fits(self, nodes: int) -> bool:
         """Return True if a pass over this many new nodes can have fixed shapes."""
-        return self.pending == 0 and self._bound > 0 and nodes <= MAX_STATIC_NODES
+        return self.pending == 0 and self.length > 0 and nodes <= MAX_STATIC_NODES
 
     def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
         """Read a tree ([1, N] int64; N must fit), which stays pending; return hidden states [1, N, D], and logits."""
         nodes = tokens.shape[1]
-        key = (nodes, self._window(nodes), with_logits)
-        self.pending = nodes
+        self.begin(nodes, chain=shape.is_chain)
+        self._memory.length.fill_(self.length)
+        key = (nodes, window_for(self.length + nodes), with_logits)
         passes = self._memory.passes
         captured = passes.get(key)
         if captured is None:
@@ -217,47 +207,14 @@ class StaticKVCache(KVCache):
             return captured.call(tokens, shape.depths, shape.ancestors)
         return captured.call(tokens, None, None)
 
-    def _window(self, new: int) -> int:
-        """Return the window size for ``new`` positions; read the true length only if the bound needs another."""
-        if window_for(self._bound + new) > self._size or self._bound + new > self.capacity:
-            check_capacity(self.length + new, self.capacity)
-            self._size = window_for(self._bound + new)
-        return self._size
-
-    def positions(self, depths: Tensor) -> Tensor:
-        """Return the absolute positions [1, T] of ``depths`` [1, T], without waiting for the device."""
-        return depths + self._memory.length
-
-    def commit(self, counts: Tensor | None = None) -> None:
-        """Keep the pending chain, or its first ``counts`` ([1]) positions, without waiting for the device."""
-        if counts is None:
-            self._memory.length.add_(self.pending)
-            self._known = None if self._known is None else self._known + self.pending
-        else:
-            self._memory.length.add_(counts)
-            self._known = None
-        self._bound += self.pending
-        self.pending = 0
-
-    def commit_path(self, nodes: Tensor, counts: Tensor) -> None:
-        """Commit a path as ``KVCache`` does, copying all of ``nodes`` so that shapes do not depend on the counts."""
-        path = nodes[0, : self.pending]
-        if self.pending > 1:
-            # What is copied past the path's end is never read.
-            source = path + self._memory.length
-            target = torch.arange(len(path), device=path.device) + self._memory.length
-            for stack in self.stacks:
-                stack.index_copy_(3, target, stack.index_select(3, source))
-        self.pending = len(path)
-        self.commit(counts)
-
-    def resize(self, capacity: int) -> "StaticKVCache":
-        """Return a copy with a larger ``capacity``."""
-        larger = self._model.cache(capacity)
-        for stack, source in zip(larger.stacks, self.stacks, strict=True):
-            stack[:, :, :, : self.capacity] = source
-        larger.length, larger.pending = self.length, self.pending
-        return larger
+    def grow(self, capacity: int) -> None:
+        """Move to memory with room for ``capacity`` positions."""
+        sources, give_back, held = self.stacks, self._give_back, self.capacity
+        self.stacks, self.capacity = self._borrow(capacity), capacity
+        for stack, source in zip(self.stacks, sources, strict=True):
+            stack[:, :, :, :held] = source
+        give_back()
+        self._bind()
 
 
 @lru_cache(maxsize=MAX_STATIC_NODES)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import CacheShape, TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
 from drafthead.models.token_tree import TokenTree, TreeShape
 
@@ -103,7 +103,7 @@ class PendingNodes:
         return TreeShape(parents=depths, depths=depths, ancestors=self.ancestors, children=none, depth=0)
 
 
-Pass = Callable[[Tensor, KVCache | RaggedCache, Tensor | None, PendingNodes | None], Tensor]
+Pass = Callable[[Tensor, TreeCache, Tensor | None, PendingNodes | None], Tensor]
 """Runs a model or a layer over inputs [B, F, ...] with a cache -> [B, F, D]. Without nodes, the inputs are a
 chain, whose first counts ([B]; None: all) are committed. With nodes, they are the last F nodes and stay pending."""
 
@@ -111,22 +111,22 @@ chain, whose first counts ([B]; None: all) are committed. With nodes, they are t
 class NodeCache:
     """Keys and values of a model or a layer: of each row's context, and of the nodes being drafted."""
 
-    def __init__(self, run: Pass, shape: CacheShape, new_row: Callable[[int], KVCache]) -> None:
+    def __init__(self, run: Pass, shape: CacheShape, new_row: Callable[[int], TreeCache]) -> None:
         """Cache the passes of ``run``; ``new_row`` creates the cache of a single row of a given capacity."""
         self._run, self._shape, self._new_row = run, shape, new_row
-        self._cache: KVCache | RaggedCache | None = None
+        self._cache: TreeCache | None = None
         self._nodes = PendingNodes.none(0, shape.device)
         self._width = 0  # nodes of the last pending level
 
     @property
-    def cache(self) -> KVCache | RaggedCache:
+    def cache(self) -> TreeCache:
         """The cache. It exists after the first read."""
         assert self._cache is not None
         return self._cache
 
     def select(self, rows: list[int]) -> Self:
         """Return a copy of these rows, or self if there is only one row."""
-        if isinstance(self._cache, KVCache):
+        if self._cache is not None and self._cache.rows == 1:
             return self
         chosen = copy(self)
         if self._cache is not None:
@@ -146,21 +146,21 @@ class NodeCache:
         """Make or enlarge the cache to hold ``needed`` positions."""
         if self._cache is None:
             capacity = needed + INITIAL_CAPACITY
-            self._cache = self._new_row(capacity) if rows == 1 else RaggedCache(self._shape, rows, capacity)
+            self._cache = self._new_row(capacity) if rows == 1 else TreeCache.empty(self._shape, capacity, rows)
             self._drop_nodes(rows)
         elif needed > self._cache.capacity:
-            self._cache = self._cache.resize(max(needed + INITIAL_CAPACITY, 2 * self._cache.capacity))
+            self._cache.grow(max(needed + INITIAL_CAPACITY, 2 * self._cache.capacity))
 
     def _read_chain(self, inputs: Tensor, start: Tensor, counts: Tensor) -> Tensor:
         """Read the first ``counts`` of ``inputs`` [B, T, ...] after ``start`` positions; return last states."""
         cache = self.cache
-        if not isinstance(cache, RaggedCache) or inputs.shape[1] <= ROW_BY_ROW:
+        if cache.rows == 1 or inputs.shape[1] <= ROW_BY_ROW:
             return last_valid(self._run(inputs, cache, counts, None), counts)
         last = []
-        for row, (length, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
+        for row, count in enumerate(counts.tolist()):
             unread = inputs[row : row + 1, : max(1, count)]  # a row may have nothing to read yet
-            last.append(self._run(unread, cache.slot(row, length), None, None)[:, -1])
-        cache.crop(start + counts)
+            last.append(self._run(unread, cache.row(row), None, None)[:, -1])
+        cache.crop((start + counts).tolist())
         return torch.cat(last)
 
     def _drop_nodes(self, rows: int) -> None:
@@ -172,11 +172,9 @@ class DraftCache(NodeCache):
     """Keys and values of a causal LM, and the tokens that they are of."""
 
     def __init__(self, model: BaseModel) -> None:
-        def run(
-            tokens: Tensor, cache: KVCache | RaggedCache, counts: Tensor | None, nodes: PendingNodes | None
-        ) -> Tensor:
+        def run(tokens: Tensor, cache: TreeCache, counts: Tensor | None, nodes: PendingNodes | None) -> Tensor:
             if nodes is None:
-                return model.forward(tokens, cache, counts).final
+                return model.forward(tokens, cache, None if counts is None else counts.tolist()).final
             return model.verify(tokens, nodes.shape(), cache).final
 
         super().__init__(run, model.cache_shape, model.new_cache)
@@ -185,7 +183,7 @@ class DraftCache(NodeCache):
 
     def select(self, rows: list[int]) -> Self:
         chosen = super().select(rows)
-        if isinstance(self._cache, RaggedCache):
+        if chosen is not self and self._cache is not None:
             chosen._read = self._read.select(rows)
         return chosen
 
@@ -230,10 +228,10 @@ class DraftCache(NodeCache):
             order = (~path).sort(dim=1, stable=True).indices[:, : max(1, int(counts.max()))]
             # Past a row's count, ``order`` lists other nodes; they land behind the committed length, where nothing
             # reads.
-            self.cache.commit_path(order, counts)
+            self.cache.commit_path(order, counts.tolist())
             self._read = self._read.append(self._tokens.gather(1, order), counts)
         else:
-            self.cache.crop(agreed)
+            self.cache.crop(agreed.tolist())
             self._read = TokenBuffer(tokens=self._read.tokens[:, : int(agreed.max())], lengths=agreed)
         self._drop_nodes(rows)
 

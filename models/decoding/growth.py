@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, StateT
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -151,7 +151,7 @@ class UsesTargetCache(ABC):
         """Return the positions that drafting needs in the target's cache in addition to the nodes of the tree."""
 
     @abstractmethod
-    def attach(self, state: Any, cache: KVCache | RaggedCache) -> Any:
+    def attach(self, state: Any, cache: TreeCache) -> Any:
         """Return ``state`` attached to the target's ``cache``; called again whenever rows are removed."""
 
 

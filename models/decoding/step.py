@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, Target, greedy
 from drafthead.models.decoding.drafter import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import UsesTargetCache, root_only
@@ -79,7 +79,7 @@ class DecodeState:
         base: BaseModel,
         drafter: Drafter | None,
         config: DecodeConfig,
-        cache: KVCache | RaggedCache,
+        cache: TreeCache,
         state: Any,
         last_token: Tensor,
     ) -> None:
@@ -88,7 +88,7 @@ class DecodeState:
         self.cache, self.state, self.last_token = cache, state, last_token
         self.spec = HiddenStatesSpec()
         self._attaches: UsesTargetCache | None = None
-        self._prefix: tuple[list[int], KVCache, Tensor] | None = None
+        self._prefix: tuple[list[int], TreeCache, Tensor] | None = None
         self._context: Tensor | None = None
         self._context_lengths = torch.zeros(len(last_token), dtype=torch.int64, device=base.device)
 
@@ -106,7 +106,7 @@ class DecodeState:
         attaches = drafter if isinstance(drafter, UsesTargetCache) else None
         extra = attaches.extra_cache_slots(config.draft_config) if attaches else 0
         capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
-        cache = base.new_cache(capacity, nodes) if rows == 1 else base.new_slots(rows, capacity, nodes)
+        cache = base.new_cache(capacity, nodes, rows)
         last_token = torch.zeros(rows, dtype=torch.int64, device=base.device)
         decoding = cls(base, drafter, config, cache, None, last_token)
         decoding._attaches = attaches
@@ -161,16 +161,12 @@ class DecodeState:
         return [states.final[0] for states in hidden_states]
 
     def _prefill(self, row: int, ids: list[int]) -> HiddenStates:
-        lent = self.cache if isinstance(self.cache, KVCache) else self.cache.slot(row)
-        start = 0
-        if lent.length:
-            lent.crop(0)
+        cache, start = self.cache.row(row), 0
+        cache.crop([0])
         if self._prefix is not None and ids[: len(self._prefix[0])] == self._prefix[0]:
             start = len(self._prefix[0])
-            lent.begin_with(self._prefix[1])
-        hidden = self.base.forward(torch.tensor([ids[start:]], device=self.base.device), lent, spec=self.spec)
-        if isinstance(self.cache, RaggedCache):
-            self.cache.put_back(row, lent)
+            cache.append(self._prefix[1])
+        hidden = self.base.forward(torch.tensor([ids[start:]], device=self.base.device), cache, spec=self.spec)
         if start and self._prefix is not None:
             hidden = HiddenStates(final=torch.cat([self._prefix[2], hidden.final], 1))
         return hidden
@@ -222,7 +218,7 @@ class DecodeState:
         tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
         counts = self._truncated(tokens, acceptance.accepted + 1, room)
         hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))
-        self.cache.commit_path(nodes, counts)
+        self.cache.commit_path(nodes, counts.tolist())
         self._update_drafter(path, hidden, counts)
         self._remember(tokens, counts)
         self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]
@@ -270,8 +266,8 @@ class DecodeState:
 
     def clear(self, rows: list[int]) -> None:
         """Empty finished rows, so that they do not grow."""
-        if isinstance(self.cache, RaggedCache) and rows:
-            self.cache.clear(rows)
+        if self.cache.rows > 1 and rows:
+            self.cache.crop([0 if n in rows else length for n, length in enumerate(self.cache.lengths)])
             self._context_lengths[rows] = 0
 
     def select(self, rows: list[int]) -> None:

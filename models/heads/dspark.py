@@ -37,7 +37,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig, DraftPositions
@@ -359,8 +359,8 @@ class BlockCache(LayerKVCache):
         rows, count = x.shape[:2]
         self._reserve(rows, int((context.lengths + context.counts).max()) + count)
         cache = self.cache
+        cache.begin(count)
         positions = cache.positions(torch.arange(count, device=x.device)[None]).expand(rows, -1)
-        cache.reserve(count)
         mask = cache.mask(seen, x.dtype)
         for layer in layers:
             x = layer(x, positions, mask, cache)
@@ -378,7 +378,7 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
     norms = [FusedRMSNorm(a.k_norm) for a in attentions]
     head_dim = attentions[0].head_dim
 
-    def read(context: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+    def read(context: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
         cos_sin = attentions[0].rotation(context, positions)
         states = product(context).unflatten(-1, (2 * len(layers), -1, head_dim))
         for n, norm in enumerate(norms):

@@ -33,7 +33,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, last_valid
 from drafthead.models.decoding.growth import DraftPass
 from drafthead.models.heads.parts.attention_layer import (
@@ -76,7 +76,7 @@ class EagleLayer(nn.Module):
         for last in (self.self_attn.o_proj, self.mlp.down_proj):
             nn.init.zeros_(last.weight)
 
-    def forward(self, pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+    def forward(self, pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
         """Map concatenated embeddings and features [B, F, 2 D] to [B, F, D]; see ``HeadAttention.forward``."""
         embedded, feature = pairs.chunk(2, -1)
         return self.add_mlp(feature, self.self_attn(self.normed(embedded, feature), positions, mask, cache))
@@ -320,7 +320,7 @@ class Eagle3Head(CopyingHead):
         shape = self.midlayer.self_attn.cache_shape(weight.dtype, weight.device, self.config.num_layers)
         first, *upper = self.inference().midlayer, *self.inference().layers.values()
 
-        def layers(pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache) -> Tensor:
+        def layers(pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
             x: Tensor = first(pairs, positions, mask, cache)
             for layer in upper:
                 x = layer(x, positions, mask, cache)

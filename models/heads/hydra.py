@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.settings import BelowOne, settings
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm
 from drafthead.models.heads.parts.draft_head import DraftPositions
@@ -115,9 +115,7 @@ class PrefixLayer(HeadDecoderLayer):
             states = base.model.model.norm(torch.ones_like(base.embedding[:1])).float()
             self.norm.weight.fill_(states.square().mean().sqrt())
 
-    def forward(
-        self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
         """Return the normed output of the decoder layer, [B, T, D]."""
         return cast(Tensor, self.norm(super().forward(x, positions, mask, cache)))
 

@@ -25,7 +25,7 @@ from drafthead.data.utils.settings import BelowOne, Positive, settings
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
 from drafthead.models.base.parity import has_passed, note_passed, relative_error, tolerance
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingNodes, PendingTokens, TokenBuffer
 from drafthead.models.decoding.drafter import DraftConfig, DraftState, DynamicTree, Proposal
 from drafthead.models.decoding.growth import DraftPass, EarlyExit
@@ -46,7 +46,7 @@ class ExitStatePass:
     Nodes are numbered in the order of reading. ``finish`` maps them to the order of the proposal.
     """
 
-    def __init__(self, first: BaseModel, cache: KVCache | RaggedCache) -> None:
+    def __init__(self, first: BaseModel, cache: TreeCache) -> None:
         """Start after the committed positions of the target's ``cache``; ``first`` is the target's first layers."""
         self._model, self._cache = first, cache.first_layers(first.num_layers)
         self._tokens: list[Tensor] = []
@@ -82,7 +82,7 @@ class ExitStatePass:
         numbers = self._match(proposal)
         while bool((numbers == UNREAD).any()):
             self._read_missing(proposal, numbers)
-        self._cache.commit_path(numbers, torch.full((len(numbers),), numbers.shape[1], device=numbers.device))
+        self._cache.commit_path(numbers, [numbers.shape[1]] * len(numbers))
         hidden = torch.cat(self._hidden, 1)
         return PartialForward(
             layers=self._model.num_layers,
@@ -138,7 +138,7 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
         return
     shape = TokenTree.from_paths([(0,), (1,), (0, 0)]).shape_on(base.device)
     tokens = torch.arange(3, 15, device=base.device)[None]
-    nodes, cache = tokens[:, -len(shape) :], KVCache.empty(base.cache_shape, 16)
+    nodes, cache = tokens[:, -len(shape) :], TreeCache.empty(base.cache_shape, 16)
     base.forward(tokens[:, : -len(shape)], cache)
     whole = base.verify(nodes, shape, cache).final
     cache.crop()
@@ -198,9 +198,7 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         mask = document_mask(batch.document_ids, x.dtype)
         return self.adapter(x, batch.position_ids, mask)
 
-    def adapter(
-        self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
-    ) -> Tensor:
+    def adapter(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
         """Map exit states [B, T, D] to [B, T, D]. See ``HeadAttention.forward`` for the other arguments."""
         normed: Tensor = self.norm(x + self.self_attn(self.input_layernorm(x), positions, mask, cache))
         return normed
@@ -213,7 +211,7 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         shallow = PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._first))
         return KangarooState(adapter=PendingInputs.none(cache, batch, self.norm.weight), shallow=shallow, target=None)
 
-    def attach(self, state: "KangarooState", cache: KVCache | RaggedCache) -> "KangarooState":
+    def attach(self, state: "KangarooState", cache: TreeCache) -> "KangarooState":
         return KangarooState(adapter=state.adapter, shallow=None, target=cache)
 
     def update(
@@ -256,7 +254,7 @@ class KangarooState(DraftState):
     adapter: PendingInputs
     shallow: PendingTokens | None
     """Tokens and cache of the shallow layers, used without a target's cache (replay, calibration)."""
-    target: KVCache | RaggedCache | None
+    target: TreeCache | None
     """The target's cache; None if there is none, or until ``attach`` after rows were selected."""
 
     def select(self, rows: list[int]) -> "KangarooState":

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.draft_cache import TokenBuffer, common_prefix
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import UsesTargetCache
@@ -79,36 +79,11 @@ class Policy:
         return torch.cat([chosen, latest], -1)
 
 
-class BudgetCache(KVCache):
-    """Selected positions of a longer cache and all later ones, numbered as in the longer cache."""
-
-    def __init__(self, source: KVCache, places: Tensor, count: int, room: int) -> None:
-        """Copy ``places`` [L, H, S] of the first ``count`` positions, with room for ``room`` more."""
-        layers, heads, budget = places.shape
-        width = source.keys.shape[-1]
-        index = places[:, None, :, :, None].expand(-1, -1, -1, -1, width)
-        stacks = [stack.new_empty(layers, 1, heads, budget + room, width) for stack in source.stacks]
-        for copied, source_stack in zip(stacks, source.stacks, strict=True):
-            copied[:, :, :, :budget] = source_stack.gather(3, index)
-        super().__init__(tuple(stacks), source.places, length=budget)
-        self.left_out = count - budget
-
-    def positions(self, depths: Tensor) -> Tensor:
-        return depths + self.length + self.left_out
-
-    def append(self, source: KVCache, start: int, end: int) -> None:
-        """Append the positions from ``start`` to ``end`` of the longer cache."""
-        to = slice(self.length, self.length + end - start)
-        for stack, source_stack in zip(self.stacks, source.stacks, strict=True):
-            stack[:, :, :, to] = source_stack[:, :, :, start:end]
-        self.length = to.stop
-
-
 @dataclass
 class Selection:
     """The budget's cache and the tokens that it was selected from; successive states share it."""
 
-    cache: BudgetCache | None = None
+    cache: TreeCache | None = None
     text: TokenBuffer | None = None
     selected_at: int = 0
     """Number of tokens at the time of the selection."""
@@ -118,7 +93,7 @@ class Selection:
 class TriForceState(CascadeState):
     """Committed tokens, the target's cache of them, and the inner drafter's state."""
 
-    target: KVCache | None = None
+    target: TreeCache | None = None
     """None: not attached to a decoding, so the drafter reads the context into a separate cache."""
     selection: Selection = field(default_factory=Selection)
 
@@ -170,8 +145,7 @@ class TriForce(VerticalCascade, UsesTargetCache):
     def extra_cache_slots(self, draft_config: DraftConfig) -> int:
         return 1  # the pass that chooses positions writes the last token's states behind the committed ones
 
-    def attach(self, state: TriForceState, cache: KVCache | RaggedCache) -> TriForceState:
-        assert isinstance(cache, KVCache)
+    def attach(self, state: TriForceState, cache: TreeCache) -> TriForceState:
         return replace(state, target=cache)
 
     def init_state(self, batch: int) -> TriForceState:
@@ -179,27 +153,26 @@ class TriForce(VerticalCascade, UsesTargetCache):
             raise UserError(f"a budget cache drafts for one prompt at a time, got {batch}; decode one by one")
         return TriForceState(**vars(super().init_state(batch)))
 
-    def read(self, state: CascadeState, root: Tensor) -> BudgetCache:
+    def read(self, state: CascadeState, root: Tensor) -> TreeCache:
         """Return the budget's cache, updated to the committed tokens."""
         assert isinstance(state, TriForceState)
         text, selection, source = state.text, state.selection, state.target
         if source is None:
             state.cache.prefill(text, 1)
-            assert isinstance(state.cache.cache, KVCache)
             source = state.cache.cache
         count = text.longest
         if selection.cache is not None and selection.text is not None:
             follows = int(common_prefix(selection.text, text)) == selection.text.longest
             if follows and count - selection.selected_at < self.refresh:
-                selection.cache.crop(selection.text.longest - selection.cache.left_out)
-                selection.cache.append(source, selection.text.longest, count)
+                selection.cache.crop([selection.text.longest])
+                selection.cache.append(source)
                 selection.text = text
                 return selection.cache
         queries = None
         if self.policy.name == "retrieval" and count > self.budget:
             with captured_queries() as queries:
-                self.model.forward(root[:, None], KVCache(source.stacks, source.places, length=count))
+                self.model.forward(root[:, None], source.first_layers(self.model.num_layers))
         positions = self.policy.places(self.budget, source.keys[:, 0, :, :count], queries)
-        selection.cache = BudgetCache(source, positions, count, self.refresh + self.room)
+        selection.cache = source.selected(positions, self.refresh + self.room)
         selection.text, selection.selected_at = text, count
         return selection.cache

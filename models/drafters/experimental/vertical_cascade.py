@@ -15,7 +15,7 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.draft_cache import DraftCache, PendingTokens, TokenBuffer
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import root_only
@@ -130,7 +130,7 @@ class VerticalCascade(LMDrafter[CascadeState]):
             prob_index=prob_index,
         )
 
-    def read(self, state: CascadeState, root: Tensor) -> KVCache | RaggedCache:
+    def read(self, state: CascadeState, root: Tensor) -> TreeCache:
         """Return the cache of the committed tokens, which end before the ``root`` ([B]), with ``room`` after them."""
         state.cache.prefill(state.text, self.room)
         return state.cache.cache

@@ -18,11 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes, smallest
-from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import CacheShape, TreeCache
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, rotate
 from drafthead.models.kernels.linear import can_prepack
 
-Layer = Callable[[Tensor, Tensor, Tensor | None, KVCache | RaggedCache], Tensor]
+Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
 """(inputs [B, P, I], positions [B, P], mask, cache) -> [B, P, D]; writes one layer's keys and values into the cache."""
 
 
@@ -84,9 +84,7 @@ class HeadAttention(nn.Module):
             key = self.k_norm(key)
         return rotate(key, *self.rotation(x, positions)).transpose(1, 2), value.transpose(1, 2)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
         """Return the projected attention of inputs ``x`` [B, T, I]: [B, T, D].
 
         Args:
@@ -225,9 +223,7 @@ class HeadDecoderLayer(nn.Module):
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache | RaggedCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
         """Map [B, T, D] to [B, T, D]; the arguments are those of ``HeadAttention.forward``."""
         return self.add_mlp(x, self.self_attn(self.input_layernorm(x), positions, mask, cache))
 

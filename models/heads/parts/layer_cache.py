@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import CacheShape, TreeCache
 from drafthead.models.decoding.draft_cache import NodeCache, PendingNodes
 from drafthead.models.decoding.drafter import DraftState
 from drafthead.models.heads.parts.attention_layer import Layer
@@ -25,23 +25,21 @@ class LayerKVCache(NodeCache):
     """Keys and values of a layer for the rows of a batch."""
 
     def __init__(self, layer: Layer, shape: CacheShape) -> None:
-        def run(
-            inputs: Tensor, cache: KVCache | RaggedCache, counts: Tensor | None, nodes: PendingNodes | None
-        ) -> Tensor:
+        def run(inputs: Tensor, cache: TreeCache, counts: Tensor | None, nodes: PendingNodes | None) -> Tensor:
             rows, new = inputs.shape[:2]
             if nodes is None:
                 ancestors = causal_mask(new, inputs.device)[None]
             else:
                 ancestors = nodes.ancestors[:, -new:]
             # A node's position is its depth below the context: the number of its ancestors but itself.
+            cache.begin(new)
             positions = cache.positions(ancestors.sum(-1) - 1).expand(rows, -1)
-            cache.reserve(new)
             out = layer(inputs, positions, cache.mask(ancestors, shape.dtype), cache)
             if nodes is None:
-                cache.commit(counts)
+                cache.commit(None if counts is None else counts.tolist())
             return out
 
-        super().__init__(run, shape, lambda capacity: KVCache.empty(shape, capacity))
+        super().__init__(run, shape, lambda capacity: TreeCache.empty(shape, capacity))
         self.context: PendingInputs | None = None
         """The context that was read last, with its then unread positions."""
         self._last_out: Tensor | None = None
@@ -53,7 +51,7 @@ class LayerKVCache(NodeCache):
             self._last_out = self._read_after(context.lengths, context.unread, context.counts)
             self.context = context
         else:  # nodes of an earlier draft may follow the context in the cache
-            self.cache.crop(context.lengths + context.counts)
+            self.cache.crop((context.lengths + context.counts).tolist())
             self._drop_nodes(len(context.counts))
         return self._last_out
 
@@ -75,21 +73,19 @@ class LayerKVCache(NodeCache):
             inputs = torch.cat([context.unread, torch.zeros_like(block)], 1)
             inputs[rows, offsets] = block
         self._reserve(len(inputs), int(start.max()) + inputs.shape[1])
-        self.cache.crop(start)
+        self.cache.crop(start.tolist())
         self._drop_nodes(len(inputs))
         self.context, self._last_out = context, None
         return self._run(inputs, self.cache, offsets[:, -1] + 1, None)[rows, offsets]
 
     def extend(self, inputs: Tensor, parents: Tensor) -> Tensor:
-        root = torch.zeros(1, 1, dtype=torch.int64, device=inputs.device)
-        pending = self._nodes.ancestors.shape[1]
-        self._reserve(len(inputs), int(self.cache.positions(root).max()) + pending + inputs.shape[1])
+        self._reserve(len(inputs), self.cache.length + self.cache.pending + inputs.shape[1])
         return super().extend(inputs, parents)
 
     def _read_after(self, start: Tensor, inputs: Tensor, counts: Tensor) -> Tensor:
         """Read the first ``counts`` inputs [B, P, I] after ``start`` [B] positions; return the last outputs [B, D]."""
         self._reserve(len(inputs), int(start.max()) + inputs.shape[1])  # padding is written too
-        self.cache.crop(start)
+        self.cache.crop(start.tolist())
         self._drop_nodes(len(inputs))
         return self._read_chain(inputs, start, counts)
 

@@ -96,7 +96,7 @@ GROUPED_SDPA = attention.grouped_sdpa
     [
         ("models.base.windows.Window.sees", one_further, "mistral", r"mistral read whole differs .* [\d.]+%"),
         ("models.kernels.attention.grouped_sdpa", without_sinks, "gpt_oss_full", "gpt_oss read whole differs"),
-        ("models.cache.kv_cache.KVCache.positions", lambda _, depths: depths, "llama", "llama read in parts differs"),
+        ("models.cache.kv_cache.TreeCache.positions", lambda _, depths: depths, "llama", "llama read in parts differs"),
     ],
 )
 def test_a_base_that_computes_something_else_is_refused(

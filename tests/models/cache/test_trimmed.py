@@ -13,7 +13,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import CacheShape, KVCache, RaggedCache
+from drafthead.models.cache.kv_cache import CacheShape, TreeCache
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DynamicTree
 from drafthead.models.decoding.loop import DecodeLoop, DecodingSequence, decode_batch
@@ -56,7 +56,7 @@ def load(shape: str) -> BaseModel:
     return BaseModel.load(BaseConfig(random=True, shape=sizes, tokenizer="builtin:tiny", dtype="float32"))
 
 
-def held_bytes(cache: KVCache | RaggedCache) -> int:
+def held_bytes(cache: TreeCache) -> int:
     return sum(stack.nbytes for stack in cache.stacks)
 
 
@@ -78,9 +78,9 @@ def test_logits_of_trees_are_those_over_a_whole_cache(name: str, base_of: BaseOf
         assert_close(logits, expected)
         path = PATHS[step % len(PATHS)]
         for each in (trimmed, whole):
-            each.commit_path(torch.tensor([path]), torch.tensor([len(path)]))
+            each.commit_path(torch.tensor([path]), [len(path)])
     assert trimmed.length == whole.length
-    assert trimmed.dropped > len(PROMPTS[2]) and held_bytes(trimmed) < 0.6 * held_bytes(whole)
+    assert trimmed.dropped[0] > len(PROMPTS[2]) and held_bytes(trimmed) < 0.6 * held_bytes(whole)
 
 
 @torch.inference_mode()
@@ -88,21 +88,19 @@ def test_logits_of_trees_are_those_over_a_whole_cache(name: str, base_of: BaseOf
 def test_logits_of_rows_are_those_over_a_whole_cache(name: str, base_of: BaseOf) -> None:
     """Rows on both sides of the window that continue at different paces, end, and are read again."""
     base, shape = base_of(name), TREE.shape
-    caches: list[RaggedCache] = [base.new_slots(3, CAPACITY, nodes=len(TREE)), base.new_slots(3, CAPACITY)]
+    caches = [base.new_cache(CAPACITY, nodes, rows=3) for nodes in (len(TREE), None)]
 
     def read(row: int, prompt: list[int]) -> None:
         for each in caches:
-            slot = each.slot(row)
-            base.forward(torch.tensor([prompt]), slot)
-            each.put_back(row, slot)
+            base.forward(torch.tensor([prompt]), each.row(row))
 
     for row, prompt in enumerate(PROMPTS):
         read(row, prompt)
     rows = [0, 1, 2]
     for step in range(30):
         if step == 12:
-            caches[0].clear([1])
-            caches[1].clear([1])
+            for each in caches:
+                each.row(1).crop([0])
         if step == 15:
             read(1, PROMPTS[2][:33])
         if step == 22:
@@ -113,8 +111,8 @@ def test_logits_of_rows_are_those_over_a_whole_cache(name: str, base_of: BaseOf)
         paths = [PATHS[(step * (row + 1)) % len(PATHS)] for row in rows]
         nodes = torch.tensor([path + [0] * (4 - len(path)) for path in paths])
         for each in caches:
-            each.commit_path(nodes, torch.tensor([len(path) for path in paths]))
-    assert int(caches[0].dropped.min()) > 0 and held_bytes(caches[0]) < 0.6 * held_bytes(caches[1])
+            each.commit_path(nodes, [len(path) for path in paths])
+    assert min(caches[0].dropped) > 0 and held_bytes(caches[0]) < 0.6 * held_bytes(caches[1])
 
 
 EXPANSION = DraftConfig(tree=TokenTree.expansion([2, 2]))
@@ -202,10 +200,10 @@ def test_what_was_dropped_cannot_come_back(base_of: BaseOf) -> None:
     with pytest.raises(
         UserError, match=f"cannot go back to 20 positions: layers with a window of {WINDOW} have dropped"
     ):
-        cache.crop(20)
+        cache.crop([20])
     with pytest.raises(UserError, match="hold 20 positions but .* are needed: the cache was made for trees of 4 nodes"):
         base.verify(tokens[:, :30], TokenTree.chain(29).shape, cache)
-    cache.crop(0)
+    cache.crop([0])
     expected = base.forward(tokens, base.new_cache(CAPACITY)).final
     assert_close(base.forward(tokens, cache).final, expected)
 
@@ -228,7 +226,7 @@ def test_bytes_of_2000_tokens(name: str, more: dict[str, Any], whole: int, held:
     """Memory is as small as docs/bases.md says."""
     base, rows = base_of(name, window=64, max_position_embeddings=4096, **more), 4
     assert held_bytes(base.new_cache(2016)) == whole and held_bytes(base.new_cache(2016, nodes=16)) == held
-    assert held_bytes(base.new_slots(rows, 2016, nodes=16)) == rows * held
+    assert held_bytes(base.new_cache(2016, 16, rows)) == rows * held
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -85,7 +85,7 @@ def test_verified_states_equal_reading_token_by_token(tiny_base: TinyBase) -> No
         chain = base.forward(torch.tensor([PROMPT + tokens[0, nodes].tolist()]), base.new_cache(40)).final
         torch.testing.assert_close(hidden[0, node], chain[0, -1], rtol=1e-4, atol=1e-5)
     path = torch.tensor([0, *(tree.paths.index((2, 3, 1)[:d]) for d in (1, 2, 3))])
-    cache.commit_path(path[None], torch.tensor([4]))
+    cache.commit_path(path[None], [4])
     follow = base.forward(torch.tensor([[11]]), cache).final
     chain = base.forward(torch.tensor([PROMPT + tokens[0, path].tolist() + [11]]), base.new_cache(40)).final
     torch.testing.assert_close(follow[0, -1], chain[0, -1], rtol=1e-4, atol=1e-5)
@@ -116,5 +116,5 @@ def test_nothing_after_eos_or_the_limit_is_committed(tiny_base: TinyBase) -> Non
         assert int(output.acceptance.accepted) >= 2, "the cut must be inside what was accepted"
         length = min(room, plain.index(eos) if eos in plain else room)
         assert int(output.counts) == length and output.tokens[0, :length].tolist() == plain[1 : 1 + length]
-        assert int(state.cache.positions(torch.zeros(1, 1, dtype=torch.int64))) == len(PROMPT) + length
+        assert state.cache.length == len(PROMPT) + length
         assert state.last_token.tolist() == [plain[length]]

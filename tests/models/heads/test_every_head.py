@@ -154,7 +154,7 @@ def test_drafting_along_a_text_is_the_training_path(
     expected = [text_logits(head, base, ids) for ids in texts]
     for rows in ([0], [0, 1, 2], [1, 2]):
         starts, context = torch.zeros(len(rows), dtype=torch.int64), Context.of(head, len(rows))
-        cache = base.new_slots(len(rows), 128) if len(rows) > 1 else base.new_cache(128)
+        cache = base.new_cache(128, rows=len(rows))
         chosen = [texts[row] for row in rows], [expected[row] for row in rows]
         for counts in ([40, 1, 3], [1, 4, 2], [3, 1, 5], [1, 1, 1]):
             count = torch.tensor([counts[row] for row in rows])
@@ -162,7 +162,7 @@ def test_drafting_along_a_text_is_the_training_path(
             taken = [text[s : s + c] for text, s, c in zip(chosen[0], starts.tolist(), count.tolist(), strict=True)]
             tokens = torch.tensor([row_texts + [7] * (most - len(row_texts)) for row_texts in taken])
             earlier, before = context, starts
-            context = context.read(tokens, base.forward(tokens, cache, count, head.spec), count)
+            context = context.read(tokens, base.forward(tokens, cache, count.tolist(), head.spec), count)
             starts = starts + count
             for _ in range(2):  # a context can be drafted after twice
                 follow(context, *chosen, starts)

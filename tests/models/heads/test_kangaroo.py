@@ -47,7 +47,7 @@ def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, name: st
     for seed in range(10 if name in SAMPLED else 1):
         shared = []
         for begun in (True, False):
-            cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
+            cache = base.new_cache(64, rows=rows)
             context = Context.of(head, rows, cache)
             context = context.read(prompts, base.forward(prompts, cache, spec=head.spec))
             rng = PerRowRng([seed + n for n in range(rows)], [4] * rows, DRAFT, base.device)
@@ -89,7 +89,7 @@ def test_led_along_a_text_it_drafts_the_same(tiny_base: TinyBase, rows: int) -> 
     base = tiny_base()
     head = adapter(base)
     ids, last = torch.arange(3, 3 + 6 * rows).view(rows, 6), torch.tensor([9, 2])[:rows]
-    cache = base.new_cache(64) if rows == 1 else base.new_slots(rows, 64)
+    cache = base.new_cache(64, rows=rows)
     hidden = base.forward(ids, cache, spec=head.spec)
     led, shared = (Context.of(head, rows, target).read(ids, hidden) for target in (None, cache))
     for draft_config in PLANS.values():

@@ -73,7 +73,7 @@ def test_passes(pair: _Pair, batch: int, tree: TokenTree) -> None:
     ids = torch.randint(1, 250, (batch, 9 + len(tree)), generator=torch.Generator().manual_seed(0))
 
     def logits(base: BaseModel) -> Tensor:
-        cache = base.new_cache(32) if batch == 1 else base.new_slots(batch, 32)
+        cache = base.new_cache(32, rows=batch)
         first = base.forward(ids[:, :9], cache).final
         return base.logits(torch.cat([first, base.verify(ids[:, 9:], tree.shape, cache).final], 1))
 

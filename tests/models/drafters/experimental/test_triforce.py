@@ -9,7 +9,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters.experimental.triforce import BudgetCache, Policy, TriForce
+from drafthead.models.drafters.experimental.triforce import Policy, TriForce
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
@@ -38,8 +38,8 @@ def test_kept_positions_by_hand() -> None:
 def test_positions_are_those_of_the_longer_cache(tiny_base: TinyBase) -> None:
     whole = tiny_base().new_cache(80)
     tiny_base().forward(torch.tensor([PROMPT[:50]]), whole)
-    few = BudgetCache(whole, Policy("recent").places(8, whole.keys[:, 0, :, :50], None), 50, 4)
-    assert few.positions(torch.zeros(1, 1, dtype=torch.int64)).tolist() == [[50]] and few.length == 8
+    few = whole.selected(Policy("recent").places(8, whole.keys[:, 0, :, :50], None), room=4)
+    assert few.positions(torch.zeros(1, 1, dtype=torch.int64)).tolist() == [[50]] and few.keys.shape[3] == 12
 
 
 @pytest.mark.parametrize(

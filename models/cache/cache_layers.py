@@ -1,0 +1,166 @@
+"""The layers of a cache by kind: layers that hold every position, and sliding-window layers that hold the latest ones.
+
+A kind joins the keys or values of equal layers in one stack, so that a commit is one copy per stack. The kind decides
+at which index a position lies. Rows of different lengths write by index tensors, and one row by slices.
+
+Shape legend: B rows, R rows or 1, H key/value heads, C positions held, T new tokens, P path, E head width, L layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+
+
+@dataclass
+class Row:
+    """The progress of one row. A cache and its views of single rows share it."""
+
+    length: int = 0
+    """Committed positions."""
+    dropped: int = 0
+    """Leading positions that sliding layers no longer hold."""
+
+
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return int64 ``values`` on ``device`` without waiting for it."""
+    return torch.tensor(values).to(device, non_blocking=True)
+
+
+class FullLayers:
+    """Layers that hold every position from ``first`` on. A budget's cache has selected positions below ``first``."""
+
+    def __init__(self, stacks: Sequence[Tensor], rows: list[Row], first: int = 0) -> None:
+        """Use the memory ``stacks`` [L, B, H, C, E] for ``rows``, whose position ``first`` is at index 0."""
+        self.stacks, self.rows, self._first = stacks, rows, first
+        self._span = slice(0, 0)
+        self._index = self._rows = torch.empty(0)  # for several rows: [B, T] and [B, 1]
+
+    def first(self, row: Row) -> int:
+        """Return the position of ``row`` at index 0."""
+        return self._first
+
+    @property
+    def ends(self) -> list[int]:
+        """The index of each row's first pending position."""
+        return [row.length - self.first(row) for row in self.rows]
+
+    def begin(self, lengths_B: Tensor, pending: int, new: int, committed: bool) -> None:
+        """Prepare the indices of ``new`` tokens after the ``pending`` ones; ``lengths_B``: see ``TreeCache.begin``."""
+        start = max(self.ends) + pending
+        self._span = slice(start, start + new)
+        if len(self.rows) > 1:
+            offsets = torch.arange(pending, pending + new, device=lengths_B.device)
+            self._index = self._after_first(lengths_B)[:, None] + offsets
+            self._rows = torch.arange(len(self.rows), device=lengths_B.device)[:, None]
+
+    def _after_first(self, positions_B: Tensor) -> Tensor:
+        return positions_B - self._first
+
+    def update(self, keys: Tensor, values: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new states into one layer's ``keys`` and ``values`` and return these up to the longest row's end."""
+        span, end = self._span, self._span.stop
+        if len(self.rows) == 1:
+            keys[:, :, span] = key_BHTE
+            values[:, :, span] = value_BHTE
+        else:
+            keys[self._rows, :, self._index] = key_BHTE.transpose(1, 2)
+            values[self._rows, :, self._index] = value_BHTE.transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def move(self, nodes_BP: Tensor, counts: list[int]) -> None:
+        """Copy the first ``counts`` of the pending ``nodes`` of each row to the first pending positions."""
+        most = max(counts)
+        nodes_BP = nodes_BP[:, :most]
+        if len(self.rows) == 1:
+            (start,) = self.ends
+            for stack in self.stacks:
+                # index_select copies before the write, so overlapping source and destination are safe.
+                stack[:, :, :, start : start + most] = stack.index_select(3, nodes_BP[0] + start)
+            return
+        rows = torch.arange(len(self.rows), device=nodes_BP.device)[:, None]
+        starts = on_device(self.ends, nodes_BP.device)[:, None]
+        target, source = starts + torch.arange(most, device=nodes_BP.device), starts + nodes_BP
+        for stack in self.stacks:
+            # The right side is a copy. What lands past a row's count is never read.
+            stack[:, rows, :, target] = stack[:, rows, :, source]
+
+
+class SlidingLayers(FullLayers):
+    """Sliding-window layers, which drop the positions that no later query sees.
+
+    Positions are dropped at a commit, when a tree of ``room`` nodes no longer fits. Until then they accumulate, because
+    each drop copies one window.
+    """
+
+    def __init__(self, stacks: Sequence[Tensor], rows: list[Row], window: int, room: int) -> None:
+        """Hold what queries see that are up to ``window`` positions away, with up to ``room`` pending nodes."""
+        super().__init__(stacks, rows)
+        self._window, self._room = window, room
+        self._dropped = torch.empty(0)  # [B], for several rows
+
+    @property
+    def held(self) -> int:
+        """Positions that fit into the memory."""
+        return self.stacks[0].shape[3]
+
+    def first(self, row: Row) -> int:
+        return row.dropped
+
+    def begin(self, lengths_B: Tensor, pending: int, new: int, committed: bool) -> None:
+        super().begin(lengths_B, pending, new, committed)
+        # Committed tokens of one row may exceed the memory, because `update` then keeps the latest ones.
+        if self._span.stop > self.held and not (committed and len(self.rows) == 1):
+            raise UserError(
+                f"layers with a window hold {self.held} positions but {self._span.stop} are needed: the cache was made "
+                f"for trees of {self._room} nodes; make it for larger ones"
+            )
+
+    def _after_first(self, positions_B: Tensor) -> Tensor:
+        self._dropped = on_device([row.dropped for row in self.rows], positions_B.device)
+        return positions_B - self._dropped
+
+    def update(self, keys: Tensor, values: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> tuple[Tensor, Tensor]:
+        if self._span.stop <= self.held:
+            return super().update(keys, values, key_BHTE, value_BHTE)
+        start = self._span.start
+        whole = torch.cat([keys[:, :, :start], key_BHTE], 2), torch.cat([values[:, :, :start], value_BHTE], 2)
+        for states, latest in zip((keys, values), whole, strict=True):
+            states.copy_(latest[:, :, -self.held :])
+        return whole
+
+    def columns(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the columns of a mask [R, 1, T, n] and of key positions [R, n] that these layers hold."""
+        if len(self.rows) == 1:
+            dropped = self.rows[0].dropped
+            return None if mask is None else mask[..., dropped:], positions[:, dropped:]
+        assert mask is not None
+        last = positions.shape[1] - 1
+        columns = self._dropped[:, None] + torch.arange(self._span.stop, device=positions.device)  # in the whole text
+        inside = columns.clamp(max=last)
+        held_mask = mask.gather(3, inside[:, None, None].expand(-1, -1, mask.shape[2], -1))
+        return held_mask.masked_fill_((columns > last)[:, None, None], -torch.inf), positions.gather(1, inside)
+
+    def drop(self) -> None:
+        """Drop the positions that no later query sees, in each row in which a tree would no longer fit."""
+        for n, row in enumerate(self.rows):
+            row.dropped += max(0, self._span.stop - self.held)  # of a pass longer than the memory
+            self.check_behind(row, row.length)
+            first = max(row.dropped, row.length - self._window + 1)
+            if row.length - row.dropped + self._room > self.held and first > row.dropped:
+                seen = slice(first - row.dropped, row.length - row.dropped)
+                for stack in self.stacks:
+                    stack[:, n, :, : row.length - first] = stack[:, n, :, seen].clone()
+                row.dropped = first
+        self._span = slice(0, 0)
+
+    def check_behind(self, row: Row, length: int) -> None:
+        """Reject a length whose next query would see dropped positions."""
+        if row.dropped > max(0, length - self._window + 1):
+            raise UserError(
+                f"the cache cannot go back to {length} positions: layers with a window of {self._window} have "
+                f"dropped the first {row.dropped}; start again at 0, or create the cache without `nodes`"
+            )
