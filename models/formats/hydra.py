@@ -47,7 +47,7 @@ class HydraFormat(Format):
         "unit_embeddings": Fixed(False, "it normalises embeddings to unit length, and the format does not"),
     }
     # Files spell the prefix layer's name in several ways; only what follows it is fixed.
-    aliases = {r"^(?!hydra_).*?(?=layers\.0\.|norm\.weight$)": PREFIX}
+    aliases = {r"^(?!hydra_mlp\.|hydra_lm_head\.).*?(?=layers\.0\.|norm\.weight$)": PREFIX}
     left_out = rf"{Format.left_out}|embed_tokens\.weight$"
 
     def unsupported(self, head: HydraHead) -> Unsupported:

@@ -174,6 +174,7 @@ def fresh_copy(layer: nn.Module, config: Any, layer_idx: int, source: int | None
     return stock.float().requires_grad_(True)
 
 
+@torch.no_grad()
 def copy_weights(source: nn.Module, stock: Any) -> None:
     """Copy the weights of ``source``, a stock or fused module, into ``stock``."""
     if isinstance(source, PrepackedLinear):
@@ -189,10 +190,10 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
             copy_weights(source.k_norm, stock.k_norm)
     elif isinstance(source, FusedRMSNorm):
         weight = source._weight / source._weight.shape[0] ** 0.5
-        _copy(stock.weight, weight - 1 if is_gemma_norm(stock) else weight)
+        stock.weight.copy_(weight - 1 if is_gemma_norm(stock) else weight)
     else:
         for name, parameter in source.named_parameters(recurse=False):
-            _copy(getattr(stock, name), parameter)
+            getattr(stock, name).copy_(parameter)
         for name, child in source.named_children():
             copy_weights(child, getattr(stock, name))
 
@@ -204,12 +205,7 @@ def _fill(linears: list[Any], packed: nn.Module) -> None:
     rows, start = packed.dense(), 0
     for linear in linears:
         outputs = slice(start, start + linear.out_features)
-        _copy(linear.weight, rows[outputs])
+        linear.weight.copy_(rows[outputs])
         if linear.bias is not None:
-            _copy(linear.bias, bias[outputs])
+            linear.bias.copy_(bias[outputs])
         start = outputs.stop
-
-
-def _copy(target: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        target.copy_(value)

@@ -6,10 +6,10 @@ weights in its blocked layout reaches the bound. The product in ``compiled.py`` 
 ``choice.py`` measures at load which is fastest for how many rows.
 """
 
-import ctypes
 from collections.abc import Callable
 from copy import copy
 from enum import StrEnum
+from functools import partial
 from itertools import groupby
 from typing import Any, Self
 
@@ -186,31 +186,16 @@ def _onednn(operator: str) -> Any:
     return private_apis.look_up(f"torch.ops.mkldnn.{operator}")
 
 
-class Int8Linear(nn.Module):
-    """An inference-only CPU linear layer with 8-bit weights, for drafting only: errors are about one percent.
+class DtypeLinear(nn.Module):
+    """An inference-only linear layer whose product takes and returns one dtype."""
 
-    Each output has a scale. Inputs are not rounded, so the result of a row does not depend on its batch.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, library: ctypes.CDLL) -> None:
+    def __init__(self, product: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         super().__init__()
-        self._product = CompiledWeight(weight, bias, library, torch.int8)
+        self.product, self._dtype = product, dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``: [..., in] -> [..., out], in the dtype of ``x``."""
-        return self._product(x.float()).to(x.dtype)
-
-
-class PlainLinear(nn.Module):
-    """An inference-only ``F.linear``, computed in the dtype of its weight."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self._weight, self._bias = weight, bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``: [..., in] -> [..., out], in the dtype of ``x``."""
-        return F.linear(x.to(self._weight.dtype), self._weight, self._bias).to(x.dtype)
+        """Return the product: [..., in] -> [..., out], in the dtype of ``x``."""
+        return self.product(x.to(self._dtype)).to(x.dtype)
 
 
 def inference_linear(
@@ -218,16 +203,19 @@ def inference_linear(
 ) -> nn.Module:
     """Return a layer with this weight ([out, in]) and no gradient, packed for few rows if possible.
 
-    ``dtype`` is what it computes in: by default the weight's own, also if int8 is asked for but was not compiled.
-    ``table`` chooses the kernel by the number of rows.
+    ``dtype`` is what it computes in: by default the weight's own, also if int8 is asked for but was not compiled. With
+    int8, each output has a scale, and errors are about one percent; inputs are not rounded, so the result of a row does
+    not depend on its batch. ``table`` chooses the kernel by the number of rows.
     """
     if dtype == torch.int8:
-        library = skinny_library() if can_prepack(weight) else None
-        return inference_linear(weight, bias) if library is None else Int8Linear(weight, bias, library)
+        if can_prepack(weight) and (library := skinny_library()):
+            return DtypeLinear(CompiledWeight(weight, bias, library, dtype), torch.float32)
+        dtype = None
     dtype = dtype or weight.dtype
     if can_prepack(weight) and (dtype == torch.float32 or packs_bfloat16()):
         return PrepackedLinear(weight, bias, dtype, table)
-    return PlainLinear(weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+    bias = None if bias is None else bias.detach().to(dtype)
+    return DtypeLinear(partial(F.linear, weight=weight.detach().to(dtype), bias=bias), dtype)
 
 
 def packs_bfloat16() -> bool:

@@ -20,7 +20,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.multi_position import RecurrentHead
 from drafthead.models.heads.parts.targets import DraftTargets
-from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable, PlainLinear, inference_linear
+from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable, inference_linear
 from drafthead.models.token_tree import TokenTree
 from support import (
     Context,
@@ -295,7 +295,7 @@ def test_bfloat16_layer_rounds_its_product(rows: int, packed: bool) -> None:
     """The packed layer, if the CPU has one, and the layer without packing."""
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in [(24, 16), (24,), (1, rows, 16)])
-    plain = PlainLinear(weight.bfloat16(), bias.bfloat16())
+    plain = inference_linear(weight.bfloat16(), bias.bfloat16())
     layer = inference_linear(weight, bias, torch.bfloat16) if packed else plain
     exact = x.bfloat16().float() @ weight.bfloat16().float().t() + bias.bfloat16().float()
     assert layer(x).dtype == torch.float32

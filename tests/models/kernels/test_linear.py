@@ -20,11 +20,11 @@ from drafthead.models.kernels.choice import choose_kernels
 from drafthead.models.kernels.compiled import skinny_library
 from drafthead.models.kernels.linear import (
     MEASURED_ROWS,
-    Int8Linear,
     Kernel,
     KernelTable,
     PrepackedLinear,
     can_prepack,
+    inference_linear,
     prepack_linears,
 )
 from support import TinyBase, random_ids, row_of
@@ -65,13 +65,13 @@ def test_only_plain_float32_layers_are_prepacked() -> None:
 @pytest.mark.parametrize("rows", [1, 4, 40])
 def test_weights_in_8_bits_round_no_input(rows: int) -> None:
     """The first token's states are a hundred times larger than the others, which must not be rounded away."""
-    if (library := skinny_library()) is None:
+    if skinny_library() is None:
         pytest.skip("no C++ compiler here")
     torch.manual_seed(0)
     weight, bias, x = torch.randn(70, 96), torch.randn(70), torch.randn(rows, 96)
     weight[3] = 0.0
     x[0] *= 100
-    layer = Int8Linear(weight, bias, library)
+    layer = inference_linear(weight, bias, torch.int8)
     product, expected = layer(x), F.linear(x, weight, bias)
     assert float(((product - expected).norm(dim=1) / expected.norm(dim=1)).max()) < 0.015
     assert torch.equal(product[-1:], layer(x[-1:])), "a row's result depends on the rows beside it"

@@ -13,7 +13,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
 from drafthead.models.kernels import private_apis
 from drafthead.models.kernels.fused import FusedMLP
-from drafthead.models.kernels.linear import PlainLinear, can_prepack, inference_linear, packs_bfloat16
+from drafthead.models.kernels.linear import DtypeLinear, can_prepack, inference_linear, packs_bfloat16
 from drafthead.models.kernels.private_apis import PRIVATE_NAMES, look_up
 from support import TinyBase
 
@@ -51,7 +51,7 @@ def test_without_private_operators_stock_layers_give_the_same_tokens(
     tokens = decode(tiny_base(), None, PROMPT, max_new_tokens=16).tokens
     monkeypatch.setattr(private_apis, "look_up", lambda name: None)
     assert not can_prepack(torch.ones(4, 4)) and not packs_bfloat16()
-    assert isinstance(inference_linear(torch.ones(4, 4)), PlainLinear)
+    assert isinstance(inference_linear(torch.ones(4, 4)), DtypeLinear)
     base = BaseModel.load(tiny_base().config)
     assert base.prepacked == 0
     assert decode(base, None, PROMPT, max_new_tokens=16).tokens == tokens
