@@ -40,7 +40,7 @@ def test_a_head_loads_its_base(saved: Path) -> None:
 
 
 def test_another_base_is_refused(saved: Path, tiny_base: TinyBase) -> None:
-    with pytest.raises(UserError, match=r"was trained for random-llama \(fingerprint"):
+    with pytest.raises(UserError, match="trained for random-llama"):
         drafthead.load_head(saved, tiny_base(seed=1))
 
 

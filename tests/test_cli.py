@@ -139,7 +139,7 @@ def test_bad_settings_are_one_line(
 def test_a_prompt_that_is_no_text_is_one_line(prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of another encoding, on standard input or as an argument."""
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8"))
-    with pytest.raises(SystemExit, match="^error: the prompt is no UTF-8 text; convert it"):
+    with pytest.raises(SystemExit, match="^error: .*prompt is no.* UTF-8"):
         call("generate", "head=x", prompt)
 
 

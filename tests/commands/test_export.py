@@ -64,7 +64,7 @@ def test_there_and_back(
     shown = capsys.readouterr().out
     assert "no current engine" in shown and "TGI: in maintenance" in shown and f"{accepted['head']:.3f}" in shown
 
-    with pytest.raises(SystemExit, match="exists; remove it or choose another folder"):
+    with pytest.raises(SystemExit, match="medusa exists"):
         call("export", f"head={saved}", "to=medusa", f"out={out}", *check)
 
     base, head = load_base_and_head(saved)
@@ -115,7 +115,7 @@ def test_a_broken_export_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch
         return replace(checkpoint, tensors=checkpoint.tensors | turned)
 
     monkeypatch.setattr(MedusaFormat, "read", swapped)
-    with pytest.raises(SystemExit, match="failed its check and was removed: its logits differ.*accepted length is"):
+    with pytest.raises(SystemExit, match="logits differ.*accepted length"):
         call("export", f"head={saved}", "to=medusa", f"out={tmp_path / 'o'}", "limit=3", "max_new_tokens=24")
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
@@ -127,7 +127,7 @@ def test_training_counts(saved: Path, tmp_path: Path) -> None:
     assert training_estimate(saved) == 1.0
     assert training_estimate("user/repo") is None
     arguments = [f"head={saved}", "to=medusa", f"out={tmp_path / 'o'}", "limit=3", "max_new_tokens=24"]
-    with pytest.raises(SystemExit, match="first draft position is right at .* in training 100% of held-out ones"):
+    with pytest.raises(SystemExit, match="first draft position .* training 100%"):
         call("export", *arguments, "estimate_tolerance=0.01")
     call("export", *arguments, "estimate_tolerance=1")
 
@@ -152,7 +152,7 @@ def test_another_type_is_refused_before_its_base_is_loaded(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(BaseModel, "load")
-    with pytest.raises(SystemExit, match="eagle3 holds heads of the type eagle3, this is one of the type medusa"):
+    with pytest.raises(SystemExit, match="type eagle3, .* type medusa"):
         call("export", f"head={saved}", "to=eagle3", f"out={tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
 
@@ -180,7 +180,7 @@ def test_an_import_says_what_is_wrong_with_its_source(saved: Path, tiny_base: Ti
             call("import", *arguments, "base=/nowhere", f"out={tmp_path / 'o'}")
         assert "\n" not in str(stop.value)
     for out in ("/proc/nope/x", str(tmp_path / "file" / "x")):
-        with pytest.raises(SystemExit, match="^error: .* cannot be written .*choose another folder") as stop:
+        with pytest.raises(SystemExit, match="^error: .* cannot be written") as stop:
             call("import", f"from={tmp_path / 'published'}", "base=/nowhere", f"out={out}")
         assert "\n" not in str(stop.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "list", "published", "run"]
@@ -191,6 +191,6 @@ def test_an_import_without_sizes_that_fit_is_refused(saved: Path, tiny_base: Tin
     MedusaFormat().export(fitted(base), tmp_path / "published")
     shape = {**base.config.shape, "vocab_size": 280}
     keys = [f"base.shape={json.dumps(shape).replace(chr(34), '')}", "base.random=true", "base.tokenizer=builtin:tiny"]
-    with pytest.raises(SystemExit, match=r"1.weight is \(300, 32\), not \(280, 32\)"):
+    with pytest.raises(SystemExit, match=r"1.weight is \(300, 32\)"):
         call("import", f"from={tmp_path / 'published'}", *keys, f"out={tmp_path / 'o'}")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["published", "run"]

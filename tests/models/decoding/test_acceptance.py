@@ -226,6 +226,6 @@ def test_block_refuses_what_branches() -> None:
     rule = AcceptanceRule(name="block")
     rule.check(DraftConfig(tree=TokenTree.chain(3)))
     for tree in (TokenTree.expansion([2, 1]), DynamicTree(nodes=4, width=1)):
-        with pytest.raises(UserError, match="block verification judges a chain as a whole"):
+        with pytest.raises(UserError, match="block verification.* chain"):
             rule.check(DraftConfig(tree=tree))
         AcceptanceRule().check(DraftConfig(tree=tree))

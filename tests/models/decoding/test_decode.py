@@ -95,11 +95,11 @@ def test_bad_prompts(tiny_base: TinyBase) -> None:
     base = tiny_base()
     with pytest.raises(UserError, match="the prompt is empty"):
         decode(base, None, [], max_new_tokens=4)
-    with pytest.raises(UserError, match="context of 512; shorten the prompt"):
+    with pytest.raises(UserError, match="context of 512"):
         decode(base, None, [1] * 510, max_new_tokens=4)
-    with pytest.raises(UserError, match="token id 300 at position 0, but the base's ids go from 0 to 299"):
+    with pytest.raises(UserError, match="token id 300 at position 0"):
         decode(base, None, [300], max_new_tokens=4)
-    with pytest.raises(UserError, match="max_new_tokens must be at least 1"):
+    with pytest.raises(UserError, match="max_new_tokens"):
         decode(base, None, [3], max_new_tokens=0)
 
 

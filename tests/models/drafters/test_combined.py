@@ -144,9 +144,9 @@ def test_a_head_of_another_base_is_refused(tiny_base: TinyBase) -> None:
 def test_refusals(tiny_base: TinyBase) -> None:
     merged = CombinedDrafter([PromptLookup(3), PromptLookup(2)])
     assert merged.tree == union([TokenTree.chain(3), TokenTree.chain(2)]) and len(merged.tree) == 6
-    with pytest.raises(UserError, match="room for 4 nodes, but the combined drafters' trees have 6"):
+    with pytest.raises(UserError, match="4 nodes, .* have 6"):
         decode(tiny_base(), merged, [1, 2], max_new_tokens=8, draft_config=DraftConfig(tree=TokenTree.chain(3)))
-    with pytest.raises(UserError, match="at least two drafters, got 1"):
+    with pytest.raises(UserError, match="two drafters, got 1"):
         CombinedDrafter([PromptLookup()])
-    with pytest.raises(UserError, match="a combined tree needs at least 2 nodes"):
+    with pytest.raises(UserError, match="at least 2 nodes"):
         CombinedDrafter([PromptLookup(), PromptLookup()], nodes=1)

@@ -36,7 +36,7 @@ def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
     return set(drafted_paths(proposal, row).values()) - {()}
 
 
-def by_loop(text: list[int], num_tokens: int, max_ngram: int | None, per_match: int | None = None) -> tuple[int, ...]:
+def by_loop(text: list[int], num_tokens: int, max_ngram: int | None, per_match: int | None) -> tuple[int, ...]:
     """The longest n-gram first, its last occurrence first; with ``per_match`` so many drafts for each of its tokens."""
     for size in range(min(max_ngram or len(text), len(text) - 1), 0, -1):
         starts = [s for s in range(len(text) - size) if text[s : s + size] == text[-size:]]
@@ -56,15 +56,6 @@ def test_several_matches_share_their_prefix_within_the_planned_nodes() -> None:
     assert draft(PromptLookup(), [[1, 2, 3]]).tokens.tolist() == [[3]]
 
 
-@settings(max_examples=40, deadline=None)
-@given(texts=TEXTS, max_ngram=st.none() | st.integers(1, 4), per_match=st.integers(1, 3))
-def test_a_longer_match_drafts_more(texts: list[list[int]], max_ngram: int | None, per_match: int) -> None:
-    proposal = draft(PromptLookup(4, max_ngram, per_match=per_match), texts)
-    for row, text in enumerate(texts):
-        chain = by_loop(text, 4, max_ngram, per_match)
-        assert paths(proposal, row) == {chain[: n + 1] for n in range(len(chain))}
-
-
 def test_its_bound_is_named_after_its_tokens(tiny_base: TinyBase) -> None:
     lookups = [build_drafter(parse_drafter(spec), tiny_base())[0] for spec in ("prompt_lookup:8:2", "prompt_lookup:8")]
     limits = [(x.depth, x.max_ngram, x.per_match) for x in lookups if isinstance(x, PromptLookup)]
@@ -76,13 +67,19 @@ def test_refuses_numbers_below_one() -> None:
         PromptLookup(matches=0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(texts=TEXTS, answers=TEXTS, max_ngram=st.none() | st.integers(1, 4), memory=st.integers(0, 30))
+@settings(max_examples=100, deadline=None)
+@given(
+    texts=TEXTS,
+    answers=TEXTS,
+    max_ngram=st.none() | st.integers(1, 4),
+    memory=st.just(0) | st.integers(0, 30),
+    per_match=st.none() | st.integers(1, 3),
+)
 def test_equals_a_loop_over_the_latest_answers_and_the_text(
-    texts: list[list[int]], answers: list[list[int]], max_ngram: int | None, memory: int
+    texts: list[list[int]], answers: list[list[int]], max_ngram: int | None, memory: int, per_match: int | None
 ) -> None:
     """The latest answers act as if they came before the context, each after a unique token."""
-    drafter = PromptLookup(4, max_ngram, memory=memory)
+    drafter = PromptLookup(4, max_ngram, memory=memory, per_match=per_match)
     for answer in answers:
         drafter.remember(answer)
     remembered: list[list[int]] = []
@@ -94,10 +91,9 @@ def test_equals_a_loop_over_the_latest_answers_and_the_text(
     before = [token for number, answer in enumerate(remembered) for token in (*answer, 10 + number)]
     proposal = draft(drafter, texts)
     for row, text in enumerate(texts):
-        chain = by_loop([*before, *text], 4, max_ngram)
+        chain = by_loop([*before, *text], 4, max_ngram, per_match)
         chain = tuple(chain[: next((n for n, token in enumerate(chain) if token >= 10), len(chain))])
-        longer = {chain[: n + 1] for n in range(len(chain))}
-        assert paths(proposal, row) == longer
+        assert paths(proposal, row) == {chain[: n + 1] for n in range(len(chain))}
 
 
 def test_bigrams_draft_where_nothing_matches() -> None:

@@ -99,9 +99,9 @@ def test_by_name(tiny_base: TinyBase) -> None:
     drafter, _ = build_drafter(parse_drafter("nested:budget:32:sinks:4@5+prompt_lookup@3"), base)
     assert isinstance(drafter, TriForce) and drafter.policy == Policy("sinks", 4) and drafter.depth == 5
     assert isinstance(drafter.drafter, PromptLookup)
-    with pytest.raises(UserError, match="drafts for one prompt at a time, got 2"):
+    with pytest.raises(UserError, match="one prompt .*got 2"):
         decode_batch(base, drafter, [[1, 2], [3]], max_new_tokens=4)
-    with pytest.raises(UserError, match="too small for retrieval:8; give at least twice its size"):
+    with pytest.raises(UserError, match="too small for retrieval:8"):
         TriForce(base, 15)
     with pytest.raises(UserError, match="unknown policy 'newest'"):
         parse_drafter("budget:64:newest")
