@@ -40,7 +40,6 @@ from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import check_ids
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig
-from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.token_tree import TokenTree
 
 Progress = Callable[[str, int, int], None]
@@ -256,26 +255,36 @@ def _equalities(
     ``engines`` have their own limit of a tie. A sampled answer can be compared only for our loop, because transformers
     draws other random numbers.
     """
-    greedy = config.sampler.greedy
+    recompute = partial(recompute_tokens, base, drafter, decode_config)
+    equalities = {}
+    for name in method_names(timed.results):
+        if config.sampler.greedy or not name.startswith(TRANSFORMERS):
+            tie = config.engine.tie if name in engines else None
+            # The tree of a baseline's step is unknown.
+            again = recompute if name == "speculative" and config.sampler.greedy else None
+            equalities[name] = _compared(base, timed, "autoregressive", name, config, tie, again)
+    return equalities
 
-    def compare(name: str, number: int, result: DecodeResult) -> Equality:
-        ids, expected = timed.ids[number], timed.results["autoregressive"][number].tokens
-        margin = partial(logit_margin, base, ids, expected, result.tokens)
-        if not greedy:
+
+def _compared(
+    base: BaseModel,
+    timed: TimedResults,
+    expected: str,
+    method: str,
+    config: EvalConfig,
+    tie: float | None,
+    recompute: Callable[..., tuple[int | None, int | None]] | None = None,
+) -> list[Equality]:
+    """Compare the answers of two methods, turn by turn."""
+    equalities = []
+    for ids, before, after in zip(timed.ids, timed.results[expected], timed.results[method], strict=True):
+        margin = partial(logit_margin, base, ids, before.tokens, after.tokens)
+        if not config.sampler.greedy:
             seed = prompt_seed(config, ids)
-            margin = partial(draw_margin, base, config.sampler, seed, ids, expected, result.tokens)
-        # The tree of a baseline's step is unknown.
-        recompute = None
-        if name == "speculative" and greedy:
-            recompute = partial(recompute_tokens, base, drafter, decode_config, ids, result)
-        tie = config.engine.tie if name in engines else None
-        return compare_outputs(expected, result.tokens, margin, recompute, base.rounds_to, tie)
-
-    return {
-        name: [compare(name, number, result) for number, result in enumerate(timed.results[name])]
-        for name in method_names(timed.results)
-        if greedy or not name.startswith(TRANSFORMERS)
-    }
+            margin = partial(draw_margin, base, config.sampler, seed, ids, before.tokens, after.tokens)
+        again = recompute and partial(recompute, ids, after)
+        equalities.append(compare_outputs(before.tokens, after.tokens, margin, again, base.rounds_to, tie))
+    return equalities
 
 
 def served_as_trained(
@@ -286,19 +295,9 @@ def served_as_trained(
     config: EvalConfig,
 ) -> dict[str, Any]:
     """Return "engines" of ``eval.json``: each engine's comparison with our chain, and its failures."""
-
-    def against_plain(engine: str) -> list[Equality]:
-        pairs = zip(timed.ids, timed.results[engine + PLAIN], timed.results[engine], strict=True)
-        return [
-            compare_outputs(
-                plain.tokens,
-                speculative.tokens,
-                partial(logit_margin, base, ids, plain.tokens, speculative.tokens),
-                dtype=base.rounds_to,
-                tie=config.engine.tie,
-            )
-            for ids, plain, speculative in pairs
-        ]
-
-    plain = {engine: against_plain(engine) for engine in served.facts if engine + PLAIN in timed.results}
+    plain = {
+        engine: _compared(base, timed, engine + PLAIN, engine, config, config.engine.tie)
+        for engine in served.facts
+        if engine + PLAIN in timed.results
+    }
     return compare_engines(served, timed.results, equalities, plain, config.engine.tolerance)

@@ -1,9 +1,9 @@
 """``drafthead replay head=DIR``: simulated acceptance of any draft length and tree, from the base's own answers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -96,18 +96,6 @@ class ReplayConfig(SuiteConfig):
             parse_drafter(spec)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    name: str
-    nodes: int
-    depth: int
-    simulated: SimulatedAcceptance
-    speedup: float | None
-    """Predicted speedup; None if the cost of drafting is unknown."""
-
-
 @command("replay", ReplayConfig, USAGE)
 def main(config: ReplayConfig) -> None:
     """Print the table."""
@@ -139,18 +127,27 @@ def main(config: ReplayConfig) -> None:
                 base, drafter, texts, draft_config, config.sampler, seed=config.seed, in_order=True
             )
             nodes = drafter.nodes if isinstance(drafter, CombinedDrafter) and drafter.nodes else draft_config.nodes
-            rows.append(Row(spec, nodes, draft_config.depth, simulated, None))
-    display.console.print(table(rows, config).console())
+            rows.append(row_of(spec, nodes, simulated))
+    title = f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}"
+    display.console.print(ResultTable.of(title, rows).console())
     if config.plot:
-        bars = [(f"{row.name}, {row.nodes} nodes", row.simulated) for row in rows]
-        named = [(name, each.mean_accepted_length, *(each.interval or (None, None))) for name, each in bars]
-        save_png(interval_bars(named, "mean accepted length, simulated"), Path(config.plot))
+        bars = [
+            (f"{row['draft']}, {row['nodes']} nodes", row["mean accepted length"], *(row["95 %"] or (None, None)))
+            for row in rows
+        ]
+        save_png(interval_bars(bars, "mean accepted length, simulated"), Path(config.plot))
         display.line(f"figure: {config.plot}")
+
+
+def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float | None = None) -> dict[str, Any]:
+    """Return a row of the table. ``speedup`` is None if the cost of drafting is unknown."""
+    numbers = {"mean accepted length": simulated.mean_accepted_length, "95 %": simulated.interval}
+    return {"draft": name, "nodes": nodes} | numbers | {"predicted speedup": speedup}
 
 
 def head_rows(
     base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """Return rows for chains, trees and the head's own tree, from one pass over the answers."""
     probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
@@ -164,21 +161,21 @@ def head_rows(
     with display.stage("step costs on this machine"):
         costs = measure_costs(base, head)
     sizes = [] if config.rule == "block" else config.nodes
-    simulated = rows(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
+    table = rows(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
     top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"
     if head.confidence_threshold and top_k:
         with display.stage("the head's own tree, drafted at every position for its threshold"):
-            simulated.append(own_row(base, head, texts, config.sampler, config.seed))
-    return simulated
+            table.append(own_row(base, head, texts, config.sampler, config.seed))
+    return table
 
 
-def own_row(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0) -> Row:
+def own_row(
+    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0
+) -> dict[str, Any]:
     """Return the head's own tree with its threshold, which the other rows ignore because they simulate whole trees."""
-    draft_config = default_draft_config(head)
-    simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
-    return Row(
-        f"own, threshold {draft_config.confidence_threshold:g}", draft_config.nodes, draft_config.depth, simulated, None
-    )
+    own = default_draft_config(head)
+    simulated = simulate_texts(base, head, texts, own, sampler, seed=seed)
+    return row_of(f"own, threshold {own.confidence_threshold:g}", own.nodes, simulated)
 
 
 def rows(
@@ -188,34 +185,18 @@ def rows(
     sizes: Sequence[int],
     draft_sampling: DraftSampling,
     seed: int = 0,
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """Return chains of these lengths, and the best trees of these sizes, each measured on answers it was not searched
     on.
     """
     depth = answers[0].shape[1]
-    simulated_rows = []
-    for length in lengths:
-        simulated = simulate_acceptance(answers, TokenTree.chain(length), seed)
-        speedup = costs.speedup(simulated.mean_accepted_length, length + 1, length)
-        simulated_rows.append(Row(f"chain of {length}", length + 1, length, simulated, speedup))
+    chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}
     # Sampled candidates are tried in order, which only Sequoia's program respects.
     method = "greedy" if draft_sampling is DraftSampling.TOP_K else "sequoia"
-    for size, simulated in zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True):
-        speedup = costs.speedup(simulated.mean_accepted_length, size, depth)
-        simulated_rows.append(Row(f"best tree of {size}", size, depth, simulated, speedup))
-    return simulated_rows
-
-
-def table(rows: Sequence[Row], config: ReplayConfig) -> ResultTable:
-    """Return the rows as a table for the console."""
-    shown = [
-        {
-            "draft": row.name,
-            "nodes": row.nodes,
-            "mean accepted length": row.simulated.mean_accepted_length,
-            "95 %": row.simulated.interval,
-            "predicted speedup": row.speedup,
-        }
-        for row in rows
+    trees = dict(zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True))
+    drafts = [(f"chain of {length}", length + 1, length, simulated) for length, simulated in chains.items()]
+    drafts += [(f"best tree of {size}", size, depth, simulated) for size, simulated in trees.items()]
+    return [
+        row_of(name, nodes, simulated, costs.speedup(simulated.mean_accepted_length, nodes, deepest))
+        for name, nodes, deepest, simulated in drafts
     ]
-    return ResultTable.of(f"simulated acceptance, draft_sampling {config.draft_sampling}, rule {config.rule}", shown)

@@ -165,9 +165,10 @@ def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer])
 def measure_speeds(
     base: BaseModel, heads: dict[str, DraftHead], rows: list[dict[str, Any]], texts: Sequence[FinishedAnswer], new: int
 ) -> TimedResults:
-    """Decode all answers again in one interleaved run; add to every row the speed of its best chain and the baseline's.
+    """Answer the prompts of ``texts`` autoregressively and with every head's best chain, in one interleaved run.
 
-    ``new`` is the most tokens of an answer.
+    Adds measured speeds ("measured", and the baseline's "autoregressive", in tokens per second) and the mean accepted
+    length ("tokens_decoded") to each head's row in ``rows``. Answers have up to ``new`` tokens.
     """
     prompts = [EvalPrompt("study", n, [], input_ids=tuple(text.ids[: text.boundary])) for n, text in enumerate(texts)]
     decoders: dict[str, Decoder] = {"autoregressive": partial(decode, base, None, max_new_tokens=new)}

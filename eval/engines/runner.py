@@ -38,7 +38,10 @@ def follow_parent() -> None:
 
 
 def require(package: str) -> str:
-    """Report and return the version of an installed package."""
+    """Return the version of the engine's ``package`` or its CPU build, after reporting it to the parent.
+
+    Without either, report that the package is absent and exit.
+    """
     for name in (package, f"{package}-cpu"):
         try:
             installed = version(name)

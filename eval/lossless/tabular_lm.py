@@ -40,7 +40,10 @@ class TabularLM:
         return cls(spread * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
 
     def near(self, seed: int, spread: float) -> "TabularLM":
-        """Return a table that differs by noise of standard deviation ``spread``, like a drafter that has learned."""
+        """Return this table plus normal noise of standard deviation ``spread``: a drafter that approximates a target.
+
+        ``seed`` determines the noise.
+        """
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.logits.shape, dtype=torch.float64, generator=generator)
         return TabularLM(self.logits + spread * noise)

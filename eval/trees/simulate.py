@@ -61,9 +61,9 @@ def candidate_accept_probs(
     ``P' = norm(max(P - q, 0))``. The node commits x with total mass P(x). Given x, the candidate therefore accepts with
     probability ``min(1, q(x) / P(x))``, and the next one with the same formula for P'.
 
-    Without replacement the next q depends on the rejected token, which is drawn here from its distribution ``norm(max(q
-    - P, 0))``. The estimate is unbiased, and so are products over independently drawn positions. ``target`` and
-    ``draft`` are probabilities [n, V], warped, after the committed path.
+    Without replacement the next q depends on the rejected token. This function draws that token from its distribution
+    ``norm(max(q - P, 0))``. Averaged over these draws the result is exact, and so are products over positions with
+    independent draws. ``target`` and ``draft`` are probabilities [n, V], warped, after the committed path.
     """
     p, q = target.double(), draft.double()
     # P(all candidates so far were rejected | the token is committed).
