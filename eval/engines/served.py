@@ -105,7 +105,7 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                     served.marks[served.chain] = repr(served.head.identity())
             yield served
         except EngineError as error:
-            hint = "; what is answered is hint, and the same command resumes there" if served.methods else ""
+            hint = "; finished answers are kept, and the same command resumes there" if served.methods else ""
             raise UserError(f"{error}{hint}") from None
 
 

@@ -338,8 +338,8 @@ def _merge_bins(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _mean_length(rows: Sequence[dict[str, Any]]) -> float:
-    total = sum(row["steps"] * row["mean_accepted_length"] for row in rows)
-    return float(total / sum(row["steps"] for row in rows))
+    lengths, steps = zip(*((row["mean_accepted_length"], row["steps"]) for row in rows), strict=True)
+    return float(np.average(lengths, weights=steps))
 
 
 def _curve(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

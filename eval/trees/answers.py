@@ -89,28 +89,22 @@ def base_answers(
     """
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, split=split)
-    answers_of: dict[int, list[FinishedAnswer]] = {p.number: [] for p in prompts}
-    for turn in range(1 + max(len(p.later_turns) for p in prompts)):
+    answers_of: dict[int, list[FinishedAnswer]] = {prompt.number: [] for prompt in prompts}
+    for turn in range(max(prompt.turns for prompt in prompts)):
         asked = []
-        for p in prompts:
-            if len(p.later_turns) < turn or len(answers_of[p.number]) < turn:
-                continue
-            before = [text.ids[text.boundary :] for text in answers_of[p.number]]
-            ids = conversation_ids(base.tokenizer, p, before, base.config.chat_template_kwargs)
-            if len(ids) <= base.max_context - max_new_tokens:
-                asked.append((p.number, ids))
+        for prompt in prompts:
+            before = [text.ids[text.boundary :] for text in answers_of[prompt.number]]
+            if len(before) == turn < prompt.turns:
+                ids = conversation_ids(base.tokenizer, prompt, before, base.config.chat_template_kwargs)
+                if len(ids) <= base.max_context - max_new_tokens:
+                    asked.append((prompt.number, ids))
         if not asked:
             break
-        for a in generate_answers(
-            base,
-            asked,
-            sampler,
-            batch_size=BATCH_SIZE,
-            max_prompt_tokens=max(len(ids) for _, ids in asked),
-            keep_hidden_states=keep_hidden_states,
-        ):
-            final = None if a.hidden_states is None else torch.from_numpy(a.hidden_states)
-            answers_of[a.prompt_number].append(FinishedAnswer(a.input_ids.tolist(), a.boundary, final))
+        limits = {"batch_size": BATCH_SIZE, "max_prompt_tokens": max(len(ids) for _, ids in asked)}
+        for answer in generate_answers(base, asked, sampler, **limits, keep_hidden_states=keep_hidden_states):
+            final = None if answer.hidden_states is None else torch.from_numpy(answer.hidden_states)
+            finished = FinishedAnswer(answer.input_ids.tolist(), answer.boundary, final)
+            answers_of[answer.prompt_number].append(finished)
     texts = [text for _, answers in sorted(answers_of.items()) for text in answers]
     if not texts:
         raise UserError(
@@ -215,42 +209,40 @@ def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sa
     return torch.cat([sampler.probs(row[None], torch.tensor([ids], device=row.device)) for row, ids in rows])
 
 
-class LikelihoodCheck:
-    """Test whether answers can be samples of the target, by their surprisal and the entropy that it should average."""
+def surprisal_sums(
+    base: BaseModel, texts: Sequence[FinishedAnswer], base_hidden: list[HiddenStates], sampler: Sampler
+) -> Tensor:
+    """Return [4] float64 sums over the answers' tokens, for :func:`check_likelihood`.
 
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler = sampler
-        self.tokens = self.impossible = 0
-        self.excess = self.variance = 0.0
+    They are: tokens, tokens that the target cannot draw, surprisal above the target's entropy, and its variance.
+    """
+    size, sums = max(1, MAX_VALUES // base.vocab_size), torch.zeros(4, dtype=torch.float64)
+    for text, states in zip(texts, base_hidden, strict=True):
+        for start in range(text.boundary, len(text.ids), size):
+            span = range(start, min(start + size, len(text.ids)))
+            hidden = states.final[0, span.start - 1 : span.stop - 1]
+            probs = _target_probs(base, hidden, [text.ids[:at] for at in span], sampler).double()
+            tokens = torch.tensor([[text.ids[at]] for at in span], device=base.device)
+            surprisal = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+            possible = probs.gather(1, tokens)[:, 0] > 0
+            mean = (probs * surprisal).sum(-1)
+            variance = (probs * (surprisal - mean[:, None]) ** 2).sum(-1)
+            excess = surprisal.gather(1, tokens)[:, 0] - mean
+            counted = [possible.new_ones(len(tokens)), ~possible, excess * possible, variance * possible]
+            sums += torch.stack([each.double().sum() for each in counted]).cpu()
+    return sums
 
-    def read(self, base: BaseModel, texts: Sequence[FinishedAnswer], base_hidden: list[HiddenStates]) -> None:
-        """Add the answers ``texts`` with hidden states [1, T, D] ``base_hidden``."""
-        size = max(1, MAX_VALUES // base.vocab_size)
-        for text, feature in zip(texts, base_hidden, strict=True):
-            for start in range(text.boundary, len(text.ids), size):
-                span = range(start, min(start + size, len(text.ids)))
-                hidden = feature.final[0, span.start - 1 : span.stop - 1]
-                probs = _target_probs(base, hidden, [text.ids[:at] for at in span], self.sampler).double()
-                tokens = torch.tensor([[text.ids[at]] for at in span], device=base.device)
-                surprisal = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
-                possible = probs.gather(1, tokens)[:, 0] > 0
-                mean = (probs * surprisal).sum(-1)
-                variance = (probs * (surprisal - mean[:, None]) ** 2).sum(-1)
-                self.tokens += len(tokens)
-                self.impossible += int((~possible).sum())
-                self.excess += float((surprisal.gather(1, tokens)[:, 0] - mean)[possible].sum())
-                self.variance += float(variance[possible].sum())
 
-    def check(self) -> None:
-        """Reject answers that the sampler is very unlikely to have drawn."""
-        off = self.excess / max(1, self.tokens)
-        z = abs(self.excess) / max(self.variance, 1e-12) ** 0.5
-        if self.impossible > NEAR_TIES + IMPOSSIBLE_SHARE * self.tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
-            raise UserError(
-                f"the answers are not samples of the target at {self.sampler}: {self.impossible} of {self.tokens} "
-                f"tokens are impossible there, and the others' surprisal is {off:+.2f} nats from the target's entropy; "
-                "simulate on texts that the same sampler made"
-            )
+def check_likelihood(sums: Tensor, sampler: Sampler) -> None:
+    """Reject answers that the sampler is very unlikely to have drawn, by their ``surprisal_sums``."""
+    tokens, impossible, excess, variance = sums.tolist()
+    off, z = excess / max(1, tokens), abs(excess) / max(variance, 1e-12) ** 0.5
+    if impossible > NEAR_TIES + IMPOSSIBLE_SHARE * tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
+        raise UserError(
+            f"the answers are not samples of the target at {sampler}: {impossible:.0f} of {tokens:.0f} "
+            f"tokens are impossible there, and the others' surprisal is {off:+.2f} nats from the target's entropy; "
+            "simulate on texts that the same sampler made"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,14 +323,39 @@ def text_accept_probs(
             targets = [(i, k, batch[row].boundary + t + 1 + k) for i, row in enumerate(rows) for k in range(depth)]
             targets = [(i, k, at) for i, k, at in targets if at < len(batch[rows[i]].ids)]
             draft = torch.stack([logits[k][i] for i, k, _ in targets])
-            contexts = [batch[rows[i]].ids[: at + 1] for i, _, at in targets]
-            hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in targets])
+            tokens = torch.tensor([batch[rows[i]].ids[at] for i, _, at in targets], device=base.device)
             lengths = [min(depth, batch[row].positions - t) for row in rows]
-            probs = _node_probs(base, drafter, sampler, config, generator, draft, hidden, contexts, lengths)
+            if config.draft_sampling is DraftSampling.TOP_K:
+                probs = top_k_accept_probs(draft, tokens, drafter.d2t, config.width)
+            else:
+                hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in targets])
+                p = _target_probs(base, hidden, [batch[rows[i]].ids[:at] for i, _, at in targets], sampler)
+                probs = _sampled_accept_probs(
+                    p, config.sampler.probs(draft), drafter, tokens, config, generator, lengths
+                )
             for row, values in zip(rows, torch.split(probs.cpu(), lengths), strict=True):
                 tables[row][t, : len(values)] = values
         accept_probs += tables
     return accept_probs
+
+
+def _sampled_accept_probs(
+    p: Tensor,
+    q: Tensor,
+    drafter: StepwiseDrafter,
+    tokens: Tensor,
+    config: AcceptProbsConfig,
+    generator: torch.Generator,
+    lengths: list[int],
+) -> Tensor:
+    """Return acceptance [n, S] from target and draft probabilities; ``lengths``: positions of each row, as a chain."""
+    if q.shape[1] < p.shape[1]:
+        q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
+    if config.rule.name != "block":
+        return candidate_accept_probs(p, q, tokens, config.draft_sampling, config.width, generator)
+    on_text = torch.stack([x.gather(1, tokens[:, None])[:, 0] for x in (p, q)])
+    chains = torch.split(on_text, lengths, dim=1)
+    return torch.cat([block_accept_probs(a[None], b[None])[0] for a, b in chains])[:, None]
 
 
 def forced_logits(
@@ -355,36 +372,6 @@ def forced_logits(
         ids = [text.ids[min(text.boundary + t + k, len(text.ids) - 1)] for text in texts]
         tokens = torch.tensor(ids, device=last.device)[:, None]
     return logits
-
-
-def _node_probs(
-    base: BaseModel,
-    drafter: StepwiseDrafter,
-    sampler: Sampler,
-    config: AcceptProbsConfig,
-    generator: torch.Generator,
-    draft: Tensor,
-    hidden: Tensor,
-    contexts: list[list[int]],
-    lengths: list[int],
-) -> Tensor:
-    """Return acceptance [n, S] from draft logits [n, W] and hidden states [n, D]. Each of ``contexts`` ends with the
-    answer's token.
-
-    ``lengths``: how many of the n positions belong to each row, as a chain.
-    """
-    tokens = torch.tensor([ids[-1] for ids in contexts], device=base.device)
-    if config.draft_sampling is DraftSampling.TOP_K:
-        return top_k_accept_probs(draft, tokens, drafter.d2t, config.width)
-    p = _target_probs(base, hidden, [ids[:-1] for ids in contexts], sampler)
-    q = config.sampler.probs(draft)
-    if q.shape[1] < p.shape[1]:
-        q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
-    if config.rule.name != "block":
-        return candidate_accept_probs(p, q, tokens, config.draft_sampling, config.width, generator)
-    on_text = torch.stack([x.gather(1, tokens[:, None])[:, 0] for x in (p, q)])
-    chains = torch.split(on_text, lengths, dim=1)
-    return torch.cat([block_accept_probs(a[None], b[None])[0] for a, b in chains])[:, None]
 
 
 @torch.inference_mode()
@@ -439,10 +426,10 @@ def _batches(
     with_steps = [text for text in texts if text.positions]
     if not with_steps:
         raise UserError("no text has two answer tokens, so there is no step to simulate; give longer answers")
-    size, likelihood = max(1, size), LikelihoodCheck(sampler)
+    size, sums = max(1, size), torch.zeros(4, dtype=torch.float64)
     for start in range(0, len(with_steps), size):
         batch = with_steps[start : start + size]
         base_hidden = read_hidden_states(base, drafter, batch)
-        likelihood.read(base, batch, base_hidden)
+        sums += surprisal_sums(base, batch, base_hidden, sampler)
         yield batch, base_hidden
-    likelihood.check()
+    check_likelihood(sums, sampler)

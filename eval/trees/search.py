@@ -221,9 +221,8 @@ class Choice:
 
     def to_json(self) -> dict[str, float]:
         """Return plain values, with the tree's size instead of the tree."""
-        return {"nodes": len(self.tree), "depth": self.tree.depth} | {
-            k: v for k, v in vars(self).items() if k != "tree"
-        }
+        values = {key: value for key, value in vars(self).items() if key != "tree"}
+        return {"nodes": len(self.tree), "depth": self.tree.depth} | values
 
 
 def fastest(choices: Iterable[Choice]) -> Choice:
