@@ -92,7 +92,7 @@ class Completions:
         reason = getattr(choice, "finish_reason", None)
         if reason not in ("stop", "length"):
             raise BadAnswerError(f"an answer that ended by {reason!r}, expected 'stop' or 'length'")
-        answer = self._encoded_text(choice) if as_text else self._token_ids(choice)
+        answer = self._ids(choice, as_text)
         if not answer and getattr(completion.usage, "completion_tokens", None) != 1:
             raise BadAnswerError("an empty answer")
         answer, finished = self._with_eos(answer, reason == "stop", choice, number)
@@ -104,19 +104,19 @@ class Completions:
             )
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
-    def _encoded_text(self, choice: CompletionChoice) -> list[int]:
-        text = getattr(choice, "text", None)
-        if not isinstance(text, str):
-            raise BadAnswerError("no text")
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids[: self.sampler.max_new_tokens]
-
-    def _token_ids(self, choice: CompletionChoice) -> list[int]:
+    def _ids(self, choice: CompletionChoice, as_text: bool) -> list[int]:
+        """Return the token ids of an answer; those of a text may be more than requested and are cut."""
+        most = self.sampler.max_new_tokens
+        if as_text:
+            text = getattr(choice, "text", None)
+            if not isinstance(text, str):
+                raise BadAnswerError("no text")
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])[:most]
         ids = getattr(choice, "token_ids", None)
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
             raise BadAnswerError(f"no token ids below {self.vocab_size} in token_ids")
-        if len(ids) > self.sampler.max_new_tokens:
-            raise BadAnswerError(f"{len(ids)} tokens, but at most {self.sampler.max_new_tokens} were requested")
+        if len(ids) > most:
+            raise BadAnswerError(f"{len(ids)} tokens, but at most {most} were requested")
         return ids
 
     def _with_eos(

@@ -4,6 +4,7 @@ The checkpoint is written next to ``out``, read back, and compared with the head
 ``out`` only if it drafts like the head (``eval/lossless/export_check.py``).
 """
 
+import textwrap
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,7 +30,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead, config_class
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.parts.loading import load_base_and_head
 
-USAGE = """\
+USAGE = f"""\
 Write a head in a published format, read it back, and check that it drafts like the head.
 
 usage: drafthead export head=DIR to=FORMAT out=DIR [key=value ...]
@@ -38,8 +39,7 @@ drafthead export head=outputs/eagle3_smollm2_served/head to=eagle3 out=published
 drafthead export head=outputs/medusa_smollm2/head to=vllm_medusa vocabulary=full dtype=bfloat16 out=published
 drafthead export head=outputs/eagle3_smollm2_served/head to=gguf base_gguf=f32 out=published
 
-formats: dspark, dflash, eagle3, gguf_dspark, gguf, hydra, kangaroo, medusa, tgi_medusa, vllm_medusa, mlp_speculator,
-         speculators
+{textwrap.fill(f"formats: {', '.join(FORMATS)}", 120, subsequent_indent=" " * 9)}
 
 The check uses the base's answers to `suite`, or the answers in `texts`. An export that fails it is removed.
 """

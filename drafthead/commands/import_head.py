@@ -1,5 +1,6 @@
 """``drafthead import from=DIR base=NAME out=DIR``: a published head as a head folder of ours, attached to a base."""
 
+import textwrap
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import format_named, recognise
+from drafthead.models.formats import FORMATS, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
 from drafthead.models.heads.parts.loading import default_device
 
-USAGE = """\
+USAGE = f"""\
 Convert a published head to a head folder, attached to the base that it drafts for.
 
 usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
@@ -24,8 +25,7 @@ usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
 drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
 drafthead eval head=outputs/medusa_vicuna/head suite=mt_bench
 
-formats: dspark, dflash, eagle3, gguf_dspark, gguf, hydra, kangaroo, medusa, tgi_medusa, vllm_medusa, mlp_speculator,
-         speculators
+{textwrap.fill(f"formats: {', '.join(FORMATS)}", 120, subsequent_indent=" " * 9)}
 """
 OURS = ("format", "settings", "base", "draft_vocab")
 """Keys of a ``config.json`` of drafthead itself."""

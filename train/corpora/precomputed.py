@@ -1,9 +1,7 @@
 """Copies of precomputed answers. The package contains those of the embedded bases."""
 
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.store import AnswerStore
@@ -40,19 +38,20 @@ def complete_precomputed(
 def _copy(base: BaseModel, config: AnswersConfig, source: Path, folder: Path, log: Log) -> None:
     made_by = read_manifest(source)
     remedy = "set data.answers.fresh=true to generate answers"
-    if made_by.get("base", {}).get("fingerprint") != base.fingerprint:
+    answered_by = made_by.get("base", {})
+    if answered_by.get("fingerprint") != base.fingerprint:
         raise UserError(
-            f"data.answers.precomputed={config.precomputed} holds answers of another base: {_base_name(made_by)}, but "
-            f"this run trains on {base.name}; {remedy} with this base"
+            f"data.answers.precomputed={config.precomputed} holds answers of another base: "
+            f"{answered_by.get('name') or 'one without a name'}, but this run trains on {base.name}; {remedy} with "
+            "this base"
         )
     if "sampler" not in made_by:
         raise UserError(f"{source} is not a folder of answers; name the folder answers of a corpus, or {remedy}")
-    sampler = asdict(config.sampler)
     for key, value in made_by["sampler"].items():
-        if sampler.get(key) != value:
+        if (chosen_value := getattr(config.sampler, key, None)) != value:
             raise UserError(
                 f"the answers in {source} were sampled with {key}={value}, but data.answers.sampler.{key} is "
-                f"{sampler.get(key)}; set that to {value}, or {remedy}"
+                f"{chosen_value}; set that to {value}, or {remedy}"
             )
     count, longest = config.prompts + config.self_prompted, config.max_prompt_tokens
     files = {path.name: file_digest(path) for path in sorted(source.glob("shard-*.parquet"))}
@@ -80,8 +79,3 @@ def _copy(base: BaseModel, config: AnswersConfig, source: Path, folder: Path, lo
                 f"{100 * MIN_MATCH_RATE:.0f} %: they are of other weights or of another dtype; {remedy}"
             )
     store.append_shard(answers)
-
-
-def _base_name(manifest: dict[str, Any]) -> str:
-    entry = manifest.get("base")
-    return str(entry.get("name") or "a random base") if isinstance(entry, dict) else "an unknown one"

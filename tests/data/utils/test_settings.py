@@ -7,12 +7,10 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from drafthead.commands import export, import_head
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.help import describe, first_sentence, help_text
 from drafthead.data.utils.settings import NonNegative, Positive, check, require, settings
-from drafthead.models.formats import FORMATS
 from drafthead.models.heads.parts.draft_head import config_class, head_types
 from drafthead.reference import commands, reference
 
@@ -130,9 +128,3 @@ def test_the_reference_page_is_up_to_date() -> None:
     assert reference().startswith(text), "run: python -m drafthead.reference > docs/settings.md"
     heads = page.parents[1].glob("models/heads/[a-z]*.py")
     assert all(f"\n## head={path.stem}\n" in text for path in heads)
-
-
-@pytest.mark.parametrize("usage", [export.USAGE, import_head.USAGE])
-def test_usage_names_all_formats(usage: str) -> None:
-    names = usage.partition("formats: ")[2].partition("\n\n")[0]
-    assert {name.strip() for name in names.split(",")} == {*FORMATS}
