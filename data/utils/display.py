@@ -46,7 +46,9 @@ class Display:
         try:
             yield
         finally:
-            self._close_bar()
+            if self._bar is not None:
+                self._bar.stop()
+            self._bar, self._tasks, self._last_line = None, {}, {}
         seconds = monotonic() - started
         self.stages.append((name, seconds))
         self.line(f"   {name}: {seconds:.1f} s")
@@ -79,11 +81,6 @@ class Display:
             left = f", about {elapsed / done * (total - done):.0f} s left" if known else ""
             self.line(f"   {label}: {done}/{total}{left}")
         self._last_line[label] = now
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar, self._tasks, self._last_line = None, {}, {}
 
 
 def duration(seconds: float) -> str:

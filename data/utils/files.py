@@ -38,25 +38,27 @@ def make_folder(path: Path, setting: str) -> None:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[Path]:
+def new_file(path: Path, writer: str = "") -> Iterator[Path]:
     """Yield the name of a temporary file to write; after the block it is flushed to disk and renamed to ``path``.
 
-    Readers therefore see the whole file or none. If the block raises an error, the temporary file is removed.
+    Readers therefore see the whole file or none. The next writer overwrites what a killed one has left. ``writer``
+    tells the temporary files of several processes apart.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    tmp_path = path.with_name(f".{path.name}{writer}.tmp")
     try:
         yield tmp_path
         fsync(tmp_path)
         tmp_path.replace(path)
         fsync(path.parent)
-    finally:
+    except Exception:
         tmp_path.unlink(missing_ok=True)
+        raise
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` as a ``new_file``."""
-    with new_file(path) as tmp_path:
+    """Write ``content`` as a ``new_file``; several processes may write the same one."""
+    with new_file(path, f".{os.getpid()}") as tmp_path:
         tmp_path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 

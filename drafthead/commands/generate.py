@@ -60,7 +60,7 @@ def main(config: GenerateConfig) -> None:
         text = sys.stdin.read() if config.prompt == "-" else config.prompt
         text.encode()
     except UnicodeError:
-        raise UserError("the prompt is no UTF-8 text; convert it, for example with iconv -t UTF-8") from None
+        raise UserError("the prompt is not UTF-8 text; convert it, for example with iconv -t UTF-8") from None
     if not text.strip():
         raise UserError("the prompt is empty; give some words")
     base, head, draft_config = load_base_and_drafter(config.head, config.base)
