@@ -37,7 +37,7 @@ from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.shape import ModelShape
+from drafthead.models.base.meta import meta_base
 from drafthead.models.decoding.draft_cache import TokenBuffer
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
@@ -213,7 +213,7 @@ class Comparison:
 
     def wrong_counts(self) -> list[str]:
         """Return an error if ``mode=estimate`` does not count the parameters of the text model exactly."""
-        counted = ModelShape.from_config(self.base.model.config).base_parameters
+        counted = meta_base(self.base.model.config).model.num_parameters()
         actual = sum(parameter.numel() for parameter in self.base.stock().parameters())
         return [] if counted == actual else [f"{counted} parameters estimated of {actual}"]
 

@@ -31,7 +31,6 @@ import torch
 from accelerate import Accelerator
 from common import at_least, composed, entry_point, parser, print_table, save_record
 from loss_memory import PeakMemory
-from transformers import PreTrainedConfig
 
 from drafthead.data.answers.hidden_states import HiddenStateCache, StoredHiddenStates
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
@@ -39,8 +38,8 @@ from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import pack
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.shape import ModelShape
-from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.base.structure import attention_sizes
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
@@ -176,7 +175,7 @@ class Bench:
         return (perf_counter() - started) / steps
 
 
-def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: PreTrainedConfig) -> float:
+def operations_per_token(head: DraftHead, phase: PhaseConfig) -> float:
     """Return the floating-point operations per position in matrix products, two per multiplied weight.
 
     The base's layers count once unless hidden states are cached, with causal attention over half a row on average. If
@@ -184,12 +183,15 @@ def operations_per_token(head: DraftHeadConfig, phase: PhaseConfig, settings: Pr
     trained weights count three times: forward pass and both gradients. A frozen shared projection counts twice per
     trained draft position: forward pass and input gradient.
     """
-    shape, sizes = ModelShape.from_config(settings), head.size(settings)
-    attention = phase.seq_len * shape.num_heads * shape.head_dim
-    base = 2.0 * shape.num_layers * (shape.layer_parameters + attention)
-    shared = 0 if sizes.projections else head.trained_positions * sizes.draft_vocab_size * shape.hidden_size
+    base, config = head.base.model, head.base.model.config
+    layers = sum(parameter.numel() for parameter in base.model.layers.parameters())
+    trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
+    width = config.num_attention_heads * attention_sizes(config)[1]
+    forward = 2.0 * (layers + config.num_hidden_layers * phase.seq_len * width)
+    own_projection = head.output_head(0).trained.requires_grad
+    shared = 0 if own_projection else head.config.trained_positions * len(head.d2t) * config.hidden_size
     passes = (not phase.store_hidden_states) + 2 * phase.train_base
-    return passes * base + 6.0 * sizes.trainable + 4.0 * shared
+    return passes * forward + 6.0 * trained + 4.0 * shared
 
 
 def peak_operations(name: str) -> float | None:
@@ -217,11 +219,11 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
         sharding.close()
     settings = run.phases[phase]
     tokens = settings.micro_batch_size * settings.seq_len * settings.grad_accum_steps
-    operations = operations_per_token(run.head_config(), settings, bench.base.model.config)
     devices = accelerator.num_processes
+    plan = Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)), accelerator.device.type)
+    operations = operations_per_token(plan.head, settings)
     top = peak_operations(torch.cuda.get_device_name(accelerator.device)) if on_gpu else None
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-    planned = Estimate(run, devices, per_node, accelerator.device.type).total(phase)
+    planned = plan.total(phase)
     return {
         "phase": phase,
         "processes": devices,

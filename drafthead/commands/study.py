@@ -30,7 +30,7 @@ from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.shape import ModelShape
+from drafthead.models.base.meta import meta_base
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -88,8 +88,7 @@ def main(config: StudyConfig) -> None:
     display = Display()
     with display.stage(f"base {config.base.name}"):
         base = BaseModel.load(config.base, default_device())
-    shape = ModelShape.from_config(base.model.config)
-    widths = config.widths or [equal_width(shape, config.reference, depth) for depth in config.depths]
+    widths = config.widths or [equal_width(base, config.reference, depth) for depth in config.depths]
     folders = [out / f"depth{depth}-width{width}" for depth, width in zip(config.depths, widths, strict=True)]
     for depth, width, folder in zip(config.depths, widths, folders, strict=True):
         with display.stage(f"training {depth} layers of {width} channels"):
@@ -115,14 +114,15 @@ def main(config: StudyConfig) -> None:
     display.line(f"fastest: {best}; predicted: {expected}   {out / 'study.json'}, {out / 'study.png'}")
 
 
-def equal_width(shape: ModelShape, reference: int, depth: int) -> int:
+def equal_width(base: BaseModel, reference: int, depth: int) -> int:
     """Return the MLP channels, a multiple of 16, with which ``depth`` layers are as large as ``reference`` whole
     layers.
     """
-    per_channel = 3 * shape.hidden_size  # a column of gate, up and down projection
-    channels = next(outputs for name, _, outputs in shape.linears if name == "gate_proj")
-    without_mlp = shape.layer_parameters - per_channel * channels
-    width = (reference * shape.layer_parameters / depth - without_mlp) / per_channel
+    layer: Any = meta_base(base.model.config).model.model.layers[0]
+    layer_parameters: int = sum(parameter.numel() for parameter in layer.parameters())
+    per_channel: int = 3 * base.hidden_size  # a column of gate, up and down projection
+    without_mlp: int = layer_parameters - per_channel * layer.mlp.gate_proj.out_features
+    width = (reference * layer_parameters / depth - without_mlp) / per_channel
     if width < 16:
         raise UserError(
             f"{depth} layers without an MLP are as large as {reference} of the base already; raise reference, or lower "

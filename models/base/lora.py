@@ -58,7 +58,7 @@ class LoraBase:
             raise UserError(
                 f"{base.name} has no linear layer {unknown[0]!r} for an adapter; choose from {sorted(names)}"
             )
-        if LM_HEAD in settings.targets and base.lm_head.weight.data_ptr() == base.embedding.data_ptr():
+        if LM_HEAD in settings.targets and base.lm_head.weight.is_set_to(base.embedding):
             raise UserError(
                 f"{base.name} shares its output head with its embedding, so an adapter on the head would change both; "
                 "set head.lora_lm_head=false"

@@ -199,12 +199,6 @@ class DSparkHead(MultiPositionHead):
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(layer, method) for layer in self.layers for method in ("states", "add_mlp")]
 
-    def num_calls(self, name: str) -> int:
-        if not name.startswith("layers."):
-            return self.config.num_draft_tokens if name in ("norm", "markov_in", "induction.sink") else 1
-        also_on_context = name.rpartition(".")[2] in ("k_proj", "v_proj", "k_norm")
-        return self.config.slots + also_on_context
-
     def output_head(self, k: int) -> LMHead:
         low_rank = None if self.markov_out is None else self.markov_out.weight
         return replace(self.target_lm_head, low_rank=low_rank)

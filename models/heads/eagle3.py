@@ -277,9 +277,6 @@ class Eagle3Head(CopyingHead):
         upper = [(layer, method) for layer in self.layers.values() for method in ("states", "add_mlp")]
         return [(self.midlayer, "step_states"), (self.midlayer, "add_mlp"), *upper]
 
-    def num_calls(self, name: str) -> int:
-        return self.config.ttt_steps if name.startswith(("midlayer.", "layers.")) else 1
-
     def projection(self, k: int) -> LMHead:
         return super().projection(k) if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 

@@ -143,9 +143,6 @@ class HydraHead(RecurrentHead):
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [] if self.prefix is None else [(self.prefix, "forward")]
 
-    def num_calls(self, name: str) -> int:
-        return self.config.num_layers - 1 if self.config.tie_blocks and name.endswith(".1.linear") else 1
-
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the base's embeddings, frozen: [...] int64 -> [..., D]."""
         embedded = F.embedding(tokens, self.base.embedding).to(self.dtype)

@@ -110,9 +110,6 @@ class MedusaHead(CopyingHead):
         super().invalidate()
         self._packed = 0, []
 
-    def num_calls(self, name: str) -> int:
-        return self.config.num_layers if self.config.tie_blocks else 1
-
     def _condition(self, last_token: Tensor) -> Tensor | None:
         """Return the last committed token's embedding at unit RMS, [...] -> [..., D], if the heads read it."""
         if not self.config.reads_last_token:

@@ -213,9 +213,6 @@ class MLPSpeculatorHead(RecurrentHead):
         else:
             self.projections = self.shared_projection()
 
-    def num_calls(self, name: str) -> int:
-        return self.depth if self.config.tie_weights else 1
-
     def first_states(self, hidden: Tensor) -> States:
         if self.config.scale_input:
             scaled = F.rms_norm(hidden, hidden.shape[-1:], eps=NORM_EPS) / 2**0.5

@@ -8,22 +8,22 @@ import pytest
 from drafthead.commands import study
 from drafthead.commands.study import StudyConfig, chain_speed, equal_width
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.shape import ModelShape
+from drafthead.models.base.meta import meta_base
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from support import TinyBase, call
 
 
 def test_shapes_of_equal_size(tiny_base: TinyBase) -> None:
     base = tiny_base()
-    shape = ModelShape.from_config(base.model.config)
-    reference = 4 * shape.layer_parameters
+    layer = meta_base(base.model.config).model.model.layers[0]
+    reference = 4 * sum(parameter.numel() for parameter in layer.parameters())
     for depth in (2, 4, 6):
-        head = DraftLMConfig(num_layers=depth, intermediate_size=equal_width(shape, 4, depth)).build(base)
+        head = DraftLMConfig(num_layers=depth, intermediate_size=equal_width(base, 4, depth)).build(base)
         parameters = sum(parameter.numel() for parameter in head.layers.parameters())
         assert parameters == pytest.approx(reference, rel=0.12), depth  # widths are multiples of 16, here of 64
-    assert equal_width(shape, 2, 2) == 64, "the base's own"
+    assert equal_width(base, 2, 2) == 64, "the base's own"
     with pytest.raises(UserError, match="9 layers"):
-        equal_width(shape, 2, 9)
+        equal_width(base, 2, 9)
 
 
 def test_speed_of_a_chain_by_hand() -> None:

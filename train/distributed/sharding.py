@@ -52,6 +52,12 @@ def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> 
     return checkpoint(method, *arguments, use_reentrant=False, **named)
 
 
+def checkpoint_activations(head: DraftHead) -> None:
+    """Recompute the activations of the head's ``checkpointable`` methods in the backward pass."""
+    for owner, method in head.checkpointable():
+        setattr(owner, method, partial(_checkpointed, getattr(owner, method)))
+
+
 def _wraps_heads() -> bool:
     """Return True if this torch version can shard heads."""
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
@@ -93,8 +99,7 @@ class Sharding:
         Every process must hold the same weights.
         """
         if self.config.checkpointing:
-            for owner, method in head.checkpointable():
-                setattr(owner, method, partial(_checkpointed, getattr(owner, method)))
+            checkpoint_activations(head)
         precision = self.precision(head.base)
         # Without sharding, ``fully_shard`` still keeps float32 weights for a bfloat16 computation.
         if self.config.mode == "none" and precision == torch.float32:

@@ -82,8 +82,8 @@ class StageDurations:
     def _phase(self, name: str, phase: PhaseConfig) -> tuple[str, float]:
         tokens = self.costs.tokens(name) / self.devices
         head = self.costs.head
-        trained = head.trainable + head.positions * head.draft_vocab_size * self.base.hidden_size
-        seconds_per_parameter = self.read_s / self.costs.shape.base_parameters
+        trained = self.costs.trained - self.costs.adapters + head.depth * len(head.d2t) * self.base.hidden_size
+        seconds_per_parameter = self.read_s / self.costs.base.model.num_parameters()
         seconds = self.costs.trained_tokens(name) / self.devices * trained * seconds_per_parameter
         seconds *= TRAINING_PASSES * TRAINING_OVERHEAD
         config = self.run.data.answers

@@ -75,7 +75,8 @@ def train_step(
         out = head.loss(batch, base_hidden, loss)
         if out.loss_sum.requires_grad:
             torch.autograd.backward(out.loss_sum)
-        outputs.append(out)
+        outputs.append(replace(out, loss_sum=out.loss_sum.detach()))  # its graph holds the projections' gradients
+        del out, batch, base_hidden  # free them before the next micro-batch is made
         profile_hook("head")
     total = _added(outputs)
     tokens = reduce(total.tokens)

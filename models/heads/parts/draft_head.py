@@ -20,7 +20,6 @@ import torch
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.data.utils.errors import UserError
@@ -31,6 +30,7 @@ from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.lora import LoraSettings
+from drafthead.models.base.meta import meta_base
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.heads.parts.head_folder import (
     FORMAT,
@@ -44,7 +44,6 @@ from drafthead.models.heads.parts.head_folder import (
     write_trees,
 )
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.models.heads.parts.size import HeadSize, meta_base, recomputed_activations, stored_activations
 from drafthead.models.kernels.linear import DRAFT_DTYPES, InferenceWeights, inference_copy
 from drafthead.models.token_tree import TokenTree
 
@@ -104,12 +103,11 @@ class DraftHeadConfig(ABC):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
         """Return the untrained head for ``base``; ``d2t`` ([W] int64) lists the draft vocabulary's target ids."""
 
-    def size(self, settings: PreTrainedConfig) -> HeadSize:
-        """Return the head's sizes for a base of transformers' ``settings``; no memory is allocated for weights."""
-        base = meta_base(settings)
+    def without_weights(self, base: BaseModel) -> "DraftHead":
+        """Return the head for a base without weights (``meta_base``), to count parameters and memory."""
         d2t = None if self.draft_vocab_size is None else torch.arange(self.drafted_ids(base.vocab_size))
         with torch.device("meta"):
-            return self.build(base, d2t).size()
+            return self.build(base, d2t)
 
 
 class DraftHead(InferenceWeights, StepwiseDrafter):
@@ -191,36 +189,13 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
             not among the first ``top`` candidates, -1 if position k has no target.
         """
 
-    def num_calls(self, name: str) -> int:
-        """Return how often training calls the named module per token; more than once if its weights are shared."""
-        return 1
-
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         """Return (module, method) pairs whose activations training may recompute; attention itself is left out."""
         return []
 
-    def size(self) -> HeadSize:
-        """Return the head's sizes; a head on the meta device has the same.
-
-        Every trained draft position also stores four vectors of the base's width: its source state, the input of its
-        projection, and the gradients of both. The loss's own matrices are not counted.
-        """
-        weights = [self.output_head(k).trained for k in range(self.depth)]
-        projections = {id(weight): weight.numel() for weight in weights if weight.requires_grad}
-        stored = stored_activations(self, set(projections), self.num_calls)
-        names = {module: name for name, module in self.named_modules()}
-        checkpointed = [names[module] for module, _ in self.checkpointable()]
-        width = self.base.hidden_size
-        return HeadSize(
-            parameters=sum(parameter.numel() for parameter in self.parameters()),
-            trainable=sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad),
-            positions=self.depth,
-            draft_vocab_size=len(self.d2t),
-            projections=sum(projections.values()),
-            feature_layers=len(self.spec.layers),
-            activations_per_token=4 * width * self.config.trained_positions + sum(stored.values()),
-            recomputable_per_token=recomputed_activations(stored, checkpointed, self.num_calls, width),
-        )
+    def num_parameters(self) -> int:
+        """Return the number of the head's own parameters; those shared with the base are not counted."""
+        return sum(parameter.numel() for parameter in self.parameters())
 
     # Heads that can train their base ---------------------------------------------------------------------------
 
@@ -282,7 +257,9 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         weights = read_weights(folder, config.get("weights_sha256"))
         d2t = draft_ids(folder, config, weights, base.vocab_size)
         settings = _settings(folder, config)
-        check_parameters(folder, lambda: settings.size(base.model.config).parameters, weights)
+        check_parameters(
+            folder, lambda: settings.without_weights(meta_base(base.model.config)).num_parameters(), weights
+        )
         head = settings.build(base, d2t)
         try:
             missing, unexpected = head.load_state_dict(weights, strict=False)

@@ -1,0 +1,166 @@
+"""The memory of a training step, measured by running the step on tensors without memory."""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.train.config import PhaseConfig
+from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.step import train_step
+
+aten = torch.ops.aten
+INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return attention that stores no matrix of scores, as fused kernels do; arguments as of torch's function."""
+    mask = None if attn_mask is None else _on_meta(attn_mask)
+    out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+    )[0]
+    return out
+
+
+# On the meta device, torch itself takes the attention that stores the scores.
+torch.library.impl("aten::scaled_dot_product_attention", "AutogradMeta", _fused_attention)
+
+
+class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations on floating-point tensors compute shapes alone, and the sizes of all living tensors are added up.
+
+    Floats are on the meta device. Integers and booleans are real, because they decide how many positions are trained.
+    torch's FakeTensorMode cannot be used: with fake integers these numbers are unknown.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        """Bytes of the tensors that exist now."""
+        self.peak = 0
+        """Largest value of ``live`` so far."""
+        self._sizes: dict[int, int] = {}
+
+    def count(self, tensor: Tensor) -> None:
+        """Count the memory of ``tensor`` until it is freed; views share their memory."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._discard, key)
+
+    def _discard(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        kwargs = dict(kwargs or {})
+        tensors = _tensors(*args, *kwargs.values())
+        if any(tensor.is_meta for tensor in tensors):
+            if func is aten._local_scalar_dense.default:
+                return 1.0
+            if func is aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu":
+                return torch.ones(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype)
+            if func in INDEXING:
+                args = (args[0], [number for index in args[1] for number in _numbers(index)], *args[2:])
+            if not all(tensor.is_meta for tensor in tensors):
+                args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+        elif torch.device(kwargs.get("device") or "cpu").type == "meta":
+            dtype = kwargs.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
+            kwargs["device"] = torch.device("meta" if dtype.is_floating_point else "cpu")
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self.count(tensor)
+        return result
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    """Return the tensors among ``values`` and in their lists."""
+    items = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
+    return [item for item in items if isinstance(item, Tensor)]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.to("meta")
+
+
+def _numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return an index of ``tensor[...]`` with booleans as the numbers of the true ones, which the meta device needs."""
+    return (index,) if index is None or index.dtype != torch.bool else index.nonzero().unbind(1)
+
+
+class StepMemory:
+    """Bytes that a phase's optimiser and training step need in addition to the weights of ``head`` and its base."""
+
+    def __init__(self, head: DraftHead, phase: PhaseConfig, memory: FakeFloats, accumulates: bool) -> None:
+        """Run one step on a full micro-batch; ``memory`` counts the weights already.
+
+        If the step ``accumulates`` gradients, those of an earlier micro-batch exist.
+        """
+        weights = memory.live
+        with memory:
+            optimizer = head_optimizer(head, phase.optim)
+            _make_gradients(head)
+            optimizer.step()  # makes the moments
+            optimizer.zero_grad(set_to_none=True)
+            self.optimiser = memory.live - weights
+            memory.peak = held = memory.live
+            peaks = {}
+            train_step(
+                head,
+                optimizer,
+                _micro_batches(head, phase, accumulates),
+                phase.loss,
+                lr=phase.optim.lr,
+                clip_norm=phase.optim.clip_norm,
+                reduce=lambda tensor: tensor,
+                profile_hook=lambda part: peaks.update({part: memory.peak - held}),
+            )
+            optimizer.zero_grad(set_to_none=True)
+        self.loss = peaks["head"]
+        """Hidden states, activations and gradients, at the peak of the forward and backward passes."""
+        self.step = memory.peak - held
+        """The same at the peak of the whole step, with the optimiser's temporary tensors."""
+
+
+def _make_gradients(head: nn.Module) -> None:
+    for parameter in head.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _micro_batches(head: DraftHead, phase: PhaseConfig, accumulates: bool) -> Iterator[tuple[TrainBatch, HiddenStates]]:
+    """Yield full rows, one document each, in which all tokens are trained, and their hidden states."""
+    if accumulates:
+        _make_gradients(head)
+    base, shape = head.base, (phase.micro_batch_size, phase.seq_len)
+    batch = TrainBatch(
+        input_ids=torch.randint(0, base.vocab_size, shape, device="cpu"),
+        position_ids=torch.arange(phase.seq_len, device="cpu").expand(shape),
+        document_ids=torch.zeros(shape, dtype=torch.long, device="cpu"),
+        loss_mask=torch.ones(shape, dtype=torch.bool, device="cpu"),
+    )
+    if not phase.store_hidden_states:
+        yield batch, base.hidden_states(batch, head.spec)
+        return
+    width = base.hidden_size * (1 + len(head.spec.layers))
+    stored = torch.empty(*shape, width, dtype=torch.float16, device="meta")
+    yield batch, HiddenStates.split(stored, base.hidden_size)
