@@ -97,7 +97,7 @@ def test_the_scale_counts(saved: Path, tiny_base: TinyBase) -> None:
     """Another alpha with the same weights is another base."""
     config = replace(tiny_base().config, adapter=str(saved))
     before = BaseModel.load(config).fingerprint
-    write_json(saved / CONFIG, {**read_json(saved / CONFIG), "lora_alpha": 16})
+    configure(saved, lora_alpha=16)
     assert BaseModel.load(config).fingerprint != before
 
 
@@ -145,11 +145,13 @@ def test_adapters_that_do_not_fit_are_refused(
         BaseModel.load(replace(tiny_base().config, adapter=str(saved)))
 
 
-def test_missing_target_layers_are_refused(tiny_base: TinyBase) -> None:
-    with pytest.raises(UserError, match="no linear layer 'c_attn' .*q_proj"):
-        LoraBase(tiny_base(), settings("c_attn"))
-
-
-def test_an_output_head_tied_to_the_embedding_gets_no_adapter(tiny_base: TinyBase) -> None:
-    with pytest.raises(UserError, match="shares its output head with its embedding"):
-        LoraBase(tiny_base("gemma"), settings("lm_head"))
+@pytest.mark.parametrize(
+    ("model_type", "target", "says"),
+    [
+        ("llama", "c_attn", "no linear layer 'c_attn' .*q_proj"),
+        ("gemma", "lm_head", "shares its output head with its embedding"),
+    ],
+)
+def test_target_layers_without_an_adapter(tiny_base: TinyBase, model_type: str, target: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        LoraBase(tiny_base(model_type), settings(target))

@@ -1,4 +1,4 @@
-"""Fused modules against the stock modules they replace, in every architecture they know."""
+"""Fused modules against the stock modules they replace, in every architecture they know; attention in packed rows."""
 
 import copy
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -18,6 +18,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.attention_layer import HeadMLP, HeadRMSNorm
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.kernels.attention import document_mask, grouped_sdpa
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
 from drafthead.models.token_tree import TokenTree
 from support import Context, TinyBase, row_of, stacked
@@ -176,3 +177,21 @@ def test_rotation_and_its_gradient() -> None:
     direction = torch.randn_like(x)
     actual, same = (torch.autograd.grad((out * direction).sum(), x)[0] for out in (rotate(x, *turns), expected))
     torch.testing.assert_close(actual, same)
+
+
+IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, 2]])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_by_lengths_equals_attention_by_the_mask(kv_heads: int) -> None:
+    """Outputs and gradients; a clone of the mask has lost the lengths, as it has after a model changed it."""
+    torch.manual_seed(0)
+    by_lengths = document_mask(IDS, torch.float32)
+    by_mask = by_lengths.clone()
+    assert not vars(by_mask)
+    states = [torch.randn(2, heads, 8, 6, requires_grad=True) for heads in (4, kv_heads, kv_heads)]
+    actual, expected = (grouped_sdpa(nn.Identity(), *states, mask, scaling=0.3)[0] for mask in (by_lengths, by_mask))
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(out.square().sum(), states) for out in (actual, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
