@@ -75,13 +75,14 @@ class Eagle3Format(Format):
         "norm_output": "norm_output",
         "fc_norm": "fc_norm",
         "norm_before_residual": "norm_before_residual",
+        "norm_before_fc": "norm_before_fc",  # at the top level for llama.cpp's converter and speculators
         "num_tokens": "num_draft_tokens",
         "ttt_steps": "ttt_steps",
     }
     sizes = {"target_hidden_size": "hidden_size", "vocab_size": "vocab_size"}
     other_keys = LAYER_KEYS | {
         *("architectures", "hidden_size", "intermediate_size", "draft_vocab_size"),
-        *("eagle_config", "layers", "norm_before_fc", LAYER_IDS),
+        *("eagle_config", "layers", LAYER_IDS),
     }
     ignored_tensors = frozenset({EMBEDDING})
     fixed = {
@@ -106,7 +107,6 @@ class Eagle3Format(Format):
             "architectures": [ARCHITECTURES[0]],
             "intermediate_size": head.midlayer.mlp.gate_proj.out_features,
             "draft_vocab_size": len(head.d2t),
-            "norm_before_fc": head.config.norm_before_fc,  # for llama.cpp's converter and speculators
             LAYER_IDS: list(head.spec.layers),
             "num_aux_hidden_states": len(head.spec.layers),
             "eagle_config": {
@@ -131,9 +131,17 @@ class Eagle3Format(Format):
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Fill in missing config keys, and derive ``t2d`` from ``d2t``."""
+        """Fill in missing config keys, move those of ``eagle_config``, and derive ``t2d`` from ``d2t``."""
         checkpoint = super().normalize(checkpoint)
-        config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
+        config, tensors, inner = (
+            dict(checkpoint.config),
+            dict(checkpoint.tensors),
+            checkpoint.config.get("eagle_config"),
+        )
+        inner = inner if isinstance(inner, dict) else {}
+        config["norm_before_fc"] = inner.get("norm_before_fc", config.get("norm_before_fc"))
+        if "layers" not in config:  # our own key, for correcting an import
+            config["layers"] = _layers(config.get(LAYER_IDS), inner.get(LAYER_IDS), checkpoint.source)
         config.setdefault("target_hidden_size", config.get("hidden_size"))
         if not config.get("draft_vocab_size"):
             config["draft_vocab_size"] = config.get("vocab_size")
@@ -147,43 +155,20 @@ class Eagle3Format(Format):
             marks[ids[(ids >= 0) & (ids < len(marks))]] = True
             tensors["t2d"] = marks
         checkpoint = checkpoint.updated(config=config, tensors=tensors)
-        if self._layers(checkpoint) is None:
-            note = (
-                "its config.json names no layers: 2, L // 2 and L - 3 are assumed, as published; or set config.layers"
-            )
-            checkpoint = checkpoint.updated(note)
-        return checkpoint
+        if config["layers"] is not None:
+            return checkpoint
+        note = "its config.json names no layers: 2, L // 2 and L - 3 are assumed, as published; or set config.layers"
+        return checkpoint.updated(note)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        config, default = checkpoint.config, Eagle3Config()
-        settings = super().settings(checkpoint)
+        default, settings = Eagle3Config(), super().settings(checkpoint)
         num_draft_tokens = settings.get("num_draft_tokens", default.num_draft_tokens)
         settings.setdefault("ttt_steps", min(default.ttt_steps, num_draft_tokens))
         return {
             **settings,
-            "layers": self._layers(checkpoint),
+            "layers": checkpoint.config["layers"],
             "intermediate_size": checkpoint.width("intermediate_size", "midlayer.mlp.gate_proj.weight"),
-            "norm_before_fc": bool(_eagle_config(checkpoint).get("norm_before_fc", config.get("norm_before_fc"))),
         }
-
-    def _layers(self, checkpoint: PublishedCheckpoint) -> list[int] | None:
-        """Return the layers as ``head.layers`` counts them, from either config key; None if neither is set."""
-        if "layers" in checkpoint.config:  # our own key, for correcting an import
-            layers: list[int] | None = checkpoint.config["layers"]
-            return layers
-        outer, inner = checkpoint.config.get(LAYER_IDS), _eagle_config(checkpoint).get(LAYER_IDS)
-        for ids in (outer, inner):
-            if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-                raise UserError(f"{checkpoint.source} has {LAYER_IDS} {ids!r}, expected a list of whole numbers")
-        candidates = [list(outer)] if outer else []
-        candidates += [[i + 1 for i in inner]] if inner else []
-        if len(candidates) == 2 and candidates[0] != candidates[1]:
-            raise UserError(
-                f"{checkpoint.source} has {LAYER_IDS} {outer} at the top level (layers {candidates[0]}) and {inner} in "
-                f"eagle_config (layers {candidates[1]}), so engines would read different layers. Set those it was "
-                "trained on with config.layers=[a,b,c], where 1 is the output of the first layer"
-            )
-        return candidates[0] if candidates else None
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         checkpoint.width("draft_vocab_size", "lm_head.weight")
@@ -194,6 +179,16 @@ class Eagle3Format(Format):
         require_base_tensor(checkpoint, head.base, EMBEDDING, head.base.embedding)
 
 
-def _eagle_config(checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-    config = checkpoint.config.get("eagle_config")
-    return config if isinstance(config, dict) else {}
+def _layers(outer: Any, inner: Any, source: str) -> list[int] | None:
+    """Return the layers as ``head.layers`` counts them, from the ids of either config key; None if neither is set."""
+    for ids in (outer, inner):
+        if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+            raise UserError(f"{source} has {LAYER_IDS} {ids!r}, expected a list of whole numbers")
+    layers = [i + 1 for i in inner or []]
+    if outer and inner and outer != layers:
+        raise UserError(
+            f"{source} has {LAYER_IDS} {outer} at the top level (layers {outer}) and {inner} in eagle_config (layers "
+            f"{layers}), so engines would read different layers. Set those it was trained on with "
+            "config.layers=[a,b,c], where 1 is the output of the first layer"
+        )
+    return outer or layers or None

@@ -7,10 +7,12 @@
 
 These are the module names of a "mlp" head in the authors' code (``hydra/model/hydra_heads``). A "prefix-mlp" head has
 a dropout before each module: block j is module ``2 j + 1``, and the output layer is ``hydra_lm_head.{k}.1``. Imports
-accept either naming for both. The authors' loader reads ``hydra_lm_head.pt`` and leaves missing tensors random, so an
-output layer without a bias is written with a zero one. The prefix layer's unused embedding is left out.
+accept either naming for both, and remove the dropouts from it. The authors' loader reads ``hydra_lm_head.pt`` and
+leaves missing tensors random, so an output layer without a bias is written with a zero one. The prefix layer's unused
+embedding is left out.
 """
 
+import re
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,7 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, unsupported_logits
 from drafthead.models.formats.medusa import tied
 from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead
+from drafthead.models.heads.parts.draft_head import DraftHead
 
 PREFIX = "prefix_embeding_layer."
 """Prefix of the prefix layer, spelt as by the authors."""
@@ -55,7 +58,7 @@ class HydraFormat(Format):
         yield from unsupported_logits(head, scaled=True)
 
     def tensors(self, head: HydraHead) -> dict[str, Tensor]:
-        prefixed, width = head.config.prefix_layer, head.base.hidden_size
+        width = head.base.hidden_size
         tensors: dict[str, Tensor] = {}
         for name, parameter in head.prefix.named_parameters() if head.prefix else ():
             tensors[PREFIX + (name if name == "norm.weight" else f"layers.0.{name}")] = parameter
@@ -63,25 +66,31 @@ class HydraFormat(Format):
             blocks = cast(HydraBlocks, head.blocks[k])
             for j in range(head.config.num_layers):
                 for name, parameter in blocks[min(j, len(blocks) - 1)].named_parameters():
-                    tensors[f"{_block(k, j, prefixed)}.{name.replace('residual', 'res_connection')}"] = parameter
+                    tensors[f"hydra_mlp.{k}.{j}.{name.replace('residual', 'res_connection')}"] = parameter
             if head.config.own_lm_head:
                 # Our bias is the last column of the weight.
                 weight = head.output_head(k).weight
-                tensors[f"{_output(k, prefixed)}.weight"] = weight[:, :width]
+                tensors[f"hydra_lm_head.{k}.weight"] = weight[:, :width]
                 if head.config.projection_bias:
-                    tensors[f"{_output(k, prefixed)}.bias"] = weight[:, width]
+                    tensors[f"hydra_lm_head.{k}.bias"] = weight[:, width]
         return tensors
 
     def derived_tensors(self, head: HydraHead) -> dict[str, Tensor]:
         """Return the base's output layer with a zero bias for every head. A head's own layers replace them."""
         weight = head.target_lm_head.weight
         layer = {"weight": weight, "bias": torch.zeros_like(weight[:, 0])}
-        names = [_output(k, head.config.prefix_layer) for k in range(head.depth)]
-        return {f"{name}.{key}": value for name in names for key, value in layer.items()}
+        return {f"hydra_lm_head.{k}.{key}": value for k in range(head.depth) for key, value in layer.items()}
 
     def config(self, head: HydraHead) -> dict[str, Any]:
         architecture = "prefix-mlp" if head.config.prefix_layer else "mlp"
         return {**super().config(head), "hydra_head_arch": architecture}
+
+    def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
+        """Return the content to publish; with a prefix layer, modules are numbered with dropouts."""
+        checkpoint = super().checkpoint(head, dtype, base_name)
+        if checkpoint.config["hydra_head_arch"] == "mlp":
+            return checkpoint
+        return checkpoint.updated(tensors={_with_dropouts(n): tensor for n, tensor in checkpoint.tensors.items()})
 
     def matches(self, config: dict[str, Any]) -> bool:
         return "hydra_num_heads" in config
@@ -96,50 +105,31 @@ class HydraFormat(Format):
                 f"{checkpoint.source} has hydra_head_arch {architecture!r} and grounded_heads {grounded!r}; expected "
                 "mlp or prefix-mlp, with grounded heads"
             )
-        prefixed = _is_prefixed(checkpoint)
-        counts_dropouts = "hydra_mlp.0.1.res_connection.weight" in tensors
-        if counts_dropouts != prefixed:
-            tensors = {_renumbered(name, counts_dropouts): value for name, value in tensors.items()}
+        if "hydra_mlp.0.1.res_connection.weight" in tensors:  # the file counts dropouts
+            tensors = {_without_dropouts(name): tensor for name, tensor in tensors.items()}
         for k in range(checkpoint.integer("hydra_num_heads")):
-            weight = tensors.get(f"{_output(k, prefixed)}.weight")
-            if weight is not None:
-                tensors.setdefault(f"{_output(k, prefixed)}.bias", weight.new_zeros(len(weight)))
+            if (weight := tensors.get(f"hydra_lm_head.{k}.weight")) is not None:
+                tensors.setdefault(f"hydra_lm_head.{k}.bias", weight.new_zeros(len(weight)))
         return checkpoint.updated(tensors=tensors)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        settings, prefixed = super().settings(checkpoint), _is_prefixed(checkpoint)
-        heads, layers = settings["num_draft_tokens"], settings["num_layers"]
-        biases = (checkpoint.tensors.get(f"{_output(k, prefixed)}.bias") for k in range(heads))
-        # The first block has another shape, so only the further ones can be tied.
-        further = ([f"{_block(k, j, prefixed)}.linear" for j in range(1, layers)] for k in range(heads))
+        settings = super().settings(checkpoint)
+        heads, layers = range(settings["num_draft_tokens"]), range(1, settings["num_layers"])
+        biases = (checkpoint.tensors.get(f"hydra_lm_head.{k}.bias") for k in heads)
         return {
             **settings,
-            "prefix_layer": prefixed,
+            "prefix_layer": checkpoint.config.get("hydra_head_arch") == "prefix-mlp",
             "projection_bias": any(bias is not None and bool(bias.any()) for bias in biases),
-            "tie_blocks": tied(checkpoint.tensors, further),
+            # The first block has another shape, so only the further ones can be tied.
+            "tie_blocks": tied(checkpoint.tensors, ([f"hydra_mlp.{k}.{j}.linear" for j in layers] for k in heads)),
         }
 
 
-def _is_prefixed(checkpoint: PublishedCheckpoint) -> bool:
-    return checkpoint.config.get("hydra_head_arch") == "prefix-mlp"
+def _with_dropouts(name: str) -> str:
+    name = re.sub(r"^(hydra_lm_head\.\d+)", r"\1.1", name)
+    return re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda found: f"{found[1]}.{2 * int(found[2]) + 1}", name)
 
 
-def _block(k: int, j: int, prefixed: bool) -> str:
-    """Return the module name of block j of head k."""
-    return f"hydra_mlp.{k}.{2 * j + 1 if prefixed else j}"
-
-
-def _output(k: int, prefixed: bool) -> str:
-    """Return the module name of the output layer of head k."""
-    return f"hydra_lm_head.{k}.1" if prefixed else f"hydra_lm_head.{k}"
-
-
-def _renumbered(name: str, counts_dropouts: bool) -> str:
-    """Return a name without the dropout modules it counts, or with those it does not: ``0.3.x`` <-> ``0.1.x``."""
-    kind, *path = name.split(".")
-    if kind == "hydra_mlp":
-        number = int(path[1]) // 2 if counts_dropouts else 2 * int(path[1]) + 1
-        return ".".join([kind, path[0], str(number), *path[2:]])
-    if kind == "hydra_lm_head":
-        return ".".join([kind, path[0], *(path[2:] if counts_dropouts else ["1", *path[1:]])])
-    return name
+def _without_dropouts(name: str) -> str:
+    name = re.sub(r"^(hydra_lm_head\.\d+)\.1\.", r"\1.", name)
+    return re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda found: f"{found[1]}.{int(found[2]) // 2}", name)
