@@ -215,18 +215,20 @@ class TreeCache:
         kind, keys, values = layer
         return kind.update(keys, values, key_BHTE, value_BHTE)
 
+    @property
+    def _before(self) -> int | Tensor:
+        """The committed positions: of one row as an integer, of several rows as a tensor [B, 1] made by ``begin``."""
+        return self.length if self.rows == 1 else self._lengths_B[:, None]
+
     def positions(self, depths: Tensor) -> Tensor:
         """Return the absolute positions [R, T] of ``depths`` [R, T] in a tree or chain; with several rows [B, T]."""
-        return depths + (self.length if self.rows == 1 else self._lengths_B[:, None])
+        return depths + self._before
 
     def key_positions(self, depths: Tensor) -> Tensor:
-        """Return the positions [R, reach] of all states, with ``depths`` [R, P] of the pending nodes."""
-        if self.rows == 1:
-            prefix = torch.arange(self.length, device=depths.device).expand(len(depths), -1)
-            return torch.cat([prefix, self.positions(depths)], 1)
-        slots = torch.arange(self._reach, device=depths.device).expand(len(self._rows), -1)
-        node = slots - self._lengths_B[:, None]
-        nodes = self.positions(depths).gather(1, node.clamp(0, depths.shape[1] - 1))
+        """Return the positions [B, reach] of all states, with ``depths`` [R, P] of the pending nodes."""
+        slots = torch.arange(self._reach, device=depths.device).expand(self.rows, -1)
+        node = slots - self._before
+        nodes = self.positions(depths).expand(self.rows, -1).gather(1, node.clamp(0, depths.shape[1] - 1))
         return torch.where(node < 0, slots, nodes)
 
     def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
@@ -244,7 +246,7 @@ class TreeCache:
             mask = torch.zeros(rows, 1, new, before + nodes, dtype=dtype, device=ancestors_RTP.device)
             mask[:, 0, :, before:].masked_fill_(~ancestors_RTP, -torch.inf)
             return mask
-        offset = torch.arange(self._reach, device=ancestors_RTP.device) - self._lengths_B[:, None]  # [B, reach]
+        offset = torch.arange(self._reach, device=ancestors_RTP.device) - self._before  # [B, reach]
         inside = (offset >= 0) & (offset < nodes)
         node = offset.clamp(0, nodes - 1)[:, None].expand(-1, new, -1)
         seen = ancestors_RTP.expand(len(self._rows), -1, -1).gather(2, node) & inside[:, None]
