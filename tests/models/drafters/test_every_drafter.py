@@ -37,46 +37,53 @@ def with_adapter(base: BaseModel) -> Drafter:
     return CombinedDrafter([randomised(config.build(base), 0.1).eval(), PromptLookup(num_tokens=3)])
 
 
-CASES: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = {
-    "chain": (lambda base: early_exit(base, 2), None),
-    "expansion": (lambda base: early_exit(base, 2), DraftConfig(tree=TokenTree.expansion([2, 1, 2, 1]))),
-    "dynamic": (lambda base: early_exit(base, 2), DYNAMIC),
-    "confident": (
-        lambda base: early_exit(base, 2),
-        DraftConfig(tree=TokenTree.chain(5), confidence_threshold=0.3),
+def exit_after(base: BaseModel, layers: int) -> BaseModel:
+    return early_exit(base, layers).model
+
+
+DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
+    "chain": lambda base: early_exit(base, 2),
+    "expansion": lambda base: early_exit(base, 2),
+    "dynamic": lambda base: early_exit(base, 2),
+    "confident": lambda base: early_exit(base, 2),
+    "the target itself": lambda base: ModelDrafter(base),
+    "nested target itself": lambda base: VerticalCascade(base, None, num_tokens=5),
+    "nested with lookup": lambda base: VerticalCascade(exit_after(base, 2), PromptLookup(), num_tokens=5),
+    "nested twice": lambda base: VerticalCascade(
+        exit_after(base, 2), VerticalCascade(exit_after(base, 1), None, num_tokens=2)
     ),
-    "the target itself": (lambda base: ModelDrafter(base), None),
-    "nested target itself": (lambda base: VerticalCascade(base, None, num_tokens=5), None),
-    "nested with lookup": (lambda base: VerticalCascade(early_exit(base, 2).model, PromptLookup(), num_tokens=5), None),
-    "nested twice": (
-        lambda base: VerticalCascade(
-            early_exit(base, 2).model, VerticalCascade(early_exit(base, 1).model, None, num_tokens=2)
-        ),
-        None,
+    "combined": combined,
+    "combined, dynamic": combined,
+    "combined, 2 nodes": lambda base: combined(base, 2),
+    "combined, 5 nodes": lambda base: combined(base, 5),
+    "combined with early exit": with_adapter,
+    "combined with early exit, dynamic": with_adapter,
+    "lookup": lambda base: PromptLookup(),
+    "lookup, three matches": lambda base: PromptLookup(matches=3),
+    "lookup, max-gram": lambda base: MaxGram(4, torch.arange(1, 301) % 300),
+    "lookup, memory": lambda base: PromptLookup(memory=200),
+    "relay": lambda base: HorizontalCascade([early_exit(base, 2), PromptLookup(3)], [2, 3]),
+    "relay, lookup first": lambda base: HorizontalCascade([PromptLookup(3), early_exit(base, 2)], [3, 2]),
+    "relay, confident": lambda base: HorizontalCascade([early_exit(base, 2), PromptLookup(3)], [3, 3]),
+    "relay of a cascade": lambda base: HorizontalCascade(
+        [VerticalCascade(exit_after(base, 2), PromptLookup(), num_tokens=3), PromptLookup(3)], [3, 3]
     ),
-    "combined": (combined, None),
-    "combined with early exit": (with_adapter, None),
-    "combined with early exit, dynamic": (with_adapter, DraftConfig(tree=DynamicTree(nodes=7, width=8, depth=4))),
-    "combined, dynamic": (combined, DYNAMIC),
-    "combined, 2 nodes": (lambda base: combined(base, 2), None),
-    "combined, 5 nodes": (lambda base: combined(base, 5), None),
-    "lookup": (lambda base: PromptLookup(), None),
-    "lookup, three matches": (lambda base: PromptLookup(matches=3), None),
-    "lookup, max-gram": (lambda base: MaxGram(4, torch.arange(1, 301) % 300), None),
-    "lookup, memory": (lambda base: PromptLookup(memory=200), None),
-    "relay": (lambda base: HorizontalCascade([early_exit(base, 2), PromptLookup(3)], [2, 3]), None),
-    "relay, lookup first": (lambda base: HorizontalCascade([PromptLookup(3), early_exit(base, 2)], [3, 2]), None),
-    "relay, confident": (
-        lambda base: HorizontalCascade([early_exit(base, 2), PromptLookup(3)], [3, 3]),
-        DraftConfig(tree=TokenTree.chain(6), confidence_threshold=0.3),
-    ),
-    "relay of a cascade": (
-        lambda base: HorizontalCascade(
-            [VerticalCascade(early_exit(base, 2).model, PromptLookup(), num_tokens=3), PromptLookup(3)], [3, 3]
-        ),
-        None,
-    ),
+    "sampled": lambda base: VerticalCascade(base, early_exit(base, 2), num_tokens=3, draft_config=SAMPLED),
 }
+SAMPLED = DraftConfig(
+    tree=TokenTree.chain(3), draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.0, top_k=3)
+)
+CONFIGS = {
+    "expansion": DraftConfig(tree=TokenTree.expansion([2, 1, 2, 1])),
+    "dynamic": DYNAMIC,
+    "confident": DraftConfig(tree=TokenTree.chain(5), confidence_threshold=0.3),
+    "combined, dynamic": DYNAMIC,
+    "combined with early exit, dynamic": DraftConfig(tree=DynamicTree(nodes=7, width=8, depth=4)),
+    "relay, confident": DraftConfig(tree=TokenTree.chain(6), confidence_threshold=0.3),
+    "sampled": SAMPLED,
+}
+"""Settings for drafting, if not the drafter's own."""
+GREEDY = [name for name in DRAFTERS if name != "sampled"]
 DEPEND_ON_OTHER_ROWS = ("nodes", "memory")
 """Rows share the room of a small union, and remembered answers."""
 
@@ -84,12 +91,11 @@ DEPEND_ON_OTHER_ROWS = ("nodes", "memory")
 ON_GEMMA = ("chain", "expansion", "nested twice", "combined", "relay")
 
 
-@pytest.mark.parametrize(("architecture", "name"), [*product(["llama"], CASES), *product(["gemma"], ON_GEMMA)])
+@pytest.mark.parametrize(("architecture", "name"), [*product(["llama"], GREEDY), *product(["gemma"], ON_GEMMA)])
 def test_greedy_text_is_plain_text(tiny_base: TinyBase, small_caches: None, architecture: str, name: str) -> None:
     """The drafters' caches grow on the way."""
     base = tiny_base(architecture)
-    make, draft_config = CASES[name]
-    drafter, new = make(base), 43
+    drafter, draft_config, new = DRAFTERS[name](base), CONFIGS.get(name), 43
     plain = [decode(base, None, p, max_new_tokens=new, ignore_eos=True).tokens for p in PROMPTS]
     single = [decode(base, drafter, p, max_new_tokens=new, draft_config=draft_config, ignore_eos=True) for p in PROMPTS]
     batch = decode_batch(base, drafter, PROMPTS, max_new_tokens=new, draft_config=draft_config, ignore_eos=True)
@@ -102,26 +108,16 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, small_caches: None, arch
         assert all([step.accepted for step in result.steps] == [5] * 7 for result in batch)
 
 
-SAMPLED = DraftConfig(
-    tree=TokenTree.chain(3), draft_sampling=DraftSampling.WITH_REPLACEMENT, sampler=Sampler(temperature=1.0, top_k=3)
-)
-STATES = {name: case for name, case in CASES.items() if "early exit" not in name} | {
-    "nested, sampled": (
-        lambda base: VerticalCascade(base, early_exit(base, 2), num_tokens=3, draft_config=SAMPLED),
-        SAMPLED,
-    )
-}
 Reads = list[tuple[Tensor, Tensor]]
 """Tokens [B, T] and counts [B], update by update."""
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if "early exit" not in name])
 def test_states_stay_as_they_were(tiny_base: TinyBase, name: str, rows: int) -> None:
     """Whatever other states drafted meanwhile, and whatever of it a shared memory kept."""
-    make, chosen = STATES[name]
-    drafter = make(tiny_base())
-    draft_config = chosen or default_draft_config(drafter)
+    drafter = DRAFTERS[name](tiny_base())
+    draft_config = CONFIGS.get(name) or default_draft_config(drafter)
 
     def drafted(context: Context, last: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         rng = PerRowRng([7] * len(last), [9] * len(last), DRAFT, last.device)
