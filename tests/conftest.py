@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import mkdtemp
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ os.environ["HF_TOKEN_PATH"] = os.devnull
 os.environ["HF_HUB_DISABLE_XET"] = "1"
 # For child processes too. With more threads than free cores they wait for each other, and seconds become minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_DATASETS_CACHE"] = mkdtemp(prefix="datasets-")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # child processes share cached bytecode
 
 import hypothesis
@@ -44,6 +47,11 @@ ARCHITECTURES = {
 
 hypothesis.settings.register_profile("any_machine", deadline=None)
 hypothesis.settings.load_profile("any_machine")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
+
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

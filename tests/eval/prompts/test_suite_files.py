@@ -11,6 +11,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.prompts.prompt_files import read_dataset, read_jsonl
 
+pytestmark = pytest.mark.usefixtures("offline")
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -96,11 +97,6 @@ def test_no_file_and_an_empty_file(tmp_path: Path) -> None:
         read_jsonl(tmp_path / "empty.jsonl")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def save(path: Path, **columns: list[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     datasets.Dataset.from_dict(columns).to_parquet(str(path))
@@ -147,15 +143,12 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "opened"),
     [
-        ("user/name", ("user/name", None, "test")),
+        ("user/name:test", ("user/name", None, "test")),
         ("user/name/main:dev", ("user/name", "main", "dev")),
-        ("gsm8k", ("gsm8k", None, "test")),
+        ("gsm8k:test", ("gsm8k", None, "test")),
     ],
 )
-def test_a_hub_dataset_with_a_configuration(
-    dataset_hub: Any, monkeypatch: pytest.MonkeyPatch, spec: str, opened: tuple[str, str | None, str]
-) -> None:
-    monkeypatch.setattr("datasets.get_dataset_split_names", lambda *parts, **options: ["train", "test"])
+def test_a_hub_dataset_with_a_configuration(dataset_hub: Any, spec: str, opened: tuple[str, str | None, str]) -> None:
     dataset_hub.rows = lambda revision: datasets.Dataset.from_dict({"prompt": ["x"]})
     assert len(read_dataset(spec)) == 1
     assert tuple(dataset_hub.opened[key] for key in ("name", "subset", "split")) == opened

@@ -1,6 +1,7 @@
 """DSpark and DFlash as engines read them: in DeepSpec's and z-lab's layouts, and as llama.cpp's GGUF."""
 
 import json
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -100,20 +101,22 @@ def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
 
 
 @pytest.fixture
-def smollm_like(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep_base(), "tokenizer", known_tokenizer())
+def smollm_like() -> BaseModel:
+    base = copy(deep_base())
+    base.tokenizer = known_tokenizer()
+    return base
 
 
 @pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_engine_and_round_trip_give_the_heads_logits(
-    tmp_path: Path, variant: str, d2t: Tensor | None, smollm_like: None
+    tmp_path: Path, variant: str, d2t: Tensor | None, smollm_like: BaseModel
 ) -> None:
-    head = block_head(deep_base(), d2t, **VARIANTS[variant])
+    head = block_head(smollm_like, d2t, **VARIANTS[variant])
     layout = DSPARK if head.config.markov_rank else DFLASH
     for form, engine in ((layout, vllm_engine), (GGUF, llamacpp_engine)):
         check_round_trip(form, engine, head, tmp_path / form.name)
-        again = form.load(tmp_path / form.name, deep_base())
+        again = form.load(tmp_path / form.name, smollm_like)
         if head.confidence is not None:
             assert torch.equal(again.state_dict()["confidence.weight"], head.confidence.weight)
 
@@ -200,12 +203,12 @@ def test_files_of_other_projects(tmp_path: Path) -> None:
         DFLASH.load(tmp_path / "jetspec", base)
 
 
-def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path, smollm_like: None) -> None:
-    GGUF.export(block_head(deep_base()), tmp_path)
+def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path, smollm_like: BaseModel) -> None:
+    GGUF.export(block_head(smollm_like), tmp_path)
     with pytest.raises(UserError, match=r"dflash, expected eagle3 \(format=gguf_dspark"):
-        FORMATS["gguf"].load(tmp_path, deep_base())
-    FORMATS["gguf"].export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
+        FORMATS["gguf"].load(tmp_path, smollm_like)
+    FORMATS["gguf"].export(eagle(smollm_like, layers=[2, 3, 5]), tmp_path)
     with pytest.raises(UserError, match=r"eagle3, expected dflash \(format=gguf\)"):
-        GGUF.load(tmp_path, deep_base())
+        GGUF.load(tmp_path, smollm_like)
     with pytest.raises(UserError, match="no head.gguf; .*to=gguf_dspark"):
-        GGUF.load(tmp_path / "nothing", deep_base())
+        GGUF.load(tmp_path / "nothing", smollm_like)
