@@ -38,11 +38,11 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.meta import meta_base
-from drafthead.models.decoding.draft_cache import TokenBuffer
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.drafters.prompt_lookup import LookupSession, PromptLookup
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
@@ -111,16 +111,29 @@ class Oracle(PromptLookup):
         super().__init__(ORACLE_TREE.depth)
         self._tokens, self._vocab = tokens, vocab_size
 
-    def draft(
-        self, state: TokenBuffer, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
-    ) -> Proposal:
-        tree = ORACLE_TREE.truncate(draft_config.depth)
+    def open(self, rows: int, cache: TreeCache | None = None) -> "OracleSession":
+        return OracleSession(self, rows)
+
+    def proposal(self, last_token: Tensor, length: int, depth: int) -> Proposal:
+        """Return the drafts after ``length`` committed tokens and ``last_token``."""
+        tree = ORACLE_TREE.truncate(depth)
         tokens = [int(last_token)]
         for node in range(1, len(tree)):
-            position = state.longest + len(tree.paths[node])
+            position = length + len(tree.paths[node])
             true = self._tokens[position] if position < len(self._tokens) else 5
             tokens.append(true if node in TRUE_NODES else (true + node) % self._vocab)
         return Proposal(tokens=torch.tensor([tokens]), shape=tree.shape, draft_sampling=DraftSampling.TOP_K)
+
+
+class OracleSession(LookupSession):
+    """A session that drafts from the oracle's text."""
+
+    def __init__(self, oracle: Oracle, rows: int) -> None:
+        super().__init__(oracle, rows)
+        self._oracle = oracle
+
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        return self._oracle.proposal(last_token, self.lengths[0], draft_config.depth)
 
 
 def stored(shape: dict[str, Any], folder: Path) -> Any:

@@ -101,7 +101,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the drafters' caches start with room for few tokens, so that they grow in short texts."""
-    monkeypatch.setattr("drafthead.models.decoding.draft_cache.INITIAL_CAPACITY", 8)
+    monkeypatch.setattr("drafthead.models.decoding.node_cache.INITIAL_CAPACITY", 8)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +31,8 @@ from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, Session
+from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
@@ -175,33 +176,46 @@ class Context:
     Only this class calls the drafter's own methods, so that tests do not depend on their form.
     """
 
-    drafter: Any
-    state: Any
+    drafter: Drafter
+    rows: int
+    cache: Any = None
+    calls: tuple[Callable[[Session], None], ...] = ()
 
     @classmethod
     def of(cls, drafter: Drafter, rows: int = 1, cache: object = None) -> "Context":
         """Return empty rows, over the target's ``cache`` if given."""
-        state = drafter.init_state(rows)
-        return cls(drafter, state if cache is None else drafter.attach(state, cache))  # type: ignore[attr-defined]
+        return cls(drafter, rows, cache)
+
+    @cached_property
+    def session(self) -> Session:
+        """A session that has read the tokens."""
+        session = self.drafter.open(self.rows, self.cache)
+        for call in self.calls:
+            call(session)
+        return session
 
     def read(self, tokens: Tensor, base_hidden: HiddenStates | None = None, counts: Tensor | None = None) -> "Context":
         """Return the rows with ``tokens`` [B, T] appended, of which ``counts`` [B] count."""
-        return Context(self.drafter, self.drafter.update(self.state, tokens, base_hidden, counts))
+        valid = [tokens.shape[1]] * len(tokens) if counts is None else counts.tolist()
+        return self._after(lambda session: session.commit(tokens, valid, base_hidden))
 
     def select(self, rows: list[int]) -> "Context":
         """Return some of the rows."""
-        return Context(self.drafter, self.state.select(rows))
+        return self._after(lambda session: session.select(rows))
+
+    def _after(self, call: Callable[[Session], None]) -> "Context":
+        return Context(self.drafter, self.rows, self.cache, (*self.calls, call))
 
     def draft(self, last: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         """Return what is drafted after ``last`` [B], which is committed and not read."""
-        proposal: Proposal = self.drafter.draft(self.state, last, draft_config, rng)
-        return proposal
+        return self.session.draft(last, draft_config, rng)
 
     @torch.inference_mode()
     def logits(self, levels: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Return logits [B, n, W] after the nodes of every level: tokens and parents [B, n], the root first."""
-        draft_pass = self.drafter.start(self.state, levels[0][0][:, 0], DraftConfig(tree=TokenTree.chain(len(levels))))
-        return [draft_pass.step(tokens, parents) for tokens, parents in levels]
+        assert isinstance(self.session, StepwiseSession)
+        self.session.start(levels[0][0][:, 0], DraftConfig(tree=TokenTree.chain(len(levels))))
+        return [self.session.expand(tokens, parents) for tokens, parents in levels]
 
 
 def chain_levels(tokens: Iterable[int]) -> list[tuple[Tensor, Tensor]]:

@@ -29,7 +29,8 @@ from drafthead.eval.trees.answers import FinishedAnswer, as_batch
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftState, Proposal
+from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, Session
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode, default_draft_config
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
@@ -94,23 +95,7 @@ class OnlineExample:
         return replace(batch, weights=weights)
 
 
-@dataclass
-class RecorderState(DraftState):
-    """The head's state, and links back to everything read and rejected before it."""
-
-    inner: Any
-    length: int = 0
-    before: "RecorderState | None" = None
-    hidden: HiddenStates | None = None
-    """Hidden states of the latest update's tokens."""
-    failed: tuple[int, int, tuple[int, ...]] | None = None
-    """``first_undrafted`` of the latest step."""
-
-    def select(self, rows: list[int]) -> "RecorderState":
-        return self  # there is one row
-
-
-class Recorder(Drafter[RecorderState]):
+class Recorder(Drafter):
     """Drafts like ``head``, one row at a time, and collects every finished answer as an example."""
 
     def __init__(self, head: DraftHead) -> None:
@@ -118,8 +103,7 @@ class Recorder(Drafter[RecorderState]):
         self.tree, self.spec, self.reads_base = head.tree, head.spec, head.reads_base
         self.confidence_threshold = head.confidence_threshold
         self.lessons: list[OnlineExample] = []
-        self._latest: RecorderState | None = None
-        self._drafted: tuple[RecorderState, Proposal] | None = None
+        self._session: RecorderSession | None = None
 
     @property
     def depth(self) -> int:
@@ -136,47 +120,58 @@ class Recorder(Drafter[RecorderState]):
     def identity(self) -> tuple[object, ...]:
         return self.head.identity()
 
-    def init_state(self, batch: int) -> RecorderState:
-        return RecorderState(inner=self.head.init_state(1))
+    def open(self, rows: int, cache: TreeCache | None = None) -> "RecorderSession":
+        self._session = RecorderSession(self.head.open(rows, cache))
+        return self._session
 
-    def update(
-        self, state: RecorderState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> RecorderState:
-        assert base_hidden is not None
-        count = tokens.shape[1] if counts is None else int(counts)
-        inner = self.head.update(state.inner, tokens, base_hidden, counts)
-        failed = None
-        if self._drafted is not None and self._drafted[0] is state:
-            failed = first_undrafted(self._drafted[1], tokens[0, 1:count].tolist(), state.length)
-        hidden = base_hidden.map(lambda part: part[:, :count].clone())
-        new = RecorderState(inner, state.length + count, state, hidden, failed)
-        self._latest = new
-        return new
-
-    def draft(
-        self, state: RecorderState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
-    ) -> Proposal:
-        proposal = self.head.draft(state.inner, last_token, draft_config, rng)
-        self._drafted = state, proposal
-        return proposal
+    def cache_slots(self, draft_config: DraftConfig) -> int:
+        return self.head.cache_slots(draft_config)
 
     def remember(self, tokens: list[int]) -> None:
         """Turn a finished answer into an example."""
-        node, parts, rejected = self._latest, [], []
-        while node is not None and node.hidden is not None:
-            parts.append(node.hidden)
-            if node.failed is not None:
-                index, k, drafted = node.failed
-                # A last step that EOS or the limit cut short accepted more than it committed.
-                if index < len(tokens) and tokens[index] not in drafted:
-                    rejected.append((index, k))
-            node = node.before
-        self._latest = self._drafted = None
-        if not parts:
+        session, self._session = self._session, None
+        if session is None or not session.hidden:
             return
-        parts.reverse()
-        text = FinishedAnswer(list(tokens), parts[0].final.shape[1])  # the prompt is the first update
-        self.lessons.append(OnlineExample(text=text, hidden=join(parts, len(tokens)), rejected=rejected[::-1]))
+        # A last step that EOS or the limit cut short accepted more than it committed.
+        rejected = [
+            (index, k) for index, k, drafted in session.failed if index < len(tokens) and tokens[index] not in drafted
+        ]
+        text = FinishedAnswer(list(tokens), session.hidden[0].final.shape[1])  # the prompt is committed first
+        self.lessons.append(OnlineExample(text=text, hidden=join(session.hidden, len(tokens)), rejected=rejected))
+
+
+class RecorderSession(Session):
+    """The head's session, and what was read and rejected in it; there is one row."""
+
+    def __init__(self, inner: Session) -> None:
+        self._inner = inner
+        self.hidden: list[HiddenStates] = []
+        """Hidden states of the committed tokens, in pieces."""
+        self.failed: list[tuple[int, int, tuple[int, ...]]] = []
+        """``first_undrafted`` of each step that has one."""
+        self._proposal: Proposal | None = None
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self._inner.lengths
+
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        assert base_hidden is not None
+        if self._proposal is not None:
+            failed = first_undrafted(self._proposal, tokens[0, 1 : counts[0]].tolist(), self.lengths[0])
+            self.failed += [failed] if failed else []
+        self._proposal = None
+        self.hidden.append(base_hidden.map(lambda part: part[:, : counts[0]].clone()))
+        self._inner.commit(tokens, counts, base_hidden, nodes)
+
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        self._proposal = self._inner.draft(last_token, draft_config, rng)
+        return self._proposal
+
+    def select(self, rows: list[int]) -> None:
+        self._inner.select(rows)
 
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:

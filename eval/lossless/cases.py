@@ -207,7 +207,7 @@ def _two_kinds() -> Proposal:
     target = TabularLM.random(4, 1, 0)
     drafts = [CHAINS[0].draft(kind, RAW, target, 0) for kind in SAMPLED]
     rng = PerRowRng([0], [0], DRAFT, torch.device("cpu"))
-    return combine([draft(torch.zeros(1, dtype=torch.int64), rng) for draft in drafts])
+    return combine([draft(torch.zeros(1, dtype=torch.int64), rng) for draft in drafts])[0]
 
 
 def refusals() -> tuple[Refusal, ...]:

@@ -83,8 +83,7 @@ def recompute_tokens(
     state = DecodeState.empty(base, drafter, config, 1, len(before) + config.draft_config.nodes + 1)
     state.read_prompts([before], PerRowRng([0], [0], VERIFY, base.device))
     state.last_token = torch.tensor([result.tokens[step.position - 1]], device=base.device)
-    output = state.step([0], [step.position])
-    committed = output.tokens[0, : int(output.counts[0])].tolist()
+    (committed,) = state.step([0], [step.position]).tokens
     offset = position - step.position
     return fresh, committed[offset] if offset < len(committed) else None
 

@@ -131,7 +131,7 @@ def _quality(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], 
     probs = text_accept_probs(base, head, texts, Sampler(temperature=0.0), AcceptProbsConfig())
     text = next(text for text in texts if text.positions)
     steps = islice(positions(head, [text], read_hidden_states(base, head, [text]), base.device), POSITIONS)
-    logits = [torch.cat(forced_logits(head, state, last, [text], t, head.depth)) for _, state, last, t in steps]
+    logits = [torch.cat(forced_logits(session, last, [text], t, head.depth)) for _, session, last, t in steps]
     return DraftQuality(
         logits=torch.stack(logits),
         mean_accepted_length=simulate_acceptance(probs, tree).mean_accepted_length,

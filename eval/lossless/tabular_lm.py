@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafthead.models.decoding.drafter import DraftConfig, Proposal
-from drafthead.models.decoding.growth import grow, root_only
+from drafthead.models.decoding.growth import Levels, grow, root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine
@@ -81,13 +81,13 @@ def any_confidence(prefixes: Tensor) -> Tensor:
     return 0.4 + 0.6 * ((prefixes + 1) * 0.6180339887).frac()
 
 
-class _ByPrefix:
-    """Draft pass in which every node has its own distribution, like a model that has read the path."""
+class _ByPrefix(Levels):
+    """Levels in which every node has its own distribution, like a model that has read the path."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._root, self._prefixes = table, True, prefixes[:, None]
 
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         if not self._root:  # which ends its prefix
             self._prefixes = self._table.after(self._prefixes.gather(1, parents), tokens)
         self._root = False
@@ -97,13 +97,13 @@ class _ByPrefix:
         return any_confidence(self._prefixes)
 
 
-class _ByLevel:
-    """Draft pass in which all nodes of a level share a distribution and its samples, like Medusa's heads."""
+class _ByLevel(Levels):
+    """Levels in which all nodes of a level share a distribution and its samples, like Medusa's heads."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._rows, self._level = table, len(prefixes), -1
 
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self._level += 1
         return self._table.logits[self._level].expand(self._rows, 1, -1)
 
@@ -130,13 +130,13 @@ class TableDraft:
         if self.draft_vocabulary is not None:
             ids = vocabulary - 1 - ids[: self.draft_vocabulary]
         table = TabularLM(self.table.logits[:, ids], vocabulary)
-        draft_pass = (_ByLevel if self.shared else _ByPrefix)(table, prefixes)
-        return grow(draft_pass, last_token, self.draft_config, ids, vocabulary, rng)
+        levels = (_ByLevel if self.shared else _ByPrefix)(table, prefixes)
+        return grow(levels, last_token, self.draft_config, ids, vocabulary, rng)
 
 
 def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource) -> Proposal:
     """Return the union of what several drafters draft after ``last_token`` ([B])."""
-    return combine([draft(last_token, rng) for draft in parts])
+    return combine([draft(last_token, rng) for draft in parts])[0]
 
 
 def relay_draft(parts: Sequence[TableDraft], last_token: Tensor, rng: RandomSource) -> Proposal:

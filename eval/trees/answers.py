@@ -42,8 +42,8 @@ from drafthead.eval.trees.simulate import (
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.corpus import generate_answers
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DraftState, Proposal
-from drafthead.models.decoding.growth import StepwiseDrafter
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
+from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
@@ -152,24 +152,25 @@ def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
 
 def positions(
     drafter: Drafter, texts: list[FinishedAnswer], base_hidden: list[HiddenStates], device: torch.device
-) -> Iterator[tuple[list[int], DraftState, Tensor, int]]:
-    """Yield unfinished rows, the drafter's state and last tokens, and t, for every position t where a step may start.
+) -> Iterator[tuple[list[int], Session, Tensor, int]]:
+    """Yield unfinished rows, the drafter's session and last tokens, and t, for every position t where a step may start.
 
     Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0, 1], and t = 2 yields row [0].
     """
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
-    counts = torch.tensor([text.boundary for text in texts], device=device)
     prompt_hidden = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
-    state = drafter.update(drafter.init_state(len(texts)), prompts, prompt_hidden, counts)
+    session = drafter.open(len(texts))
+    session.commit(prompts, [text.boundary for text in texts], prompt_hidden)
     rows = list(range(len(texts)))
     for t in range(max(text.positions for text in texts)):
         unfinished = [i for i, row in enumerate(rows) if t < texts[row].positions]
         if len(unfinished) < len(rows):
-            rows, state = [rows[i] for i in unfinished], state.select(unfinished)
+            rows = [rows[i] for i in unfinished]
+            session.select(unfinished)
         last = torch.tensor([texts[row].ids[texts[row].boundary + t] for row in rows], device=device)
-        yield rows, state, last, t
+        yield rows, session, last, t
         now = pad_rows([base_hidden[row].span(texts[row].boundary + t, 1) for row in rows])
-        state = drafter.update(state, last[:, None], now)
+        session.commit(last[:, None], [1] * len(rows), now)
 
 
 def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer]) -> list[HiddenStates]:
@@ -317,8 +318,8 @@ def text_accept_probs(
     accept_probs: list[AcceptProbs] = []
     for batch, base_hidden in _batches(base, drafter, texts, sampler, MAX_VALUES // (depth * base.vocab_size)):
         tables = [np.full((text.positions, depth, config.width), np.nan) for text in batch]
-        for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
-            logits = forced_logits(drafter, state, last, [batch[row] for row in rows], t, depth)
+        for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
+            logits = forced_logits(session, last, [batch[row] for row in rows], t, depth)
             # Index in the answer of every draft position k (0-based), as far as the answer goes.
             targets = [(i, k, batch[row].boundary + t + 1 + k) for i, row in enumerate(rows) for k in range(depth)]
             targets = [(i, k, at) for i, k, at in targets if at < len(batch[rows[i]].ids)]
@@ -358,16 +359,15 @@ def _sampled_accept_probs(
     return torch.cat([block_accept_probs(a[None], b[None])[0] for a, b in chains])[:, None]
 
 
-def forced_logits(
-    drafter: StepwiseDrafter, state: DraftState, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int
-) -> list[Tensor]:
+def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int) -> list[Tensor]:
     """Return the drafter's logits [B, W] per draft position, when it reads the answer's own tokens instead of its
     drafts.
     """
-    draft_pass = drafter.start(state, last, DraftConfig(tree=TokenTree.chain(depth)))
+    assert isinstance(session, StepwiseSession)
+    session.start(last, DraftConfig(tree=TokenTree.chain(depth)))
     logits, tokens = [], last[:, None]
     for k in range(1, depth + 1):
-        logits.append(draft_pass.step(tokens, torch.zeros_like(tokens))[:, 0].float())
+        logits.append(session.expand(tokens, torch.zeros_like(tokens))[:, 0].float())
         # After the end any token will do, because nothing reads what follows.
         ids = [text.ids[min(text.boundary + t + k, len(text.ids) - 1)] for text in texts]
         tokens = torch.tensor(ids, device=last.device)[:, None]
@@ -393,8 +393,8 @@ def _drafted_length_probs(
     for batch, base_hidden in _batches(base, drafter, texts, sampler, at_a_time):
         accepted = [np.zeros(text.positions, dtype=np.int64) for text in batch]
         nodes = [np.ones(text.positions) for text in batch]
-        for rows, state, last, t in positions(drafter, batch, base_hidden, base.device):
-            proposal = drafter.draft(state, last, draft_config)
+        for rows, session, last, t in positions(drafter, batch, base_hidden, base.device):
+            proposal = session.draft(last, draft_config)
             counts = _matching_drafts(proposal, [batch[row] for row in rows], t)
             for row, count in zip(rows, counts.tolist(), strict=True):
                 accepted[row][t], nodes[row][t] = count, len(proposal.shape)

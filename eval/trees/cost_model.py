@@ -13,7 +13,7 @@ import torch
 from drafthead.data.utils.machine import OtherProcesses
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
-from drafthead.models.decoding.growth import EarlyExit, StepwiseDrafter
+from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode_batch
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.decoding.step_log import StepRecord
@@ -179,7 +179,8 @@ def _probes(
     decode_config = DecodeConfig(draft_config=whole, sampler=GREEDY, rule=EXACT)
     decoding = DecodeState.empty(base, drafter, decode_config, rows, room, max(sizes))
     decoding.read_prompts([ids[0].tolist()] * rows, first=ids[0, -1:].expand(rows))
-    draft = partial(drafter.draft, decoding.state, decoding.last_token)
+    assert decoding.session is not None
+    draft = partial(decoding.session.draft, decoding.last_token)
     return {
         **{("verify", n): partial(_verify, ids[:, :n].expand(rows, -1), decoding) for n in sizes},
         **{("draft", d): partial(draft, DraftConfig(tree=TokenTree.chain(d))) for d in depths},
@@ -225,7 +226,7 @@ def _verify(ids: torch.Tensor, decoding: DecodeState) -> torch.Tensor:
     # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
     tree = TokenTree.from_paths([(r,) for r in range(ids.shape[1] - 1)])
     partial_forward = None
-    if isinstance(drafter, EarlyExit):
+    if drafter is not None and drafter.early_exit_layers:
         states = torch.zeros(*ids.shape, base.hidden_size, dtype=base.dtype, device=base.device)
         partial_forward = PartialForward(layers=drafter.early_exit_layers, hidden=states)
     shape = tree.shape_on(base.device)

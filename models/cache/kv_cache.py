@@ -301,13 +301,16 @@ class TreeCache:
         """Return one row as a cache in shared memory. Both caches see what the other commits."""
         if self.rows == 1:
             return self
-        return self._over(tuple(stack[:, row : row + 1] for stack in self.stacks), [self._rows[row]])
+        stacks = tuple(stack[:, row : row + 1] for stack in self.stacks)
+        rows = [self._rows[row]]
+        return TreeCache(stacks, self.places, rows, capacity=self.capacity, trim=self.trim, skipped=self.skipped)
 
-    def select(self, rows: list[int]) -> "TreeCache":
-        """Return a copy of these rows without pending nodes, or self if there is only one row."""
-        if self.rows == 1:
-            return self
-        return self._over(tuple(stack[:, rows] for stack in self.stacks), [replace(self._rows[n]) for n in rows])
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows only, without pending nodes."""
+        self.crop()
+        if self.rows > 1:
+            self.stacks, self._rows = tuple(stack[:, rows] for stack in self.stacks), [self._rows[n] for n in rows]
+            self._bind()
 
     def first_layers(self, count: int) -> "TreeCache":
         """Return a cache of the first ``count`` layers that shares this memory and begins with its committed positions.
@@ -338,9 +341,6 @@ class TreeCache:
         self.stacks = tuple(torch.nn.functional.pad(stack, more) for stack in self.stacks)
         self.capacity = capacity
         self._bind()
-
-    def _over(self, stacks: tuple[Tensor, ...], rows: list[Row]) -> "TreeCache":
-        return TreeCache(stacks, self.places, rows, capacity=self.capacity, trim=self.trim, skipped=self.skipped)
 
     # transformers' names ----------------------------------------------------------------------------------------
 

@@ -5,19 +5,19 @@ Shape legend: B rows, T tokens, D base width.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Annotated, Any, Generic, Self
+from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from typing_extensions import TypeVar
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec
 from drafthead.data.utils.settings import NonNegative, Positive, require, settings
 from drafthead.models.base.base_model import PartialForward
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -53,6 +53,9 @@ class Proposal:
     candidates are top-k."""
     prob_index: Tensor | None = None
     """[R, N, S] int64: row of ``probs`` that a node's s-th candidate was drawn from, -1 for a top-k one."""
+    slots: Tensor | None = None
+    """[R, N] int64: the place of each node in the order in which the drafter has read nodes, -1 for unread ones. The
+    root is the first. None: it reads no nodes."""
     partial_forward: "PartialForward | None" = None
     """The part of the target's pass over these nodes that the drafter has already computed."""
 
@@ -174,30 +177,49 @@ class DraftConfig:
         return replace(self, tree=tree)
 
 
-@dataclass
-class DraftState:
-    """The state of a drafter between steps, for all its rows; subclasses add fields."""
+class Session(ABC):
+    """What a drafter keeps of the rows being decoded, from their prompts to the end of their answers.
 
-    def select(self, rows: list[int]) -> Self:
-        """Return the state of these rows: indexes tensors and lists, and calls ``select`` of other fields."""
-        chosen: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, Tensor):
-                chosen[item.name] = value[rows]
-            elif isinstance(value, list):
-                chosen[item.name] = [value[row] for row in rows]
-            elif hasattr(value, "select"):
-                chosen[item.name] = value.select(rows)
-            else:
-                chosen[item.name] = value
-        return type(self)(**chosen)
+    ``commit`` tells it which tokens were committed. Nothing is inferred by comparing tokens.
+    """
+
+    lengths: list[int]
+    """Committed tokens of every row, without the last one, which the base has not read yet."""
+
+    @abstractmethod
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        """Add committed tokens that the base has read: the prompts, then each step's root and accepted drafts.
+
+        Args:
+            tokens: [B, T] int64.
+            counts: how many of the T tokens count in each row.
+            base_hidden: [B, T, ...] the base's hidden states that ``spec`` names; None from a source that has none.
+            nodes: [B, T] int64 nodes of the latest proposal that became these tokens, from its root on; -1 for tokens
+                that it did not propose. None if ``draft`` was not called since the last commit.
+        """
+
+    @abstractmethod
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        """Propose trees after ``last_token`` ([B] int64), which is committed and not yet read by the base.
+
+        Args:
+            last_token: the root of every row.
+            draft_config: the shape; a drafter may return fewer nodes, but no deeper ones.
+            rng: for sampled candidates; top-k needs none.
+        """
+
+    @abstractmethod
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows only, between steps."""
+
+    def rollback(self, lengths: list[int]) -> None:
+        """Forget all but the first ``lengths`` committed tokens of each row; for drafters with ``reads_base`` false."""
+        raise NotImplementedError
 
 
-StateT = TypeVar("StateT", bound=DraftState, default=Any)
-
-
-class Drafter(ABC, Generic[StateT]):
+class Drafter(ABC):
     """Drafts token trees after the last committed token of every row."""
 
     tree: TokenTree | None = None
@@ -210,7 +232,9 @@ class Drafter(ABC, Generic[StateT]):
     confidence_threshold: float = 0.0
     """The confidence threshold to draft with by default (``DraftConfig.confidence_threshold``)."""
     reads_base: bool = False
-    """True if ``update`` needs the base's hidden states. It then cannot continue drafts that the base has not read."""
+    """True if it needs the base's hidden states. It then cannot continue drafts that the base has not read."""
+    early_exit_layers: int = 0
+    """First layers of the target that it runs in the target's own cache; verification runs the others."""
 
     def tree_of(self, rows: int) -> TokenTree | None:
         """Return the default tree for a batch of ``rows`` rows."""
@@ -224,7 +248,7 @@ class Drafter(ABC, Generic[StateT]):
 
     @property
     def says_confidence(self) -> bool:
-        """True if it estimates the acceptance of a node's children (``ConfidentPass``)."""
+        """True if it estimates the acceptance of a node's children (``StepwiseSession.confidence``)."""
         return False
 
     @property
@@ -245,43 +269,21 @@ class Drafter(ABC, Generic[StateT]):
         """
 
     @abstractmethod
-    def init_state(self, batch: int) -> StateT:
-        """Return the state before anything is read."""
+    def open(self, rows: int, cache: TreeCache | None = None) -> Session:
+        """Return a session for ``rows`` rows without tokens; ``cache`` is the target's, if the drafter may use it."""
 
-    @abstractmethod
-    def update(
-        self, state: StateT, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> StateT:
-        """Return the state after committed tokens that the base has read: the prompt, then each step's root and drafts.
-
-        Args:
-            state: not changed, except that its caches may be written past their length.
-            tokens: [B, T] int64.
-            base_hidden: [B, T, ...] the base's hidden states that ``spec`` names; None from a source that has none.
-            counts: [B] int64, how many of the T tokens count in each row, at least 1; None: all.
-        """
-
-    @abstractmethod
-    def draft(
-        self, state: StateT, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
-    ) -> Proposal:
-        """Propose trees after ``last_token`` ([B] int64), which is committed and not yet read by the base.
-
-        Args:
-            state: never changes.
-            last_token: the root of every row.
-            draft_config: the shape; a drafter may return fewer nodes, but no deeper ones.
-            rng: for sampled candidates; top-k needs none.
-        """
+    def cache_slots(self, draft_config: DraftConfig) -> int:
+        """Return the positions that drafting needs in the target's cache in addition to the nodes of the tree."""
+        return 0
 
     def remember(self, tokens: list[int]) -> None:
         """Store a finished prompt with its answer, if the drafter searches earlier answers."""
         return
 
 
-def last_valid(values: Tensor, counts: Tensor | None) -> Tensor:
+def last_valid(values: Tensor, counts: list[int]) -> Tensor:
     """Return the last counted entry of every row: [B, T, ...] -> [B, ...]."""
-    if counts is None:
-        return values[:, -1]
-    rows = torch.arange(values.shape[0], device=values.device)
-    return values[rows, counts - 1]
+    if len(counts) == 1:
+        return values[:, counts[0] - 1]
+    index = torch.tensor(counts, device=values.device) - 1
+    return values[torch.arange(len(counts), device=values.device), index]

@@ -1,6 +1,6 @@
 """Token trees grown from a drafter's next-token logits, level by level, once for all stepwise drafters.
 
-A stepwise drafter only returns logits after the nodes of a frontier. This module chooses which candidates become
+A stepwise session only returns logits after the nodes of a frontier. This module chooses which candidates become
 children: by the ranks of a static tree, by sampling, or by their scores in a dynamic tree. It also decides where
 drafting stops. Every head and draft model therefore supports every kind of tree.
 
@@ -10,13 +10,12 @@ Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary,
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, StateT
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
@@ -61,6 +60,8 @@ class TreeLevel:
     """[F] the nodes with children, as indices into ``nodes``: the next frontier."""
     above: Tensor
     """[F] the indices of their parents in the frontier above."""
+    slots: Tensor
+    """[N] the place of each node in the order of expansion up to this level's parents, -1 for nodes not expanded."""
 
     def taken_from(self, width: int) -> Tensor:
         """Return ``taken``, or ``taken_shared`` if all parents share one distribution (``width`` 1)."""
@@ -72,8 +73,11 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int)
     """Return the levels of ``tree``. A rank is one of ``most`` candidates, or counts earlier siblings if sampled."""
     tensor = partial(torch.tensor, dtype=torch.int64, device=device)
     levels = []
-    frontier = [0]
+    frontier, slots = [0], [-1] * len(tree)
+    expanded = 0
     for depth in range(1, tree.depth + 1):
+        for node in frontier:
+            slots[node], expanded = expanded, expanded + 1
         nodes = [n for n, path in enumerate(tree.paths) if len(path) == depth]
         parents = [frontier.index(tree.parents[n]) for n in nodes]
         if sampled:
@@ -91,6 +95,7 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int)
                 taken_shared=tensor(ranks),
                 inner=tensor(inner),
                 above=tensor([parents[index] for index in inner]),
+                slots=tensor(slots),
             )
         )
         frontier = [nodes[index] for index in inner]
@@ -101,11 +106,15 @@ def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[
     """Return the nodes of a static tree that are ``active`` ([B, N] bool) in some row, [n] int64, and their trees.
 
     In the other rows they are padding. With ``sampled``, the width of the table of children stays that of the tree.
+    If reading ``active`` would wait for the device, all nodes are returned.
     """
     device, shape = active.device, tree.shape_on(active.device)
-    nodes = active.any(0).nonzero()[:, 0]
-    if bool(active.all()):
-        return nodes, shape
+    if reads_freely(device):
+        nodes = active.any(0).nonzero()[:, 0]
+        if bool(active.all()):
+            return nodes, shape
+    else:
+        nodes, sampled = torch.arange(len(tree), device=device), True
     new_number = torch.zeros(len(tree), dtype=torch.int64, device=device)
     new_number[nodes] = torch.arange(len(nodes), device=device)
     parents = new_number[torch.tensor((0, *tree.parents[1:]), device=device)[nodes]]
@@ -114,10 +123,34 @@ def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[
     return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
 
-class DraftPass(Protocol):
-    """The drafting of one step: logits for one level of nodes after the other."""
+def reads_freely(device: torch.device) -> bool:
+    """Return True if the host can read a tensor of ``device`` without waiting.
 
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    Elsewhere, drafting never stops early and unused nodes stay as padding: a wait would cost more than they do.
+    """
+    return device.type == "cpu"
+
+
+class StepwiseDrafter(Drafter):
+    """A drafter whose session computes next-token logits level by level."""
+
+    d2t: Tensor
+    """[W] int64: target id of every draft id."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Size V of the target's vocabulary, which probs cover."""
+
+    @abstractmethod
+    def open(self, rows: int, cache: TreeCache | None = None) -> "StepwiseSession": ...
+
+
+class Levels(ABC):
+    """The logits of one step, one level of nodes after the other."""
+
+    @abstractmethod
+    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return draft logits after the nodes of the next level; the first level is the root alone.
 
         Args:
@@ -129,69 +162,33 @@ class DraftPass(Protocol):
             by all parents. Sharing samples is exact: verification visits only one of the parents, and which one depends
             on the levels above alone.
         """
-        ...
-
-
-class ConfidentPass(DraftPass, Protocol):
-    """A pass that estimates the acceptance of its drafts."""
 
     def confidence(self) -> Tensor:
-        """Return P(a child is accepted) for the nodes of the last level, [B, F] or [B, 1].
+        """Return P(a child is accepted) for the nodes of the last level, [B, F] or [B, 1], if the drafter says it.
 
         It may depend on these nodes and their prefixes, but not on their children.
         """
-        ...
+        raise NotImplementedError
 
 
-class UsesTargetCache(ABC):
-    """The methods of a drafter that reads or writes the target's keys and values."""
+class StepwiseSession(Session, Levels):
+    """A session that computes its proposals level by level."""
 
-    @abstractmethod
-    def extra_cache_slots(self, draft_config: DraftConfig) -> int:
-        """Return the positions that drafting needs in the target's cache in addition to the nodes of the tree."""
+    drafter: StepwiseDrafter
 
     @abstractmethod
-    def attach(self, state: Any, cache: TreeCache) -> Any:
-        """Return ``state`` attached to the target's ``cache``; called again whenever rows are removed."""
+    def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        """Start a step after ``last_token`` ([B] int64)."""
 
-
-class EarlyExit(UsesTargetCache):
-    """A drafter that begins the target's own pass while it drafts."""
-
-    early_exit_layers: int
-    """Layers of the target that it runs while attached to the target's cache."""
-
-    @abstractmethod
-    def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
-        """Return the proposal with the part of the target's pass that drafting has computed."""
-
-
-class StepwiseDrafter(Drafter[StateT]):
-    """A drafter that computes next-token logits level by level."""
-
-    d2t: Tensor
-    """[W] int64: target id of every draft id."""
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Size V of the target's vocabulary, which probs cover."""
-
-    @abstractmethod
-    def start(self, state: StateT, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        """Start drafting after ``last_token`` ([B])."""
-
-    def draft(
-        self, state: StateT, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
-    ) -> Proposal:
-        if draft_config.depth > self.depth:
-            raise ValueError(f"the tree is {draft_config.depth} deep, but the head drafts {self.depth} positions")
+    @torch.inference_mode()
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        drafter = self.drafter
+        if draft_config.depth > drafter.depth:
+            raise ValueError(f"the tree is {draft_config.depth} deep, but the head drafts {drafter.depth} positions")
         if draft_config.depth == 0:
             return root_only(last_token)
-        with torch.inference_mode():
-            draft_pass = self.start(state, last_token, draft_config)
-            proposal = grow(draft_pass, last_token, draft_config, self.d2t, self.vocab_size, rng)
-            return self.finish(draft_pass, proposal) if isinstance(self, EarlyExit) else proposal
+        self.start(last_token, draft_config)
+        return grow(self, last_token, draft_config, drafter.d2t, drafter.vocab_size, rng)
 
 
 def root_only(last_token: Tensor) -> Proposal:
@@ -201,7 +198,7 @@ def root_only(last_token: Tensor) -> Proposal:
 
 
 def grow(
-    draft_pass: DraftPass,
+    levels: Levels,
     last_token: Tensor,
     draft_config: DraftConfig,
     d2t: Tensor,
@@ -222,7 +219,7 @@ def grow(
     If a second row is confident of its node 1, they stay, as padding in the first row.
 
     Args:
-        draft_pass: the drafter's passes.
+        levels: the drafter's logits.
         last_token: [B] int64, the roots.
         draft_config: tree, sampling and thresholds.
         d2t: [W] int64, target ids of draft ids.
@@ -230,7 +227,7 @@ def grow(
         rng: for sampled candidates.
     """
     if isinstance(tree := draft_config.tree, DynamicTree):
-        return grow_dynamic(draft_pass, last_token, tree, d2t)
+        return grow_dynamic(levels, last_token, tree, d2t)
     device, rows = last_token.device, len(last_token)
     sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
     tokens = last_token.new_zeros(rows, len(tree))
@@ -241,8 +238,9 @@ def grow(
     parent_nodes = torch.zeros(1, dtype=torch.int64, device=device)  # the frontier
     frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
     for level in tree_levels(tree, device, sampled, most=len(d2t)):
-        logits = draft_pass.step(*frontier)
-        if not stopping.has_parents(draft_pass):
+        logits = levels.expand(*frontier)
+        slots = level.slots
+        if not stopping.has_parents(levels):
             break
         exists = likelihood = None
         if sampled:
@@ -263,13 +261,14 @@ def grow(
     shape = tree.shape_on(device)
     if stopping.cuts:
         nodes, shape = kept_nodes(tree, stopping.active, sampled=bool(probs))
-        tokens, prob_index = tokens[:, nodes], prob_index[nodes]
+        tokens, prob_index, slots = tokens[:, nodes], prob_index[nodes], slots[nodes]
     return Proposal(
         tokens=tokens,
         shape=shape,
         draft_sampling=draft_config.draft_sampling if probs else DraftSampling.TOP_K,
         probs=torch.cat(probs, 1) if probs else None,
         prob_index=prob_index[None, :, None].expand(1, -1, shape.children.shape[2]) if probs else None,
+        slots=slots[None],
     )
 
 
@@ -316,13 +315,13 @@ class _Stopping:
         self._expandable = self.active[:, :1]  # [B, F]
         self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
 
-    def has_parents(self, draft_pass: DraftPass) -> bool:
+    def has_parents(self, levels: Levels) -> bool:
         """Apply ``prefix_threshold`` before children are drawn; return False if no node gets any."""
         if self._prefix == 0:
             return True
-        self._path_confidence = self._path_confidence * draft_pass.confidence()  # type: ignore[attr-defined]
+        self._path_confidence = self._path_confidence * levels.confidence()
         self._expandable = self._expandable & (self._path_confidence >= self._prefix)
-        return bool(self._expandable.any())
+        return self._any_expandable()
 
     def drawing(self, width: int) -> Tensor | None:
         """Return the parents that draw samples, [B, width] bool; ``width`` is 1 if all share one distribution."""
@@ -340,10 +339,13 @@ class _Stopping:
         if likelihood is not None:
             children = children & (likelihood >= self._threshold)
         self._expandable, self._path_confidence = children[:, level.inner], self._path_confidence[:, level.above]
-        return likelihood is None or bool(self._expandable.any())
+        return likelihood is None or self._any_expandable()
+
+    def _any_expandable(self) -> bool:
+        return not reads_freely(self._expandable.device) or bool(self._expandable.any())
 
 
-def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
+def grow_dynamic(levels: Levels, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
     """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
 
     A node's score is the product of the drafter's probabilities along its path. A parent therefore scores above its
@@ -352,12 +354,14 @@ def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d
     rows, device = last_token.shape[0], last_token.device
     scores: list[Tensor] = []
     tokens, parents = [last_token[:, None]], [torch.full_like(last_token[:, None], -1)]
+    read: list[Tensor] = []  # [B, F] nodes in the order of expansion
     frontier_score = torch.zeros(rows, 1, dtype=torch.float64, device=device)
     frontier_node = torch.zeros_like(tokens[0])
     frontier = tokens[0], frontier_node
     count = 1
     for _ in range(tree.depth):
-        logits = draft_pass.step(*frontier).float()
+        logits = levels.expand(*frontier).float()
+        read.append(frontier_node)
         width = min(tree.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
         # A child of probability 1 must still score below its parent, or a kept node could miss its parent.
@@ -374,8 +378,15 @@ def grow_dynamic(draft_pass: DraftPass, last_token: Tensor, tree: DynamicTree, d
     new_number = torch.zeros(rows, count, dtype=torch.int64, device=device)
     new_number.scatter_(1, nodes, torch.arange(nodes.shape[1], device=device).expand(rows, -1))
     above = torch.cat(parents, 1).gather(1, nodes)
+    order = torch.cat(read, 1)
+    slots = torch.full((rows, count), -1, device=device)
+    slots.scatter_(1, order, torch.arange(order.shape[1], device=device).expand(rows, -1))
     return Proposal(
         tokens=torch.cat(tokens, 1).gather(1, nodes),
-        shape=TreeShape.from_parents(torch.where(above < 0, -1, new_number.gather(1, above.clamp(min=0)))),
+        shape=TreeShape.from_parents(
+            torch.where(above < 0, -1, new_number.gather(1, above.clamp(min=0))),
+            width=None if reads_freely(device) else tree.width,
+        ),
         draft_sampling=DraftSampling.TOP_K,
+        slots=slots.gather(1, nodes),
     )

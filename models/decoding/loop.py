@@ -21,7 +21,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig, DecodeState, StepOutput
+from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig, DecodeState, Step
 from drafthead.models.decoding.step_log import DecodeResult, StepRecord
 from drafthead.models.token_tree import TokenTree
 
@@ -67,8 +67,8 @@ class DecodingSequence:
 class DecodeLoop:
     """Decodes prompts, up to ``batch_size`` side by side.
 
-    In plain decoding, the next prompt takes the slot of a sequence that ended. The rows of a drafter's state cannot be
-    replaced, so with a drafter a batch runs to its end.
+    In plain decoding, the next prompt takes the slot of a sequence that ended. A session's rows cannot be replaced, so
+    with a drafter a batch runs to its end.
     """
 
     base: BaseModel
@@ -80,6 +80,7 @@ class DecodeLoop:
     """Tokens of the longest prompt with its answer."""
     record_steps: bool = True
     keep_hidden_states: bool = False
+    on_step: Callable[[Step], None] | None = None
 
     @torch.inference_mode()
     def run(self, prompts: Iterable[DecodingSequence]) -> Iterator[DecodingSequence]:
@@ -147,17 +148,18 @@ class DecodeLoop:
         depth = self._max_depth([row for row in rows if not row.ended])
         room = [max(1, self.max_new_tokens - position) for position in positions]
         short = min(room) <= min(depth, self.config.draft_config.depth)
-        output = state.step([row.seed for row in rows], positions, depth, room if short else None)
-        tokens, counts = output.tokens.tolist(), output.counts.tolist()
-        hidden = output.hidden.half() if self.keep_hidden_states else None
+        step = state.step([row.seed for row in rows], positions, depth, room if short else None)
+        hidden = step.hidden.final.half() if self.keep_hidden_states else None
         for n, row in enumerate(rows):
             if row.ended:
                 continue
-            self._commit(row, tokens[n][: counts[n]])
+            self._commit(row, step.tokens[n])
             if hidden is not None:
-                row.hidden.append(hidden[n, : counts[n]])
+                row.hidden.append(hidden[n, : len(step.tokens[n])])
+        if self.on_step is not None:
+            self.on_step(step)
         if self.record_steps:
-            self._record(rows, output, positions, counts, started)
+            self._record(rows, step, positions, perf_counter() - started)
 
     def _max_depth(self, rows: list[DecodingSequence]) -> int:
         """Return the largest draft depth within the context and, if it cannot change the answer, ``max_new_tokens``."""
@@ -168,12 +170,7 @@ class DecodeLoop:
             depth = min(depth, rows[0].draft_length)
         return max(0, depth)
 
-    def _record(
-        self, rows: list[DecodingSequence], output: StepOutput, positions: list[int], counts: list[int], started: float
-    ) -> None:
-        nodes, depths = _draft_size(output, len(rows))
-        accepted, entropy = output.acceptance.accepted.tolist(), _entropy(output.root_logits).tolist()
-        total_s = perf_counter() - started
+    def _record(self, rows: list[DecodingSequence], step: Step, positions: list[int], total_s: float) -> None:
         config = self.config.draft_config
         for n, row in enumerate(rows):
             if len(row.answer) == positions[n]:
@@ -181,36 +178,20 @@ class DecodeLoop:
             row.steps.append(
                 StepRecord(
                     position=positions[n],
-                    proposed=nodes[n],
-                    depth=depths[n],
-                    accepted=accepted[n],
-                    committed=counts[n],
-                    entropy=entropy[n],
-                    draft_s=output.draft_s,
-                    verify_s=output.verify_s,
+                    proposed=step.proposed[n],
+                    depth=step.depths[n],
+                    accepted=step.accepted[n],
+                    committed=len(step.tokens[n]),
+                    entropy=step.entropy[n] if step.entropy else float("nan"),
+                    draft_s=step.draft_s,
+                    verify_s=step.verify_s,
                     total_s=total_s,
                 )
             )
             if config.adaptive is not None:
-                row.draft_length = min(config.depth, config.adaptive.next(row.draft_length, depths[n], accepted[n]))
-
-
-def _draft_size(output: StepOutput, rows: int) -> tuple[list[int], list[int]]:
-    """Return the number of drafted nodes and the longest path of every row."""
-    shape = output.proposal.shape
-    if shape.tree is not None:
-        return [len(shape) - 1] * rows, [shape.tree.depth] * rows
-    drafted = (shape.parents >= 0).sum(1).expand(rows)
-    return drafted.tolist(), shape.depths.max(1).values.expand(rows).tolist()
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    """Return the entropy in nats, [B], of finite logits [B, V], by one softmax."""
-    scores = logits.float()
-    probabilities = scores.softmax(-1)
-    log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
-    entropy: Tensor = log_sum - torch.linalg.vecdot(probabilities, scores)
-    return entropy
+                row.draft_length = min(
+                    config.depth, config.adaptive.next(row.draft_length, step.depths[n], step.accepted[n])
+                )
 
 
 def decode(
@@ -288,6 +269,7 @@ def decode_batch(
         sampler=sampler,
         rule=rule,
         eos_ids=frozenset() if ignore_eos else base.eos_ids,
+        with_entropy=True,
     )
     loop = DecodeLoop(
         base=base,

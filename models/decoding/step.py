@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, Target, greedy
-from drafthead.models.decoding.drafter import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal
-from drafthead.models.decoding.growth import UsesTargetCache, root_only
+from drafthead.models.decoding.drafter import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal, Session
+from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree
@@ -40,6 +39,8 @@ class DecodeConfig:
     """Return the target's probs of the committed tokens, for a model that drafts for another."""
     eos_ids: frozenset[int] = frozenset()
     """Nothing is committed after them."""
+    with_entropy: bool = False
+    """Measure the entropy of every step."""
 
     @property
     def greedy(self) -> bool:
@@ -53,26 +54,29 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOutput:
-    """One step of every row."""
+class Step:
+    """One step of every row: the event that statistics, streaming, online learning and corpora read."""
 
-    tokens: Tensor
-    """[B, 1 + depth] int64: accepted drafts and the bonus, then padding."""
-    counts: Tensor
-    """[B] int64: number of committed tokens, at least 1."""
+    tokens: list[list[int]]
+    """Tokens to append to each row's answer, at least one: accepted drafts and the bonus."""
+    accepted: list[int]
+    """Drafts that the rule accepted in each row, before EOS or a limit truncates them."""
+    proposed: list[int]
+    """Drafted nodes of each row."""
+    depths: list[int]
+    """Drafts on each row's longest drafted path."""
+    entropy: list[float]
+    """Nats, of the target's unwarped distribution after the root; empty unless requested."""
     proposal: Proposal
     acceptance: Acceptance
-    """The rule's decision, before EOS or a limit truncates it."""
-    hidden: Tensor
-    """[B, 1 + depth, D]: final hidden states of the root and the accepted drafts."""
-    root_logits: Tensor
-    """[B, V] of the target after the root, before warping."""
+    hidden: HiddenStates
+    """[B, 1 + depth, ...]: the base's states of the root and the accepted drafts."""
     draft_s: float
     verify_s: float
 
 
 class DecodeState:
-    """The rows being decoded: the base's cache, the drafter's state, and the last token of each row, not yet read."""
+    """The rows being decoded: the base's cache, the drafter's session, and the last token of each row, not yet read."""
 
     def __init__(
         self,
@@ -80,14 +84,13 @@ class DecodeState:
         drafter: Drafter | None,
         config: DecodeConfig,
         cache: TreeCache,
-        state: Any,
+        session: Session | None,
         last_token: Tensor,
     ) -> None:
-        """Continue after ``last_token`` [B] with the ``cache`` and drafter ``state`` of all tokens before it."""
+        """Continue after ``last_token`` [B]; ``cache`` and ``session`` have all tokens before it."""
         self.base, self.drafter, self.config = base, drafter, config
-        self.cache, self.state, self.last_token = cache, state, last_token
-        self.spec = HiddenStatesSpec()
-        self._attaches: UsesTargetCache | None = None
+        self.cache, self.session, self.last_token = cache, session, last_token
+        self.spec = HiddenStatesSpec() if drafter is None else drafter.spec
         self._prefix: tuple[list[int], TreeCache, Tensor] | None = None
         self._context: Tensor | None = None
         self._context_lengths = torch.zeros(len(last_token), dtype=torch.int64, device=base.device)
@@ -103,15 +106,12 @@ class DecodeState:
         nodes: int | None = None,
     ) -> "DecodeState":
         """Return ``rows`` empty rows of ``capacity`` positions; ``nodes`` is for trees larger than the drafted one."""
-        attaches = drafter if isinstance(drafter, UsesTargetCache) else None
-        extra = attaches.extra_cache_slots(config.draft_config) if attaches else 0
+        extra = 0 if drafter is None else drafter.cache_slots(config.draft_config)
         capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
         cache = base.new_cache(capacity, nodes, rows)
         last_token = torch.zeros(rows, dtype=torch.int64, device=base.device)
-        decoding = cls(base, drafter, config, cache, None, last_token)
-        decoding._attaches = attaches
-        if drafter is not None:
-            decoding.spec, decoding.state = drafter.spec, decoding._attached(drafter.init_state(rows))
+        session = None if drafter is None else drafter.open(rows, cache)
+        decoding = cls(base, drafter, config, cache, session, last_token)
         if config.sampler.repetition_penalty != 1:
             decoding._context = torch.zeros(rows, capacity, dtype=torch.int64, device=base.device)
         return decoding
@@ -152,8 +152,8 @@ class DecodeState:
             # Padding repeats a token of the row, because a penalty depends only on the set of tokens.
             self._context[rows], self._context_lengths[rows] = tokens[:, :1], 0
             self._remember(tokens, counts, rows)
-        if self.drafter is not None:
-            self._update_drafter(tokens, pad_rows(hidden_states), counts)
+        if self.session is not None:
+            self.session.commit(tokens, [len(ids) for ids in prompts], pad_rows(hidden_states))
         if first is None:
             first = self._first_tokens(torch.cat([states.final[:, -1] for states in hidden_states]), rows, rng)
         self.last_token = self.last_token.index_copy(0, torch.tensor(rows, device=first.device), first)
@@ -181,7 +181,7 @@ class DecodeState:
 
     def step(
         self, seeds: list[int], positions: list[int], depth: int | None = None, room: list[int] | None = None
-    ) -> StepOutput:
+    ) -> Step:
         """Draft at most ``depth`` levels, verify, and commit at most ``room`` tokens of each row.
 
         ``positions`` are the tokens before the step in every row: with the seed they decide the random numbers.
@@ -189,12 +189,12 @@ class DecodeState:
         config = self.config
         started = perf_counter()
         draft_config = config.draft_config if depth is None else config.draft_config.at_most(depth)
-        if self.drafter is None or draft_config.depth == 0:
+        if self.session is None or draft_config.depth == 0:
             proposal = root_only(self.last_token)
         else:
             sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
             rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if sampled else None
-            proposal = self.drafter.draft(self.state, self.last_token, draft_config, rng)
+            proposal = self.session.draft(self.last_token, draft_config, rng)
         self.base.synchronise()
         drafted = perf_counter()
         hidden, logits = self.base.verify_logits(
@@ -218,17 +218,27 @@ class DecodeState:
         tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
         counts = self._truncated(tokens, acceptance.accepted + 1, room)
         hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))
-        self.cache.commit_path(nodes, counts.tolist())
-        self._update_drafter(path, hidden, counts)
+        numbers = [counts, acceptance.accepted, *_sizes(proposal)]
+        if config.with_entropy:
+            numbers.append(_entropy(logits[:, 0]))
+        # The only wait for the device: everything that the host needs, in one tensor.
+        host = torch.cat([torch.stack([n.double() for n in numbers], 1), tokens.double()], 1).tolist()
+        committed, accepted, proposed, depths = ([int(row[n]) for row in host] for n in range(4))
+        self.cache.commit_path(nodes, committed)
+        if self.session is not None:
+            self.session.commit(path, committed, hidden, nodes)
         self._remember(tokens, counts)
         self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]
-        return StepOutput(
-            tokens=tokens,
-            counts=counts,
+        first = len(numbers)
+        return Step(
+            tokens=[[int(token) for token in row[first : first + n]] for row, n in zip(host, committed, strict=True)],
+            accepted=accepted,
+            proposed=proposed,
+            depths=depths,
+            entropy=[row[4] for row in host] if config.with_entropy else [],
             proposal=proposal,
             acceptance=acceptance,
-            hidden=hidden.final,
-            root_logits=logits[:, 0],
+            hidden=hidden,
             draft_s=drafted - started,
             verify_s=verified - drafted,
         )
@@ -244,14 +254,6 @@ class DecodeState:
             first = torch.where(eos.any(1), eos.int().argmax(1) + 1, tokens.shape[1])
             counts = torch.minimum(counts, first)
         return counts
-
-    def _attached(self, state: Any) -> Any:
-        """Return the drafter's state, attached to this cache if the drafter reads or writes it."""
-        return state if self._attaches is None else self._attaches.attach(state, self.cache)
-
-    def _update_drafter(self, tokens: Tensor, base_hidden: HiddenStates, counts: Tensor) -> None:
-        if self.drafter is not None:
-            self.state = self.drafter.update(self.state, tokens, base_hidden, counts)
 
     def _remember(self, tokens: Tensor, counts: Tensor, rows: list[int] | None = None) -> None:
         """Write committed tokens of ``rows`` (default all) into the context that a repetition penalty reads."""
@@ -271,9 +273,9 @@ class DecodeState:
             self._context_lengths[rows] = 0
 
     def select(self, rows: list[int]) -> None:
-        self.cache = self.cache.select(rows)
-        if self.drafter is not None:
-            self.state = self._attached(self.state.select(rows))
+        self.cache.select(rows)
+        if self.session is not None:
+            self.session.select(rows)
         self.last_token = self.last_token[rows]
         self._context = None if self._context is None else self._context[rows]
         self._context_lengths = self._context_lengths[rows]
@@ -293,3 +295,21 @@ def target_probs(logits: Tensor, sampler: Sampler, context: Tensor | None, propo
         return sampler.probs(node_logits.flatten(0, 1), text).view(node_logits.shape)
 
     return after
+
+
+def _sizes(proposal: Proposal) -> list[Tensor]:
+    """Return the number of drafted nodes and the longest path of every row, [B] int64 each."""
+    shape, roots = proposal.shape, proposal.tokens[:, 0]
+    if shape.tree is not None:
+        return [torch.full_like(roots, len(shape) - 1), torch.full_like(roots, shape.tree.depth)]
+    drafted, deepest = (shape.parents >= 0).sum(1), shape.depths.max(1).values
+    return [drafted.expand(len(roots)), deepest.expand(len(roots))]
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """Return the entropy in nats, [B], of finite logits [B, V], by one softmax."""
+    scores = logits.float()
+    probabilities = scores.softmax(-1)
+    log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
+    entropy: Tensor = log_sum - torch.linalg.vecdot(probabilities, scores)
+    return entropy

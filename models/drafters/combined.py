@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal
+from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.drafters.composite import CompositeDrafter, CompositeState
+from drafthead.models.drafters.composite import CompositeDrafter, CompositeSession
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 
@@ -66,24 +67,11 @@ class CombinedDrafter(CompositeDrafter):
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.trees, self.nodes)
 
-    @torch.inference_mode()
-    def draft(
-        self, state: CompositeState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
-    ) -> Proposal:
-        (head, head_config, head_state), *others = zip(
-            self.drafters, self._draft_configs(draft_config), state.parts, strict=True
-        )
-        proposals = [
-            drafter.draft(drafter_state, last_token, config.at_most(drafter.depth), rng)
-            for drafter, config, drafter_state in others
-        ]
-        if self.nodes is not None and isinstance(head_config.tree, TokenTree):
-            head_config = replace(
-                head_config, tree=head_config.tree.first(self.nodes - sum(len(p.shape) - 1 for p in proposals))
-            )
-        return combine([head.draft(head_state, last_token, head_config.at_most(head.depth), rng), *proposals])
+    def open(self, rows: int, cache: TreeCache | None = None) -> "CombinedSession":
+        return CombinedSession(self, rows)
 
-    def _draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
+    def draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
+        """Return each drafter's part of ``draft_config``."""
         if isinstance(draft_config.tree, DynamicTree):
             share = 1 + (draft_config.nodes - 1) // len(self.drafters)
             if share < 2:
@@ -101,6 +89,35 @@ class CombinedDrafter(CompositeDrafter):
         return [replace(draft_config, tree=tree) for tree in trees]
 
 
+class CombinedSession(CompositeSession):
+    """A session that drafts the union of its sessions' trees."""
+
+    drafter: CombinedDrafter
+
+    def __init__(self, drafter: CombinedDrafter, rows: int) -> None:
+        super().__init__(drafter, rows)
+        self._own_numbers: list[Tensor] = []  # of each drafter: [B, N] number of a node of the union, or -1
+
+    @torch.inference_mode()
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        drafter = self.drafter
+        (head, head_config, session), *others = zip(
+            drafter.drafters, drafter.draft_configs(draft_config), self.sessions, strict=True
+        )
+        proposals = [other.draft(last_token, config.at_most(part.depth), rng) for part, config, other in others]
+        if drafter.nodes is not None and isinstance(head_config.tree, TokenTree):
+            room = drafter.nodes - sum(len(p.shape) - 1 for p in proposals)
+            head_config = replace(head_config, tree=head_config.tree.first(room))
+        first = session.draft(last_token, head_config.at_most(head.depth), rng)
+        proposal, self._own_numbers = combine([first, *proposals])
+        return proposal
+
+    def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
+        if nodes is None or not self._own_numbers:
+            return None
+        return self._own_numbers[self.sessions.index(session)].gather(1, nodes)
+
+
 def union(trees: Sequence[TokenTree]) -> TokenTree:
     """Return all ``trees`` under one root, each tree's ranks after those of the tree before: the largest union."""
     paths: list[tuple[int, ...]] = []
@@ -111,16 +128,21 @@ def union(trees: Sequence[TokenTree]) -> TokenTree:
     return TokenTree.from_paths(paths)
 
 
-def combine(proposals: Sequence[Proposal]) -> Proposal:
-    """Return the union of trees with one root.
+def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
+    """Return the union of trees with one root, and each drafter's own number of the union's nodes, [B, N] or -1.
 
     A node is replaced by an earlier drafter's node with the same path. A drafter without drafts adds nothing. Equal
     samples of one drafter stay separate nodes: they may share the samples below them, and one node would have these
     twice.
     """
-    proposals = [p for p in proposals if len(p.shape) > 1] or [proposals[0]]
-    if len(proposals) == 1:
-        return proposals[0]
+    drafting = [n for n, proposal in enumerate(proposals) if len(proposal.shape) > 1] or [0]
+    drafters, device = len(proposals), proposals[0].tokens.device
+    if len(drafting) == 1:
+        nodes = torch.arange(len(proposals[drafting[0]].shape), device=device).expand(len(proposals[0].tokens), -1)
+        only_root = torch.where(nodes == 0, 0, -1)
+        own = [nodes if n == drafting[0] else only_root for n in range(drafters)]
+        return replace(proposals[drafting[0]], slots=None), own
+    proposals = [proposals[n] for n in drafting]
     kinds = {p.draft_sampling for p in proposals if p.probs is not None}
     if len(kinds) > 1:
         raise UserError(
@@ -132,13 +154,16 @@ def combine(proposals: Sequence[Proposal]) -> Proposal:
     children, prob_index = _candidates(proposals, table, new_number, parents.shape[1])
     shape = replace(TreeShape.from_parents(parents), children=children)
     probs = [p.probs for p in proposals if p.probs is not None]
-    return Proposal(
+    own_numbers = _own_numbers(proposals, table, new_number, parents.shape[1])
+    only_root = torch.where(torch.arange(parents.shape[1], device=device) == 0, 0, -1).expand_as(tokens)
+    proposal = Proposal(
         tokens=tokens,
         shape=shape,
         draft_sampling=kinds.pop() if kinds else DraftSampling.TOP_K,
         probs=torch.cat(probs, 1) if probs else None,
         prob_index=prob_index if probs else None,
     )
+    return proposal, [own_numbers[drafting.index(n)] if n in drafting else only_root for n in range(drafters)]
 
 
 class _Table:
@@ -207,6 +232,28 @@ def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return parents, table.tokens.gather(1, order), new_number
 
 
+def _list_nodes(table: _Table, drafter: int, count: int, new_number: Tensor, width: int) -> Tensor:
+    """Return the union's number of each of a drafter's ``count`` nodes, [B, count]; ``width`` for padding.
+
+    Padding has the root's number but no children, so a column that is dropped takes it.
+    """
+    nodes = torch.arange(count, device=new_number.device) + table.offsets[drafter]
+    nodes[0] = 0
+    padding = table.parents[:, nodes] < 0
+    padding[:, 0] = False
+    return torch.where(padding, width, new_number[:, nodes])
+
+
+def _own_numbers(proposals: Sequence[Proposal], table: _Table, new_number: Tensor, width: int) -> list[Tensor]:
+    """Return each drafter's number of the union's nodes, [B, N], -1 for nodes that it did not draft."""
+    own = []
+    for drafter, proposal in enumerate(proposals):
+        at = _list_nodes(table, drafter, len(proposal.shape), new_number, width)
+        numbers = torch.full((len(at), width + 1), -1, device=at.device)
+        own.append(numbers.scatter(1, at, torch.arange(at.shape[1], device=at.device).expand_as(at))[:, :width])
+    return own
+
+
 def _candidates(proposals: Sequence[Proposal], table: _Table, new_number: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the children of every node and the indices of their probs, both [B, N, S] int64.
 
@@ -215,19 +262,16 @@ def _candidates(proposals: Sequence[Proposal], table: _Table, new_number: Tensor
     """
     rows, device = new_number.shape[0], new_number.device
     children, prob_index, probs = [], [], 0
-    for offset, proposal in zip(table.offsets, proposals, strict=False):
-        count, trials = len(proposal.shape), proposal.shape.children.shape[2]
-        nodes = torch.arange(count, device=device) + offset
-        nodes[0] = 0
+    for drafter, proposal in enumerate(proposals):
+        trials = proposal.shape.children.shape[2]
+        numbers = _list_nodes(table, drafter, len(proposal.shape), new_number, width)
         known = proposal.shape.children.expand(rows, -1, -1)
-        to = new_number[:, nodes].gather(1, known.flatten(1)).view(known.shape).masked_fill(known == NO_CHILD, NO_CHILD)
+        to = numbers.gather(1, known.flatten(1)).view(known.shape).masked_fill(known == NO_CHILD, NO_CHILD)
         dist = torch.full_like(known, -1)
         if proposal.prob_index is not None and proposal.probs is not None:
             dist = torch.where(proposal.prob_index >= 0, proposal.prob_index + probs, -1).expand(known.shape)
             probs += proposal.probs.shape[1]
-        # Padding has the root's number but no children. Column ``width`` takes it, so the root keeps its children.
-        padding = (table.parents[:, nodes] < 0) & (nodes > 0)
-        at = torch.where(padding, width, new_number[:, nodes])[..., None].expand(known.shape)
+        at = numbers[..., None].expand(known.shape)
         room = torch.full((rows, width + 1, trials), NO_CHILD, device=device)
         children.append(room.scatter(1, at, to)[:, :width])
         prob_index.append(room.scatter(1, at, dist)[:, :width])

@@ -1,27 +1,16 @@
-"""The base class of composite drafters: one state per drafter, and the same context for all."""
+"""The base classes of composite drafters: one session per drafter, and the same context for all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.drafter import Drafter, DraftState
+from drafthead.models.decoding.drafter import Drafter, Session
 
 
-@dataclass
-class CompositeState(DraftState):
-    """The drafters' states after the committed text, in their order."""
-
-    parts: tuple[DraftState, ...]
-
-    def select(self, rows: list[int]) -> "CompositeState":
-        return CompositeState(parts=tuple(state.select(rows) for state in self.parts))
-
-
-class CompositeDrafter(Drafter[CompositeState]):
+class CompositeDrafter(Drafter):
     """Several drafters of the same context; a subclass combines their drafts."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
@@ -49,24 +38,41 @@ class CompositeDrafter(Drafter[CompositeState]):
         for drafter in self.drafters:
             drafter.remember(tokens)
 
-    def init_state(self, batch: int) -> CompositeState:
-        return CompositeState(parts=tuple(drafter.init_state(batch) for drafter in self.drafters))
 
-    def update(
-        self, state: CompositeState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> CompositeState:
-        pairs = zip(self.drafters, state.parts, strict=True)
-        return CompositeState(
-            parts=tuple(
-                drafter.update(drafter_state, tokens, self._own(drafter, base_hidden), counts)
-                for drafter, drafter_state in pairs
-            )
-        )
+class CompositeSession(Session):
+    """One session per drafter, over the same committed tokens; none of them uses the target's cache."""
 
-    def _own(self, drafter: Drafter, base_hidden: HiddenStates | None) -> HiddenStates | None:
+    def __init__(self, drafter: CompositeDrafter, rows: int) -> None:
+        self.drafter = drafter
+        self.lengths = [0] * rows
+        self.sessions = [part.open(rows) for part in drafter.drafters]
+
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        for part, session in zip(self.drafter.drafters, self.sessions, strict=True):
+            session.commit(tokens, counts, self._states_for(part, base_hidden), self.nodes_of(session, nodes))
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
+        """Return a session's own numbers of committed ``nodes`` [B, T], -1 for others; None: its nodes are dropped."""
+        return None
+
+    def select(self, rows: list[int]) -> None:
+        self.lengths = [self.lengths[row] for row in rows]
+        for session in self.sessions:
+            session.select(rows)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        for session in self.sessions:
+            session.rollback(lengths)
+
+    def _states_for(self, drafter: Drafter, base_hidden: HiddenStates | None) -> HiddenStates | None:
         """Return the layers that ``drafter`` reads, out of those that any drafter reads."""
-        if base_hidden is None or drafter.spec == self.spec:
+        spec = self.drafter.spec
+        if base_hidden is None or drafter.spec == spec:
             return base_hidden
-        indices = [self.spec.layers.index(number) for number in drafter.spec.layers]
+        indices = [spec.layers.index(number) for number in drafter.spec.layers]
         layers = torch.cat([base_hidden.layer(index) for index in indices], -1) if indices else None
         return HiddenStates(final=base_hidden.final, layers=layers)

@@ -7,19 +7,18 @@ Shape legend: B rows, T tokens.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
-from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, StateT
+from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.growth import StepwiseDrafter
-from drafthead.models.decoding.random_source import RandomSource
+from drafthead.models.decoding.node_cache import LMSession
 
 
-class LMDrafter(Drafter[StateT]):
+class LMDrafter(Drafter):
     """A drafter whose drafts are those of a causal LM with the target's tokenizer."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
@@ -50,35 +49,16 @@ class LMDrafter(Drafter[StateT]):
         # Without a target, its probs are as wide as its own vocabulary, and so must be the target's.
         return self._vocabulary
 
-    def known(self, tokens: Tensor) -> Tensor:
-        """Return ``tokens`` with ids that only the target has replaced by the draft model's last id."""
-        return tokens if self._vocabulary == self.model.vocab_size else tokens.clamp(max=self.model.vocab_size - 1)
 
-
-class ModelDrafter(LMDrafter[PendingTokens], StepwiseDrafter[PendingTokens]):
+class ModelDrafter(LMDrafter, StepwiseDrafter):
     """A smaller model with the target's tokenizer."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:
         super().__init__(model, target, num_tokens)
         self.d2t = torch.arange(model.vocab_size, device=model.device)
 
-    def init_state(self, batch: int) -> PendingTokens:
-        return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self.model))
-
-    def update(
-        self, state: PendingTokens, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> PendingTokens:
-        return state.append(self.known(tokens), counts)
-
-    def draft(
-        self, state: PendingTokens, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
-    ) -> Proposal:
-        room = self.model.max_context - state.text.longest - 1
-        return super().draft(state, last_token, draft_config.at_most(max(0, room)), rng)
-
-    def start(self, state: PendingTokens, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
-        text = state.text.append(self.known(last_token[:, None]))
-        return CachedDraftPass(state.cache, text, draft_config, self.model.logits)
+    def open(self, rows: int, cache: TreeCache | None = None) -> LMSession:
+        return LMSession(self, self.model, rows, self.model.logits)
 
 
 def early_exit(base: BaseModel, layers: int, *, num_tokens: int = 5) -> ModelDrafter:

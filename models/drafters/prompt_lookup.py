@@ -19,8 +19,8 @@ from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
-from drafthead.models.decoding.draft_cache import TokenBuffer
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal
+from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -31,7 +31,37 @@ NO_TOKEN = -2
 """Stand-in for a separator in the n-gram to look up, so that separators do not match each other."""
 
 
-class PromptLookup(Drafter[TokenBuffer]):
+class TokenBuffer:
+    """The committed tokens of every row."""
+
+    def __init__(self, tokens: Tensor, lengths: list[int]) -> None:
+        """Hold ``tokens`` [B, T] int64, left-aligned; anything may follow a row's length. T is the longest row's."""
+        self.tokens, self.lengths = tokens, lengths
+
+    def append(self, tokens: Tensor, counts: list[int]) -> "TokenBuffer":
+        """Return the buffer with the first ``counts`` of ``tokens`` ([B, T]) added to each row."""
+        lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        known = self.tokens.to(tokens.device)
+        if len(counts) == 1:
+            return TokenBuffer(torch.cat([known, tokens[:, : counts[0]]], 1), lengths)
+        wider = torch.cat([known, torch.zeros_like(tokens)], 1)
+        # Tokens that do not count end up past the row's new length, and the next tokens overwrite them.
+        start = torch.tensor(self.lengths, device=tokens.device)[:, None]
+        wider.scatter_(1, start + torch.arange(tokens.shape[1], device=tokens.device), tokens)
+        return TokenBuffer(wider[:, : max(lengths)], lengths)
+
+    @property
+    def ends(self) -> Tensor:
+        """The lengths as a tensor, [B] int64."""
+        return torch.tensor(self.lengths, device=self.tokens.device)
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest row."""
+        return self.tokens.shape[1]
+
+
+class PromptLookup(Drafter):
     """A lookup of the longest n-grams at the end of a row in its own prompt and answer.
 
     Drafts are a function of the context, so they are top-k candidates for any ``draft_sampling``. Of a ``DraftConfig``
@@ -80,13 +110,8 @@ class PromptLookup(Drafter[TokenBuffer]):
     def identity(self) -> tuple[object, ...]:
         return (type(self).__name__, self.depth, self.max_ngram, self.matches, self.memory, self.per_match)
 
-    def init_state(self, batch: int) -> TokenBuffer:
-        return TokenBuffer.none(batch)
-
-    def update(
-        self, state: TokenBuffer, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> TokenBuffer:
-        return state.append(tokens, counts)
+    def open(self, rows: int, cache: TreeCache | None = None) -> "LookupSession":
+        return LookupSession(self, rows)
 
     def remember(self, tokens: list[int]) -> None:
         if self.memory == 0:
@@ -97,32 +122,13 @@ class PromptLookup(Drafter[TokenBuffer]):
         tokens = [token for answer in self._answers for token in answer]
         self._remembered = torch.tensor([tokens], dtype=torch.int64)
 
-    @torch.inference_mode()
-    def draft(
-        self, state: TokenBuffer, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
-    ) -> Proposal:
-        depth = min(draft_config.depth, self.depth)
-        if depth == 0 or draft_config.nodes == 1:
-            return root_only(last_token)
-        text = self._with_memory(state.append(last_token[:, None]))
-        tokens, valid = self._continuations(text, last_token, depth)
-        if not valid.any():
-            return root_only(last_token)
-        if valid.shape[:2] == (1, 1):
-            count = min(int(valid.sum()), draft_config.nodes - 1)
-            return Proposal(
-                tokens=torch.cat([last_token[:, None], tokens[:, 0, :count]], 1),
-                shape=TokenTree.chain(count).shape_on(last_token.device),
-                draft_sampling=DraftSampling.TOP_K,
-            )
-        return _tree(last_token, tokens, valid, draft_config.nodes)
-
-    def _continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return the tokens after the best matches, [B, M, K] int64, and which of them to draft, [B, M, K] bool."""
+        text = self._with_memory(text)
         start, length = self._find(text)
         offsets = torch.arange(depth, device=last_token.device)
         positions = start[..., None] + offsets
-        valid = (length > 0)[..., None] & (positions < text.lengths[:, None, None])
+        valid = (length > 0)[..., None] & (positions < text.ends[:, None, None])
         if self.per_match is not None:
             valid &= offsets < self.per_match * length[..., None]
         tokens = text.tokens.gather(1, positions.clamp(max=text.longest - 1).flatten(1)).view(positions.shape)
@@ -136,7 +142,7 @@ class PromptLookup(Drafter[TokenBuffer]):
             return text
         self._remembered = self._remembered.to(text.tokens.device)
         tokens = torch.cat([self._remembered.expand(len(text.lengths), -1), text.tokens], 1)
-        return TokenBuffer(tokens=tokens, lengths=text.lengths + earlier)
+        return TokenBuffer(tokens, [length + earlier for length in text.lengths])
 
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """Return the starts of the best continuations and the lengths of their matches (0: no match), [B, M] each.
@@ -145,14 +151,14 @@ class PromptLookup(Drafter[TokenBuffer]):
         ends 2 and 5, and looking for "a b" keeps them. The match at 5 is the n-gram itself, so the continuation starts
         at 2.
         """
-        rows, width = text.tokens.shape
+        (rows, width), ends = text.tokens.shape, text.ends
         device = text.tokens.device
         length = torch.zeros(rows, width, dtype=torch.int64, device=device)  # [:, e]: matching tokens before position e
         running = torch.ones(rows, width, dtype=torch.bool, device=device)
         position = torch.arange(width, device=device)
-        earlier = position < text.lengths[:, None]  # a continuation has at least one token
+        earlier = position < ends[:, None]  # a continuation has at least one token
         for back in range(1, min(self.max_ngram or width, width - 1) + 1):
-            token = text.tokens.gather(1, (text.lengths[:, None] - back).clamp(min=0))
+            token = text.tokens.gather(1, (ends[:, None] - back).clamp(min=0))
             token.masked_fill_(token == SEPARATOR, NO_TOKEN)
             running = running & torch.nn.functional.pad(text.tokens[:, : width - back] == token, (back, 0))
             length += running
@@ -161,6 +167,48 @@ class PromptLookup(Drafter[TokenBuffer]):
         length.masked_fill_(~earlier, 0)
         best = (length * width + position).topk(min(self.matches, width), 1).indices
         return best, length.gather(1, best)
+
+
+class LookupSession(Session):
+    """The committed tokens of the rows, which are searched in every step."""
+
+    def __init__(self, drafter: PromptLookup, rows: int) -> None:
+        self._drafter = drafter
+        self._text = TokenBuffer(torch.zeros(rows, 0, dtype=torch.int64), [0] * rows)
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self._text.lengths
+
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        self._text = self._text.append(tokens, counts)
+
+    @torch.inference_mode()
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        depth = min(draft_config.depth, self._drafter.depth)
+        if depth == 0 or draft_config.nodes == 1:
+            return root_only(last_token)
+        text = self._text.append(last_token[:, None], [1] * len(last_token))
+        tokens, valid = self._drafter.continuations(text, last_token, depth)
+        if not valid.any():
+            return root_only(last_token)
+        if valid.shape[:2] == (1, 1):
+            count = min(int(valid.sum()), draft_config.nodes - 1)
+            return Proposal(
+                tokens=torch.cat([last_token[:, None], tokens[:, 0, :count]], 1),
+                shape=TokenTree.chain(count).shape_on(last_token.device),
+                draft_sampling=DraftSampling.TOP_K,
+            )
+        return _tree(last_token, tokens, valid, draft_config.nodes)
+
+    def select(self, rows: list[int]) -> None:
+        lengths = [self._text.lengths[row] for row in rows]
+        self._text = TokenBuffer(self._text.tokens[rows, : max(lengths)], lengths)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self._text = TokenBuffer(self._text.tokens[:, : max(lengths)], lengths)
 
 
 def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Proposal:

@@ -20,8 +20,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
-from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingTokens, TokenBuffer
-from drafthead.models.decoding.drafter import DraftConfig
+from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.node_cache import LMSession
 from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from drafthead.models.heads.parts.draft_head import DraftPositions
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
@@ -83,19 +83,8 @@ class DraftLM(AutoregressiveHead):
         super().invalidate()
         self._inference_trunk = None
 
-    # Drafting ------------------------------------------------------------------------------------------------
-
-    def init_state(self, batch: int) -> PendingTokens:
-        return PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._inference_model()))
-
-    def update(
-        self, state: PendingTokens, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> PendingTokens:
-        return state.append(tokens, counts)
-
-    def start(self, state: PendingTokens, last_token: Tensor, draft_config: DraftConfig) -> CachedDraftPass:
-        text = state.text.append(last_token[:, None])
-        return CachedDraftPass(state.cache, text, draft_config, self.projection.logits)
+    def open(self, rows: int, cache: TreeCache | None = None) -> LMSession:
+        return LMSession(self, self._inference_model(), rows, self.projection.logits)
 
     def _inference_model(self) -> BaseModel:
         """Return the trunk to draft with; its layers are fused and packed if the base's are."""
@@ -107,8 +96,6 @@ class DraftLM(AutoregressiveHead):
                 prepack_linears(layers, self.config.inference_dtype(self.base))
                 self._inference_trunk = with_layers(self.base, layers, self.norm, torch.float32, self._sources)
         return self._inference_trunk
-
-    # Training ------------------------------------------------------------------------------------------------
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         """Return the states after the final norm, [B, T, D], in the layers' dtype."""

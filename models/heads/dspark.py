@@ -41,10 +41,10 @@ from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig, DraftPositions
-from drafthead.models.heads.parts.induction import InductionAnchors, InductionHead, InductionReader
-from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.parts.induction import InductionAnchors, InductionHead
+from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
-from drafthead.models.heads.parts.multi_position import HeadState, MultiPositionHead
+from drafthead.models.heads.parts.multi_position import HeadSession, MultiPositionHead
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
@@ -196,6 +196,12 @@ class DSparkHead(MultiPositionHead):
         super().invalidate()
         self._context_reader = None
 
+    def context_reader(self) -> Layer:
+        """Return ``context_reader`` of the layers, made once."""
+        if self._context_reader is None:
+            self._context_reader = context_reader(self.decoder_layers, self.config.inference_dtype(self.base))
+        return self._context_reader
+
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(layer, method) for layer in self.layers for method in ("states", "add_mlp")]
 
@@ -250,39 +256,8 @@ class DSparkHead(MultiPositionHead):
         seen = causal_mask(self.config.slots, device)
         return seen if self.config.causal else torch.ones_like(seen)
 
-    # Drafting ------------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def init_state(self, batch: int) -> HeadState:
-        weight = self.fc.weight
-        if self._context_reader is None:
-            self._context_reader = context_reader(self.decoder_layers, self.config.inference_dtype(self.base))
-        shape = self.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(self.layers))
-        cache = BlockCache(self._context_reader, shape)
-        context = PendingInputs.none(cache, batch, weight.new_empty(self.base.hidden_size))
-        return replace(super().init_state(batch), context=context)
-
-    @torch.inference_mode()
-    def update(
-        self, state: HeadState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> HeadState:
-        assert state.context is not None
-        assert base_hidden is not None and base_hidden.layers is not None
-        context = state.context.append(self.inference().fuse(base_hidden.layers), counts)
-        return replace(super().update(state, tokens, base_hidden, counts), context=context)
-
-    @torch.inference_mode()
-    def start(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> "BlockDraftPass":
-        assert (
-            isinstance(state, HeadState) and state.context is not None and isinstance(state.context.cache, BlockCache)
-        )
-        head = self.inference()
-        slots = head.block(last_token, state.hidden)
-        seen = self.seen_slots(slots.device)
-        out = state.context.cache.read_block(state.context, slots, seen[None], list(head.layers))
-        hidden = head.norm(out[:, self.first_slot : self.first_slot + draft_config.depth])
-        induction = None if state.copied is None else InductionReader(head.induction, state.copied, hidden)
-        return BlockDraftPass(head, hidden, induction)
+    def open(self, rows: int, cache: TreeCache | None = None) -> "DSparkSession":
+        return DSparkSession(self, rows)
 
     # Training ------------------------------------------------------------------------------------------------
 
@@ -344,24 +319,6 @@ class TiedMarkov(nn.Linear):
         return nn.Embedding(len(table), table.shape[1], _weight=table)
 
 
-class BlockCache(LayerKVCache):
-    """Keys and values of the context for all layers. Those of a block are dropped after its pass."""
-
-    def read_block(self, context: PendingInputs, x: Tensor, seen: Tensor, layers: list[Layer]) -> Tensor:
-        """Run ``layers`` over a block after ``context``: [B, P, D] -> [B, P, D]; ``seen`` [1, P, P] bool."""
-        self.prefill(context)
-        rows, count = x.shape[:2]
-        self._reserve(rows, int((context.lengths + context.counts).max()) + count)
-        cache = self.cache
-        cache.begin(count)
-        positions = cache.positions(torch.arange(count, device=x.device)[None]).expand(rows, -1)
-        mask = cache.mask(seen, x.dtype)
-        for layer in layers:
-            x = layer(x, positions, mask, cache)
-        cache.crop()
-        return x
-
-
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
     """Return a layer that writes the keys and values of all ``layers`` for a context, from one joined product.
 
@@ -383,34 +340,53 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
     return read
 
 
-class BlockDraftPass:
-    """Draft pass after the block: a level adds the Markov and induction heads' terms for its tokens."""
+class DSparkSession(HeadSession):
+    """A session that runs the block when a step starts; a level adds the Markov and induction heads' terms."""
 
-    def __init__(self, head: DSparkHead, hidden: Tensor, induction: InductionReader | None) -> None:
-        """Start with an inference copy of a head and the slots' states ``hidden`` [B, K, D] after the final norm."""
-        self._head, self._hidden, self._induction = head, hidden, induction
-        self._products = head._projections.product(hidden)
+    drafter: DSparkHead
+    model: DSparkHead
+    context: LayerCache
+
+    def __init__(self, head: DSparkHead, rows: int) -> None:
+        super().__init__(head, rows)
+        weight = head.fc.weight
+        shape = head.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(head.layers))
+        self.context = LayerCache(head.context_reader(), shape, rows)
+
+    @torch.inference_mode()
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        super().commit(tokens, counts, base_hidden)
+        assert base_hidden is not None and base_hidden.layers is not None
+        self.context.commit(self.model.fuse(base_hidden.layers), counts)
+
+    def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        model = self.model
+        slots = model.block(last_token, self.hidden)
+        out = self.context.read_block(slots, model.seen_slots(slots.device)[None], list(model.layers))
+        self._slots = model.norm(out[:, model.first_slot : model.first_slot + draft_config.depth])
+        if self.copied is not None:
+            self.copied.start(self._slots)
+        self._products = model._projections.product(self._slots)
         self._level = -1
-        self._inputs = hidden[:, :0]  # [B, F, D + r] of the level expanded last
 
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return draft logits [B, F, W], or [B, 1, W] without Markov and induction heads; see ``DraftPass.step``."""
-        head = self._head
+    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        model = self.model
         self._level += 1
-        product, self._inputs = self._products[:, self._level, None], self._hidden[:, self._level, None]
-        if head.markov_out is not None:
+        product, self._inputs = self._products[:, self._level, None], self._slots[:, self._level, None]
+        if model.markov_out is not None:
             state = self._inputs.expand(-1, tokens.shape[1], -1)
-            added = [head.markov_in(tokens)] if head.config.markov_rank else []
-            if self._induction is not None:
-                added.append(self._induction.read(tokens, parents))
-            product = product + head.markov_out(torch.cat(added, -1))
-            self._inputs = torch.cat([state, *added], -1)
-        return head.target_lm_head.scale_and_cap(product)
+            added = [model.markov_in(tokens)] if model.config.markov_rank else []
+            if self.copied is not None:
+                added.append(self.copied.read(tokens, parents))
+            product = product + model.markov_out(torch.cat(added, -1))
+            self._inputs = torch.cat([state, *added], -1)  # [B, F, D + r] of the level expanded last
+        return model.target_lm_head.scale_and_cap(product)
 
     def confidence(self) -> Tensor:
-        """Return the level's acceptance probabilities, [B, F], or [B, 1] if ``step`` returned [B, 1, W]."""
-        assert self._head.confidence is not None
-        confidence: Tensor = self._head.confidence(self._inputs)[..., 0].sigmoid()
+        assert self.model.confidence is not None
+        confidence: Tensor = self.model.confidence(self._inputs)[..., 0].sigmoid()
         return confidence
 
 

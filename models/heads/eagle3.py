@@ -35,7 +35,6 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, last_valid
-from drafthead.models.decoding.growth import DraftPass
 from drafthead.models.heads.parts.attention_layer import (
     HeadAttention,
     HeadDecoderLayer,
@@ -43,8 +42,8 @@ from drafthead.models.heads.parts.attention_layer import (
     HeadRMSNorm,
 )
 from drafthead.models.heads.parts.draft_head import DraftPositions
-from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
-from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
+from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, CopyingSession
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of, has_next
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.linear import reads_in
@@ -210,18 +209,6 @@ class Eagle3Config(CopyingConfig):
         return Eagle3Head(self, base, d2t)
 
 
-@settings(kw_only=True)
-class EagleState(HeadState):
-    """State of EAGLE-3's layer between steps."""
-
-    context: PendingInputs
-    """Inputs of the layer: the embedding of ``x_{t+1}`` and the feature ``f_t``, concatenated."""
-    feature: Tensor
-    """[B, D] feature of the last token that the base has read; its next token is not committed yet."""
-    started: bool = False
-    """True once the base has read the prompt."""
-
-
 class Eagle3Head(CopyingHead):
     """EAGLE-3's fused features, decoder layer, final norm and projection; weights have the names of its checkpoints."""
 
@@ -309,53 +296,8 @@ class Eagle3Head(CopyingHead):
         logits: Tensor = self.projections.logits(normed) if self.lm_head is None else self.lm_head(normed)
         return logits
 
-    # Drafting ------------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def init_state(self, batch: int) -> EagleState:
-        weight, width = self.fc.weight, self.base.hidden_size
-        shape = self.midlayer.self_attn.cache_shape(weight.dtype, weight.device, self.config.num_layers)
-        first, *upper = self.inference().midlayer, *self.inference().layers.values()
-
-        def layers(pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
-            x: Tensor = first(pairs, positions, mask, cache)
-            for layer in upper:
-                x = layer(x, positions, mask, cache)
-            return x
-
-        cache = LayerKVCache(layers, shape)
-        context = PendingInputs.none(cache, batch, weight.new_empty(2 * width))
-        state = super().init_state(batch)
-        feature = weight.new_full((batch, width), torch.nan)
-        return EagleState(hidden=state.hidden, copied=state.copied, context=context, feature=feature)
-
-    @torch.inference_mode()
-    def update(
-        self, state: HeadState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> EagleState:
-        assert isinstance(state, EagleState) and base_hidden is not None
-        updated = super().update(state, tokens, base_hidden, counts)
-        fused = self.inference().fuse(self._sources(base_hidden))
-        # The token x_{t+1} is paired with the feature f_t, so the last feature waits for the next update.
-        before, pair_counts = fused[:, :-1], counts
-        if state.started:
-            before = torch.cat([state.feature[:, None], before], 1)
-        else:  # the prompt's first token has no feature before it
-            tokens, pair_counts = tokens[:, 1:], None if counts is None else counts - 1
-        context = state.context.append(torch.cat([self.embed(tokens), before], -1), pair_counts)
-        feature = last_valid(fused, counts)
-        return EagleState(hidden=updated.hidden, copied=updated.copied, context=context, feature=feature, started=True)
-
-    @torch.inference_mode()
-    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        assert isinstance(state, EagleState)
-        if not self.config.parallel:
-            return _EagleDraftPass(self, state)
-        root = torch.cat([self.embed(last_token), state.feature], -1)[:, None]
-        head = self.inference()
-        masked = head.masked(draft_config.depth - 1).expand(len(last_token), -1, -1)
-        out = state.context.cache.prefill_block(state.context, torch.cat([root, masked], 1))
-        return LevelDraftPass(head.project(head.norm(out)))
+    def open(self, rows: int, cache: TreeCache | None = None) -> "EagleSession":
+        return EagleSession(self, rows)
 
     # Training ------------------------------------------------------------------------------------------------
 
@@ -437,18 +379,70 @@ def published_layers(count: int) -> tuple[int, int, int]:
     return min(2, count), count // 2, max(0, count - 3)
 
 
-class _EagleDraftPass:
-    """Draft pass whose levels read their parents' outputs as features."""
+class EagleSession(CopyingSession):
+    """A session that pairs each token ``x_{t+1}`` with the feature ``f_t`` before it.
 
-    def __init__(self, head: Eagle3Head, state: EagleState) -> None:
-        self._head, self._read = head, state.context.reader()
-        self._above = state.feature[:, None]  # [B, F, D] features of the level above
+    A level reads its parents' outputs as features. In P-EAGLE, all levels are one pass.
+    """
 
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        rows = torch.arange(len(parents), device=parents.device)[:, None]
-        pairs = torch.cat([self._head.embed(tokens), self._above[rows, parents]], -1)
-        out = self._read(pairs, parents)
-        head = self._head.inference()
-        normed: Tensor = head.norm(out)
-        self._above = normed if head.config.norm_output else out
-        return head.project(normed)
+    drafter: Eagle3Head
+    model: Eagle3Head
+    context: LayerCache
+
+    def __init__(self, head: Eagle3Head, rows: int) -> None:
+        super().__init__(head, rows)
+        weight, width = head.fc.weight, head.base.hidden_size
+        shape = head.midlayer.self_attn.cache_shape(weight.dtype, weight.device, head.config.num_layers)
+        first, *upper = self.model.midlayer, *self.model.layers.values()
+
+        def layers(pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
+            x: Tensor = first(pairs, positions, mask, cache)
+            for layer in upper:
+                x = layer(x, positions, mask, cache)
+            return x
+
+        self.context = LayerCache(layers, shape, rows)
+        self._feature = weight.new_full((rows, width), torch.nan)
+        """[B, D] feature of the last token that the base has read; its next token is not committed yet."""
+
+    @torch.inference_mode()
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        assert base_hidden is not None
+        before = fused = self.model.fuse(self.model._sources(base_hidden))
+        if max(self.lengths) > 0:
+            pairs, pair_counts = tokens, counts
+            before = torch.cat([self._feature[:, None], fused[:, :-1]], 1)
+        else:  # the prompt's first token has no feature before it
+            pairs, pair_counts, before = tokens[:, 1:], [count - 1 for count in counts], fused[:, :-1]
+        super().commit(tokens, counts, base_hidden)
+        self.context.commit(torch.cat([self.model.embed(pairs), before], -1), pair_counts)
+        self._feature = last_valid(fused, counts)
+
+    def select(self, rows: list[int]) -> None:
+        super().select(rows)
+        self._feature = self._feature[rows]
+
+    def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        self._above: Tensor | None = None  # [B, F, D] features of the level above
+        if self.drafter.config.parallel:
+            model = self.model
+            root = torch.cat([model.embed(last_token), self._feature], -1)[:, None]
+            masked = model.masked(draft_config.depth - 1).expand(len(last_token), -1, -1)
+            out = self.context.start(torch.cat([root, masked], 1))
+            self._logits, self._position = model.project(model.norm(out)), 0
+
+    def level(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        model = self.model
+        if model.config.parallel:
+            self._position += 1
+            return self._logits[:, self._position - 1, None]
+        if self._above is None:
+            out = self.context.start(torch.cat([model.embed(tokens), self._feature[:, None]], -1))
+        else:
+            rows = torch.arange(len(parents), device=parents.device)[:, None]
+            out = self.context.expand(torch.cat([model.embed(tokens), self._above[rows, parents]], -1), parents)
+        normed: Tensor = model.norm(out)
+        self._above = normed if model.config.norm_output else out
+        return model.project(normed)

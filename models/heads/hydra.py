@@ -29,12 +29,11 @@ from drafthead.data.utils.settings import BelowOne, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.medusa import ResBlock
-from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm
+from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
 from drafthead.models.heads.parts.draft_head import DraftPositions
-from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
-from drafthead.models.heads.parts.multi_position import CopyingConfig, HeadState, RecurrentHead, States
-from drafthead.models.heads.parts.targets import DraftTargets
+from drafthead.models.heads.parts.multi_position import CopyingConfig, RecurrentHead, RecurrentSession, States
 from drafthead.models.kernels.attention import document_mask
 
 
@@ -152,46 +151,43 @@ class HydraHead(RecurrentHead):
         """Return a projection's input from a head's output [..., D]; a projection with a bias also reads a 1."""
         return F.pad(x, (0, 1), value=1.0) if self.config.projection_bias else x
 
-    # Drafting ------------------------------------------------------------------------------------------------
-
-    def init_state(self, batch: int) -> HeadState:
-        state = super().init_state(batch)
-        layer = self.inference().prefix
-        if self.prefix is None or layer is None:
-            return state
-        cache = LayerKVCache(layer, self.prefix.self_attn.cache_shape(self.dtype, self.base.device))
-        return replace(state, context=PendingInputs.none(cache, batch, self.prefix.norm.weight))
-
-    def update(
-        self, state: HeadState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> HeadState:
-        updated = super().update(state, tokens, base_hidden, counts)
-        assert base_hidden is not None
-        if state.context is None:
-            return updated
-        with torch.inference_mode():
-            return replace(updated, context=state.context.append(base_hidden.final.to(self.dtype), counts))
-
-    def read_state(self, state: HeadState) -> Tensor:
-        return state.hidden if state.context is None else state.context.cache.prefill(state.context)
+    def open(self, rows: int, cache: TreeCache | None = None) -> "HydraSession":
+        return HydraSession(self, rows)
 
     def first_states(self, hidden: Tensor) -> States:
         return (hidden,)
 
-    def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
+    def advance(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
         x = torch.cat([states[0], self._embed(tokens)], -1)
-        return self.projections.logits(self._projection_input(self.inference().blocks[k](x)), k), (x,)
+        return self._projection_input(self.blocks[k](x)), (x,)
 
-    # Training ------------------------------------------------------------------------------------------------
-
-    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+    def sources(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         final = base_hidden.final.to(self.dtype)
-        if self.prefix is not None:
-            # Features of positions that were not stored are NaN, and NaN times a zero weight is still NaN.
-            mask = document_mask(batch.document_ids, final.dtype)
-            final = self.prefix(final.nan_to_num(), batch.position_ids, mask)
-        hidden, outputs = draft_targets.at_sources(final), []
-        for k, blocks in enumerate(self.blocks):
-            embedded = [self._embed(draft_targets.tokens(batch.input_ids, j + 1)[k]) for j in range(k + 1)]
-            outputs.append(self._projection_input(blocks(torch.cat([hidden[k], *embedded], -1))))
-        return torch.stack(outputs)
+        if self.prefix is None:
+            return final
+        # Features of positions that were not stored are NaN, and NaN times a zero weight is still NaN.
+        mask = document_mask(batch.document_ids, final.dtype)
+        prefixed: Tensor = self.prefix(final.nan_to_num(), batch.position_ids, mask)
+        return prefixed
+
+
+class HydraSession(RecurrentSession):
+    """A session that with Hydra++ runs the prefix layer over the committed tokens."""
+
+    model: HydraHead
+
+    def __init__(self, head: HydraHead, rows: int) -> None:
+        super().__init__(head, rows)
+        if head.prefix is not None:
+            shape = head.prefix.self_attn.cache_shape(head.dtype, head.base.device)
+            self.context = LayerCache(cast(Layer, self.model.prefix), shape, rows)
+
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        super().commit(tokens, counts, base_hidden)
+        if self.context is not None and base_hidden is not None:
+            self.context.commit(base_hidden.final.to(self.model.dtype), counts)
+
+    def source(self) -> Tensor:
+        return self.hidden if self.context is None else self.context.read_all()

@@ -13,8 +13,7 @@ Shape legend: B rows, T time, F frontier nodes, N nodes of a proposal, D width, 
 vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -26,109 +25,72 @@ from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
 from drafthead.models.base.parity import has_passed, note_passed, relative_error, tolerance
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.draft_cache import CachedDraftPass, DraftCache, PendingNodes, PendingTokens, TokenBuffer
-from drafthead.models.decoding.drafter import DraftConfig, DraftState, DynamicTree, Proposal
-from drafthead.models.decoding.growth import DraftPass, EarlyExit
+from drafthead.models.decoding.drafter import DraftConfig, DynamicTree, Proposal
+from drafthead.models.decoding.growth import StepwiseSession, reads_freely
+from drafthead.models.decoding.node_cache import LMSession, PendingNodes
+from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm
 from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig, AutoregressiveHead
 from drafthead.models.heads.parts.draft_head import DraftPositions
-from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
+from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.token_tree import TokenTree
 
-UNREAD = -1
-"""Index of a node that the shallow layers have not read."""
 
+class ExitStates:
+    """One step's nodes in the first layers of the target, which writes their keys and values into the target's cache.
 
-class ExitStatePass:
-    """One step's nodes in the first layers of the target: a ``DraftPass`` that returns exit states instead of logits.
-
-    Nodes are numbered in the order of reading. ``finish`` maps them to the order of the proposal.
+    Nodes are numbered in the order of reading, as ``Proposal.slots`` does.
     """
 
     def __init__(self, first: BaseModel, cache: TreeCache) -> None:
         """Start after the committed positions of the target's ``cache``; ``first`` is the target's first layers."""
         self._model, self._cache = first, cache.first_layers(first.num_layers)
-        self._tokens: list[Tensor] = []
-        self._parents: list[Tensor] = []
         self._hidden: list[Tensor] = []
         self._nodes: PendingNodes | None = None
-        self._level = 0  # number of the first node of the last level
+        self._level = self._count = 0  # number of the first node of the last level; nodes read so far
 
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
+    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Read one more level of ``tokens`` [B, F] and return its exit states [B, F, D].
 
         ``parents`` [B, F] are indices on the level above.
         """
-        level, self._level = self._level, sum(t.shape[1] for t in self._tokens)
-        return self._read(tokens, parents + level if self._tokens else None)
+        level, self._level = self._level, self._count
+        return self._read(tokens, parents + level if self._hidden else None)
 
     def _read(self, tokens: Tensor, above: Tensor | None) -> Tensor:
         rows, new = tokens.shape
-        forest = self._nodes or PendingNodes.none(rows, tokens.device)
-        self._nodes = forest.extend(rows, new, above)
-        self._tokens.append(tokens)
-        self._parents.append(torch.full_like(tokens, UNREAD) if above is None else above)
+        self._nodes = (self._nodes or PendingNodes.none(rows, tokens.device)).extend(rows, new, above)
+        self._count += new
         self._hidden.append(self._model.verify(tokens, self._nodes.shape(), self._cache).final)
         return self._hidden[-1]
 
     def finish(self, proposal: Proposal) -> PartialForward:
         """Read the nodes of ``proposal`` that drafting has not read, and return all exit states in its order.
 
-        Drafting reads a node only to draft below it, so the leaves of the tree are unread. A dynamic tree may also have
-        read nodes that it did not select. Reordering the cache drops these, so that verification finds in the
-        shallow layers exactly the keys and values of the proposal's nodes.
+        Drafting reads a node only to draft below it, so the leaves of the tree are unread, and their parents are read.
+        A dynamic tree may also have read nodes that it did not select. Reordering the cache drops these, so that
+        verification finds in the shallow layers exactly the keys and values of the proposal's nodes.
         """
-        numbers = self._match(proposal)
-        while bool((numbers == UNREAD).any()):
-            self._read_missing(proposal, numbers)
+        assert proposal.slots is not None
+        numbers = proposal.slots.expand_as(proposal.tokens).clone()
+        parents = proposal.shape.parents.expand_as(proposal.tokens)
+        numbers[:, 1:].masked_fill_(parents[:, 1:] < 0, 0)  # padding, which is not used
+        unread = numbers < 0
+        width = int(unread.sum(1).max()) if reads_freely(unread.device) else unread.shape[1]
+        if width:
+            # Rows with fewer unread nodes read other nodes again, and ignore them.
+            nodes = unread.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :width]
+            above = numbers.gather(1, parents.gather(1, nodes).clamp(min=0)).clamp(min=0)
+            new_numbers = torch.arange(self._count, self._count + width, device=numbers.device).expand_as(nodes)
+            self._read(proposal.tokens.gather(1, nodes), above)
+            numbers.scatter_(1, nodes, torch.where(unread.gather(1, nodes), new_numbers, numbers.gather(1, nodes)))
         self._cache.commit_path(numbers, [numbers.shape[1]] * len(numbers))
         hidden = torch.cat(self._hidden, 1)
         return PartialForward(
             layers=self._model.num_layers,
             hidden=hidden.gather(1, numbers[..., None].expand(-1, -1, hidden.shape[-1])),
         )
-
-    def _match(self, proposal: Proposal) -> Tensor:
-        """Return the number of each node of the proposal, [B, N] int64; ``UNREAD`` if it was not read.
-
-        A node is identified by its path's tokens: nodes with equal paths have equal states. So of equal nodes, which
-        sampling with replacement can draw, the one read first stands for all.
-        """
-        tokens, above = torch.cat(self._tokens, 1).tolist(), torch.cat(self._parents, 1).tolist()
-        proposed = proposal.tokens.tolist()
-        parents = proposal.shape.parents.expand_as(proposal.tokens).tolist()
-        numbers = []
-        for row in range(len(proposed)):
-            first: list[int] = []  # for each node, the first node with the same path
-            by_path: dict[tuple[int, int], int] = {}  # (first node of the parent, token) -> first node
-            for node, (a, t) in enumerate(zip(above[row], tokens[row], strict=True)):
-                first.append(by_path.setdefault((a if a == UNREAD else first[a], t), node))
-            row_numbers = [0]
-            for node in range(1, len(proposed[row])):
-                parent = parents[row][node]
-                if parent < 0:
-                    row_numbers.append(0)  # padding, which is not used
-                elif row_numbers[parent] == UNREAD:
-                    row_numbers.append(UNREAD)
-                else:
-                    row_numbers.append(by_path.get((row_numbers[parent], proposed[row][node]), UNREAD))
-            numbers.append(row_numbers)
-        return torch.tensor(numbers, device=proposal.tokens.device)
-
-    def _read_missing(self, proposal: Proposal, numbers: Tensor) -> None:
-        """Read in one pass the unread nodes of all rows whose parents are read, and set their ``numbers``."""
-        parents = proposal.shape.parents.expand_as(proposal.tokens).clamp(min=0)
-        ready = (numbers == UNREAD) & (numbers.gather(1, parents) != UNREAD)
-        width = int(ready.sum(1).max())
-        # Rows with fewer such nodes read other nodes again, and ignore them.
-        nodes = ready.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :width]
-        is_ready = ready.gather(1, nodes)
-        above = numbers.gather(1, parents.gather(1, nodes)).clamp(min=0)
-        count = sum(t.shape[1] for t in self._tokens)
-        self._read(proposal.tokens.gather(1, nodes), above)
-        new_numbers = torch.arange(count, count + width, device=numbers.device).expand_as(nodes)
-        numbers.scatter_(1, nodes, torch.where(is_ready, new_numbers, numbers.gather(1, nodes)))
 
 
 def check_early_exit(base: BaseModel, first: BaseModel) -> None:
@@ -172,7 +134,7 @@ class KangarooConfig(AutoregressiveConfig):
         return KangarooHead(self, base, d2t)
 
 
-class KangarooHead(AutoregressiveHead, EarlyExit):
+class KangarooHead(AutoregressiveHead):
     """Adapter over an exit state of the base."""
 
     config: KangarooConfig
@@ -186,8 +148,8 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base)
         self.norm = HeadRMSNorm(base)
-        self._first = first_layers(base, config.exit_layer)
-        check_early_exit(base, self._first)
+        self.first_layers = first_layers(base, config.exit_layer)
+        check_early_exit(base, self.first_layers)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(self.self_attn, "forward")]
@@ -203,71 +165,67 @@ class KangarooHead(AutoregressiveHead, EarlyExit):
         normed: Tensor = self.norm(x + self.self_attn(self.input_layernorm(x), positions, mask, cache))
         return normed
 
-    # Drafting ------------------------------------------------------------------------------------------------
+    def open(self, rows: int, cache: TreeCache | None = None) -> "KangarooSession":
+        return KangarooSession(self, rows, cache)
 
-    def init_state(self, batch: int) -> "KangarooState":
-        adapter, shape = self.inference().adapter, self.self_attn.cache_shape(torch.float32, self.base.device)
-        cache = LayerKVCache(lambda x, *rest: adapter(x.float(), *rest), shape)
-        shallow = PendingTokens(text=TokenBuffer.none(batch), cache=DraftCache(self._first))
-        return KangarooState(adapter=PendingInputs.none(cache, batch, self.norm.weight), shallow=shallow, target=None)
-
-    def attach(self, state: "KangarooState", cache: TreeCache) -> "KangarooState":
-        return KangarooState(adapter=state.adapter, shallow=None, target=cache)
-
-    def update(
-        self, state: "KangarooState", tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> "KangarooState":
-        assert base_hidden is not None
-        with torch.inference_mode():
-            return KangarooState(
-                adapter=state.adapter.append(base_hidden.layer(0), counts),
-                shallow=None if state.shallow is None else state.shallow.append(tokens, counts),
-                target=state.target,
-            )
-
-    def start(self, state: "KangarooState", last_token: Tensor, draft_config: DraftConfig) -> "_KangarooDraftPass":
-        exit_states: DraftPass
-        if state.shallow is None:
-            assert state.target is not None
-            exit_states = ExitStatePass(self._first, state.target)
-        else:
-            text = state.shallow.text.append(last_token[:, None])
-            exit_states = CachedDraftPass(state.shallow.cache, text, draft_config, lambda hidden: hidden)
-        return _KangarooDraftPass(exit_states, state.adapter, self.projection.logits)
-
-    def finish(self, draft_pass: DraftPass, proposal: Proposal) -> Proposal:
-        assert isinstance(draft_pass, _KangarooDraftPass)
-        if not isinstance(draft_pass.exit_states, ExitStatePass):
-            return proposal
-        return replace(proposal, partial_forward=draft_pass.exit_states.finish(proposal))
-
-    def extra_cache_slots(self, draft_config: DraftConfig) -> int:
+    def cache_slots(self, draft_config: DraftConfig) -> int:
         # A dynamic tree may expand nodes that it does not select.
         tree = draft_config.tree
         return tree.width * tree.depth + 1 if isinstance(tree, DynamicTree) else 0
 
 
-@dataclass
-class KangarooState(DraftState):
-    """Context of the adapter, and the cache of the shallow layers."""
+class KangarooSession(StepwiseSession):
+    """A session whose levels run the shallow layers, the adapter over their exit states, and the output head.
 
-    adapter: PendingInputs
-    shallow: PendingTokens | None
-    """Tokens and cache of the shallow layers, used without a target's cache (replay, calibration)."""
-    target: TreeCache | None
-    """The target's cache; None if there is none, or until ``attach`` after rows were selected."""
+    The shallow layers write into the target's cache. Without one (replay, calibration) they have a cache of their own.
+    """
 
-    def select(self, rows: list[int]) -> "KangarooState":
-        # The owner of the target's cache selects its rows and calls ``attach`` again.
-        shallow = None if self.shallow is None else self.shallow.select(rows)
-        return KangarooState(adapter=self.adapter.select(rows), shallow=shallow, target=None)
+    def __init__(self, head: KangarooHead, rows: int, target: TreeCache | None) -> None:
+        self.drafter, self._first, self._target = head, head.first_layers, target
+        self._logits = head.projection.logits
+        adapter, shape = head.inference().adapter, head.self_attn.cache_shape(torch.float32, head.base.device)
+        self.context = LayerCache(lambda x, *rest: adapter(x.float(), *rest), shape, rows)
+        self._shallow = LMSession(head, self._first, rows, lambda hidden: hidden) if target is None else None
+        self._exit: ExitStates | LMSession
 
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self.context.lengths
 
-class _KangarooDraftPass:
-    """Draft pass whose levels run the shallow layers, the adapter over their exit states, and the output head."""
+    @torch.inference_mode()
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        assert base_hidden is not None
+        self.context.commit(base_hidden.layer(0), counts)
+        if self._shallow is not None:
+            self._shallow.commit(tokens, counts, base_hidden, nodes)
 
-    def __init__(self, exit_states: DraftPass, context: PendingInputs, logits: Callable[[Tensor], Tensor]) -> None:
-        self.exit_states, self._read, self._logits = exit_states, context.reader(), logits
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        proposal = super().draft(last_token, draft_config, rng)
+        if self._shallow is not None:
+            self._shallow.drafted(proposal)
+        elif draft_config.depth:
+            assert isinstance(self._exit, ExitStates)
+            with torch.inference_mode():
+                proposal = replace(proposal, partial_forward=self._exit.finish(proposal))
+        return proposal
 
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._logits(self._read(self.exit_states.step(tokens, parents), parents))
+    def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        self._starts = True
+        if self._shallow is None:
+            assert self._target is not None
+            self._exit = ExitStates(self._first, self._target)
+        else:
+            self._exit = self._shallow
+            self._shallow.start(last_token, draft_config)
+
+    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        starts, self._starts = self._starts, False
+        states = self._exit.expand(tokens, parents)
+        return self._logits(self.context.start(states) if starts else self.context.expand(states, parents))
+
+    def select(self, rows: list[int]) -> None:
+        self.context.select(rows)  # the decoder selects the rows of the target's cache
+        if self._shallow is not None:
+            self._shallow.select(rows)

@@ -22,13 +22,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
-from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, HeadState, LevelDraftPass
-from drafthead.models.heads.parts.targets import DraftTargets
+from drafthead.models.heads.parts.multi_position import CopyingConfig, RecurrentHead, States
 from drafthead.models.kernels.linear import inference_copy, joined_linear
 
 
@@ -88,10 +85,11 @@ class Blocks(nn.ModuleList):
         return x
 
 
-class MedusaHead(CopyingHead):
+class MedusaHead(RecurrentHead):
     """K Medusa heads."""
 
     config: MedusaConfig
+    reads_drafts = False
 
     def __init__(self, config: MedusaConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
@@ -110,31 +108,26 @@ class MedusaHead(CopyingHead):
         super().invalidate()
         self._packed = 0, []
 
-    def _condition(self, last_token: Tensor) -> Tensor | None:
-        """Return the last committed token's embedding at unit RMS, [...] -> [..., D], if the heads read it."""
-        if not self.config.reads_last_token:
-            return None
+    def _condition(self, last_token: Tensor) -> Tensor:
+        """Return the last committed token's embedding at unit RMS, [...] -> [..., D]."""
         embedded = F.embedding(last_token, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
-    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> LevelDraftPass:
-        depth = draft_config.depth
-        if self._static is None:
-            return LevelDraftPass(self.draft_logits(state.hidden, last_token, depth))
-        (logits,) = self._static(depth, lambda h, x: (self.draft_logits(h, x, depth),), state.hidden, last_token)
-        return LevelDraftPass(logits)
+    def advance(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
+        if k == 0 and self.config.reads_last_token:
+            states = (*states, self._condition(tokens))
+        x: Tensor = self.blocks[k](*states)
+        return x, states
 
-    @torch.inference_mode()
-    def draft_logits(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return draft logits of the first ``depth`` heads: ``h`` [B, D], last tokens [B] -> [B, depth, W]."""
-        x, condition = hidden.to(self.dtype), self._condition(last_token)
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
+        """Run ``advance`` for all heads, with fewer and larger products; see ``RecurrentHead.all_inputs``."""
         heads, (first, *deeper) = self._packed_blocks(depth)
-        inputs = x if condition is None else torch.cat([x, condition], -1)
-        x = x[:, None] + F.silu(first[0](inputs).unflatten(-1, (heads, -1))[:, :depth])
+        inputs = torch.cat([hidden, self._condition(last_token)], -1) if self.config.reads_last_token else hidden
+        x = hidden[:, None] + F.silu(first[0](inputs).unflatten(-1, (heads, -1))[:, :depth])
         for linears in deeper:
             outputs = [linear(hidden) for linear, hidden in zip(linears, x.unbind(1), strict=False)]
             x = x + F.silu(torch.stack(outputs, 1))
-        return self.projections.all_logits(x)
+        return x
 
     def _packed_blocks(self, depth: int) -> tuple[int, list[list[nn.Module]]]:
         """Return the number of packed heads, at least ``depth``, and their linear layers by block.
@@ -149,10 +142,3 @@ class MedusaHead(CopyingHead):
             joined = [joined_linear(list(first), dtype)]
             self._packed = depth, [joined, *([inference_copy(linear, dtype) for linear in block] for block in deeper)]
         return self._packed
-
-    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        h = draft_targets.at_sources(base_hidden.final).to(self.dtype)
-        condition = self._condition(draft_targets.tokens(batch.input_ids, 1))
-        return torch.stack(
-            [blocks(h[k], None if condition is None else condition[k]) for k, blocks in enumerate(self.blocks)]
-        )

@@ -22,13 +22,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.settings import NonNegative, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
 from drafthead.models.heads.parts.multi_position import CopyingConfig, RecurrentHead, States
-from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.linear import reads_in
 
 NORM_EPS = 1e-6
@@ -221,27 +219,10 @@ class MLPSpeculatorHead(RecurrentHead):
         states = self.cells.first(scaled)
         return states if self.config.own_lm_head else (*states, hidden)
 
-    def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
-        states, hidden = self.inference()._step(k, states, tokens)
-        return self.projections.logits(hidden, k), states
-
-    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        ids, hidden = batch.input_ids.flatten(), base_hidden.final.flatten(0, 1)
-        # Each anchor is computed once, although the targets of up to K positions read it.
-        anchors = torch.unique(draft_targets.source_idx[draft_targets.valid])
-        index = torch.zeros_like(ids)
-        index[anchors] = torch.arange(len(anchors), device=ids.device)
-        states, outputs = self.first_states(hidden[anchors].to(self.dtype)), []
-        for k in range(self.depth):
-            states, out = self._step(k, states, ids[(anchors + k + 1).clamp(max=len(ids) - 1)])
-            outputs.append(out[index[draft_targets.source_idx[k]]])
-        return torch.stack(outputs)
-
-    def _step(self, k: int, states: States, tokens: Tensor) -> tuple[States, Tensor]:
-        """Return the states after position k has read ``tokens``, and its projection's input."""
+    def advance(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
         if not len(self.outputs):
             states = self.cells(k, states, tokens)
-            return states, states[0]
+            return states[0], states
         *state, hidden = states
         states = (*self.cells(k, tuple(state), tokens), hidden)
-        return states, hidden + _at(self.outputs, k)(states[0])
+        return hidden + _at(self.outputs, k)(states[0]), states

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.drafters.composite import CompositeDrafter, CompositeState
+from drafthead.models.drafters.composite import CompositeDrafter, CompositeSession
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 
@@ -57,28 +58,37 @@ class HorizontalCascade(CompositeDrafter):
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.lengths)
 
+    def open(self, rows: int, cache: TreeCache | None = None) -> "CascadeSession":
+        return CascadeSession(self, rows)
+
+
+class CascadeSession(CompositeSession):
+    """A session in which each drafter reads the drafts before its own like committed tokens, and forgets them again."""
+
+    drafter: HorizontalCascade
+
     @torch.inference_mode()
-    def draft(
-        self, state: CompositeState, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None
-    ) -> Proposal:
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         if not draft_config.is_chain:
             raise UserError(
                 "a relay drafts chains; use tree=head or tree=chain:K, or combine it with drafters of trees"
             )
-        proposal, left = root_only(last_token), draft_config.depth
-        for drafter, length, drafter_state in zip(self.drafters, self.lengths, state.parts, strict=True):
+        proposal, left, committed = root_only(last_token), draft_config.depth, self.lengths
+        for length, session in zip(self.drafter.lengths, self.sessions, strict=True):
             length = min(length, left)
             left -= length
             if length == 0:
                 break
             drafted = drafted_tokens(proposal)
-            if int(drafted.max()) > 0:
-                # The drafter reads earlier drafts like committed tokens. ``update`` leaves the old state unchanged.
-                drafter_state = drafter.update(drafter_state, proposal.tokens[:, :-1], None, drafted)
+            counts = drafted.tolist()
+            if max(counts) > 0:
+                session.commit(proposal.tokens[:, :-1], counts, None)
             leaf = proposal.tokens.gather(1, drafted[:, None])[:, 0]
             chain_config = replace(draft_config, tree=TokenTree.chain(length))
-            proposal = concatenate(proposal, drafter.draft(drafter_state, leaf, chain_config, rng))
-        return proposal
+            proposal = concatenate(proposal, session.draft(leaf, chain_config, rng))
+            if max(counts) > 0:
+                session.rollback(committed)
+        return replace(proposal, slots=None)
 
 
 def drafted_tokens(proposal: Proposal) -> Tensor:

@@ -13,8 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from drafthead.models.decoding.draft_cache import TokenBuffer
-from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.drafters.prompt_lookup import PromptLookup, TokenBuffer
 
 
 class MaxGram(PromptLookup):
@@ -29,8 +28,8 @@ class MaxGram(PromptLookup):
         bigrams = None if self.bigrams is None else hashlib.sha256(self.bigrams.cpu().numpy().tobytes()).hexdigest()
         return (*super().identity(), bigrams)
 
-    def _continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        tokens, valid = super()._continuations(text, last_token, depth)
+    def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        tokens, valid = super().continuations(text, last_token, depth)
         if self.bigrams is None:
             return tokens, valid
         self.bigrams = self.bigrams.to(last_token.device)

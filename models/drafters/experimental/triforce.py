@@ -16,19 +16,17 @@ Differences from the reference code:
 Shape legend: L layers, H heads of keys and values, E head width, S kept positions, n positions in the cache.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.draft_cache import TokenBuffer, common_prefix
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
-from drafthead.models.decoding.growth import UsesTargetCache
-from drafthead.models.drafters.experimental.vertical_cascade import CascadeState, VerticalCascade
+from drafthead.models.drafters.experimental.vertical_cascade import NestedSession, VerticalCascade
 from drafthead.models.kernels.attention import captured_queries
 
 POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
@@ -79,32 +77,7 @@ class Policy:
         return torch.cat([chosen, latest], -1)
 
 
-@dataclass
-class Selection:
-    """The budget's cache and the tokens that it was selected from; successive states share it."""
-
-    cache: TreeCache | None = None
-    text: TokenBuffer | None = None
-    selected_at: int = 0
-    """Number of tokens at the time of the selection."""
-
-
-@dataclass
-class TriForceState(CascadeState):
-    """Committed tokens, the target's cache of them, and the inner drafter's state."""
-
-    target: TreeCache | None = None
-    """None: not attached to a decoding, so the drafter reads the context into a separate cache."""
-    selection: Selection = field(default_factory=Selection)
-
-    def append(self, tokens: Tensor, counts: Tensor | None) -> Self:
-        return replace(self, text=self.text.append(tokens, counts))  # read when positions are selected
-
-    def select(self, rows: list[int]) -> "TriForceState":
-        return self  # there is one row
-
-
-class TriForce(VerticalCascade, UsesTargetCache):
+class TriForce(VerticalCascade):
     """Chains that the target itself drafts over a budget of its cache, one prompt at a time."""
 
     def __init__(
@@ -142,37 +115,65 @@ class TriForce(VerticalCascade, UsesTargetCache):
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.budget, self.policy, self.refresh)
 
-    def extra_cache_slots(self, draft_config: DraftConfig) -> int:
+    def cache_slots(self, draft_config: DraftConfig) -> int:
         return 1  # the pass that chooses positions writes the last token's states behind the committed ones
 
-    def attach(self, state: TriForceState, cache: TreeCache) -> TriForceState:
-        return replace(state, target=cache)
+    def open(self, rows: int, cache: TreeCache | None = None) -> "TriForceSession":
+        if rows != 1:
+            raise UserError(f"a budget cache drafts for one prompt at a time, got {rows}; decode one by one")
+        return TriForceSession(self, cache)
 
-    def init_state(self, batch: int) -> TriForceState:
-        if batch != 1:
-            raise UserError(f"a budget cache drafts for one prompt at a time, got {batch}; decode one by one")
-        return TriForceState(**vars(super().init_state(batch)))
 
-    def read(self, state: CascadeState, root: Tensor) -> TreeCache:
+class TriForceSession(NestedSession):
+    """The target's cache, the selected positions of it, and the inner drafter's session."""
+
+    drafter: TriForce
+
+    def __init__(self, drafter: TriForce, target: TreeCache | None) -> None:
+        """Draft over ``target``; None: not attached to a decoding, so the context is read into a separate cache."""
+        super().__init__(drafter, 1)
+        self._target, self._length = target, 0
+        self._budget: TreeCache | None = None
+        self._copied = self._selected_at = 0  # committed tokens in the budget; at the time of the selection
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return [self._length]
+
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        if self._target is None:
+            self._context.commit(tokens, counts)
+        if self._inner is not None:
+            self._inner.rollback(self.lengths)
+            self._inner.commit(tokens, counts, None)
+        self._length += counts[0]
+
+    def rollback(self, lengths: list[int]) -> None:
+        if self._target is None:
+            self._context.rollback(lengths)
+        if self._inner is not None:
+            self._inner.rollback(lengths)
+        (self._length,) = lengths
+        if self._copied > self._length:
+            self._budget = None
+
+    def read(self, root: Tensor, depth: int) -> TreeCache:
         """Return the budget's cache, updated to the committed tokens."""
-        assert isinstance(state, TriForceState)
-        text, selection, source = state.text, state.selection, state.target
+        drafter, count, source = self.drafter, self._length, self._target
         if source is None:
-            state.cache.prefill(text, 1)
-            source = state.cache.cache
-        count = text.longest
-        if selection.cache is not None and selection.text is not None:
-            follows = int(common_prefix(selection.text, text)) == selection.text.longest
-            if follows and count - selection.selected_at < self.refresh:
-                selection.cache.crop([selection.text.longest])
-                selection.cache.append(source)
-                selection.text = text
-                return selection.cache
+            source = self._context.lend(1, 0)
+        if self._budget is not None and count - self._selected_at < drafter.refresh:
+            self._budget.crop([self._copied])
+            self._budget.append(source)
+            self._copied = count
+            return self._budget
         queries = None
-        if self.policy.name == "retrieval" and count > self.budget:
+        if drafter.policy.name == "retrieval" and count > drafter.budget:
             with captured_queries() as queries:
-                self.model.forward(root[:, None], source.first_layers(self.model.num_layers))
-        positions = self.policy.places(self.budget, source.keys[:, 0, :, :count], queries)
-        selection.cache = source.selected(positions, self.refresh + self.room)
-        selection.text, selection.selected_at = text, count
-        return selection.cache
+                drafter.model.forward(root[:, None], source.first_layers(drafter.model.num_layers))
+        positions = drafter.policy.places(drafter.budget, source.keys[:, 0, :, :count], queries)
+        self._budget = source.selected(positions, drafter.refresh + drafter.room)
+        self._copied = self._selected_at = count
+        return self._budget

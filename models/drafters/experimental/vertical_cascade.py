@@ -6,9 +6,6 @@ is all that the outer verification needs. The inner drafter may be nested again.
 Shape legend: B rows, T tokens, K drafts, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,10 +13,10 @@ from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.draft_cache import DraftCache, PendingTokens, TokenBuffer
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.loop import EXACT, check_drafter, default_draft_config
+from drafthead.models.decoding.node_cache import model_cache
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
@@ -29,14 +26,7 @@ from drafthead.models.token_tree import TokenTree
 SEED_BYTES = 8
 
 
-@dataclass
-class CascadeState(PendingTokens):
-    """Committed tokens, the model's cache of them, and the inner drafter's state."""
-
-    inner: Any
-
-
-class VerticalCascade(LMDrafter[CascadeState]):
+class VerticalCascade(LMDrafter):
     """Chains drafted by speculative decoding of ``model``.
 
     With top-k candidates the inner model decodes greedily. Otherwise it samples from the distributions of
@@ -77,50 +67,79 @@ class VerticalCascade(LMDrafter[CascadeState]):
         if self.drafter is not None:
             self.drafter.remember(tokens)
 
-    def init_state(self, batch: int) -> CascadeState:
-        inner = None if self.drafter is None else self.drafter.init_state(batch)
-        return CascadeState(text=TokenBuffer.none(batch), cache=DraftCache(self.model), inner=inner)
+    def open(self, rows: int, cache: TreeCache | None = None) -> "NestedSession":
+        return NestedSession(self, rows)
 
-    def update(
-        self,
-        state: CascadeState,
-        tokens: Tensor,
-        base_hidden: HiddenStates | None,
-        counts: Tensor | None = None,
-    ) -> CascadeState:
-        known = self.known(tokens)
-        inner = None if self.drafter is None else self.drafter.update(state.inner, known, None, counts)
-        return replace(state.append(known, counts), inner=inner)
+
+class NestedSession(Session):
+    """The model's cache of the committed tokens, and the inner drafter's session."""
+
+    def __init__(self, drafter: VerticalCascade, rows: int) -> None:
+        self.drafter = drafter
+        self._context = model_cache(drafter.model, rows)
+        self._inner = None if drafter.drafter is None else drafter.drafter.open(rows)
+        self._drafted = 0
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self._context.lengths
+
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        before, drafted, self._drafted = self.lengths, self._drafted, 0
+        tokens = self._known(tokens)
+        # The inner decoding has read its drafts but the last one, so what was accepted of them is not read again.
+        slots = None if nodes is None or not drafted else torch.where(nodes < drafted, nodes, -1)
+        kept = self._context.commit(tokens, counts, slots)
+        if self._inner is not None:
+            self._inner.rollback([length + keep for length, keep in zip(before, kept, strict=True)])
+            unread, unread_counts = self._context.unread or (tokens, counts)
+            if max(unread_counts) > 0:
+                self._inner.commit(unread, unread_counts, None)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Return ``tokens`` with ids that only the target has replaced by the model's last id."""
+        return tokens.clamp(max=self.drafter.model.vocab_size - 1)
+
+    def select(self, rows: list[int]) -> None:
+        self._context.select(rows)
+        if self._inner is not None:
+            self._inner.select(rows)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self._drafted = 0
+        self._context.rollback(lengths)
+        if self._inner is not None:
+            self._inner.rollback(lengths)
 
     @torch.inference_mode()
-    def draft(
-        self,
-        state: CascadeState,
-        last_token: Tensor,
-        draft_config: DraftConfig,
-        rng: RandomSource | None = None,
-    ) -> Proposal:
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        drafter, model = self.drafter, self.drafter.model
         if not draft_config.is_chain:
             raise UserError("nested drafting drafts chains; use tree=chain, or combine it with a drafter of trees")
-        depth = min(draft_config.depth, self.depth, self.model.max_context - state.text.longest - 1)
+        committed = self.lengths
+        if self._inner is not None:
+            self._inner.rollback(committed)  # an earlier draft after the same tokens
+        depth = min(draft_config.depth, drafter.depth, model.max_context - max(committed) - 1)
         if depth < 1:
             return root_only(last_token)
         sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
         if sampled and rng is None:
             raise ValueError("sampled candidates need a random source")
         config = DecodeConfig(
-            draft_config=self.draft_config,
+            draft_config=drafter.draft_config,
             sampler=draft_config.sampler if sampled else Sampler(),
             rule=EXACT,
             return_probs=sampled,
         )
-        root = self.known(last_token)
-        cache = self.read(state, root)
-        decoding = DecodeState(self.model, self.drafter, config, cache, state.inner, root)
-        tokens, probs = _decoded(decoding, state.text.lengths, depth, inner_seeds(root, rng))
+        root = self._known(last_token)
+        decoding = DecodeState(model, drafter.drafter, config, self.read(root, depth), self._inner, root)
+        tokens, probs = _decoded(decoding, committed, depth, inner_seeds(root, rng))
+        self._drafted = depth
         prob_index = None
         if probs is not None:
-            probs = torch.nn.functional.pad(probs, (0, self.vocab_size - probs.shape[-1]))
+            probs = torch.nn.functional.pad(probs, (0, drafter.vocab_size - probs.shape[-1]))
             prob_index = torch.arange(depth + 1, device=root.device).clamp(max=depth - 1)[None, :, None]
         return Proposal(
             tokens=torch.cat([last_token[:, None], tokens], 1),
@@ -130,10 +149,9 @@ class VerticalCascade(LMDrafter[CascadeState]):
             prob_index=prob_index,
         )
 
-    def read(self, state: CascadeState, root: Tensor) -> TreeCache:
+    def read(self, root: Tensor, depth: int) -> TreeCache:
         """Return the cache of the committed tokens, which end before the ``root`` ([B]), with ``room`` after them."""
-        state.cache.prefill(state.text, self.room)
-        return state.cache.cache
+        return self._context.lend(self.drafter.room, depth)
 
 
 def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
@@ -147,30 +165,22 @@ def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
     return [int.from_bytes(bytes(row), "little") for row in drawn.tolist()]
 
 
-def _decoded(decoding: DecodeState, read: Tensor, count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
+def _decoded(decoding: DecodeState, committed: list[int], count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
     """Return the next ``count`` tokens of every row, [B, K] int64, and their probs [B, K, V] or None.
 
-    The rows have ``read`` ([B]) tokens before. Decoding continues until the slowest row has enough; the others drop the
+    The rows have ``committed`` tokens before. Decoding continues until the slowest row has enough; the others drop the
     excess.
     """
-    rows, device = len(seeds), decoding.last_token.device
-    filled = torch.zeros(rows, dtype=torch.int64, device=device)
-    # An extra column takes the excess, which is dropped.
-    tokens = torch.zeros(rows, count + 1, dtype=torch.int64, device=device)
-    probs: Tensor | None = None
-    while int(filled.min()) < count:
-        positions = (read + filled).tolist()
+    tokens: list[list[int]] = [[] for _ in seeds]
+    probs: list[list[Tensor]] = [[] for _ in seeds]
+    while min(map(len, tokens)) < count:
+        positions = [before + len(row) for before, row in zip(committed, tokens, strict=True)]
         # The depth ignores what is still missing: if it depended on other rows, this row's random numbers would, too.
         room = decoding.base.max_context - 1 - max(positions)
-        output = decoding.step(seeds, positions, max(0, min(count - 1, room)))
-        width = output.tokens.shape[1]
-        offsets = torch.arange(width, device=device)
-        counted = offsets < output.counts[:, None]
-        columns = torch.where(counted, filled[:, None] + offsets, count).clamp(max=count)
-        tokens.scatter_(1, columns, output.tokens)
-        if (step_probs := output.acceptance.probs) is not None:
-            if probs is None:
-                probs = step_probs.new_zeros(rows, count + 1, step_probs.shape[-1])
-            probs.scatter_(1, columns[..., None].expand(-1, -1, step_probs.shape[-1]), step_probs[:, :width])
-        filled = filled + output.counts
-    return tokens[:, :count], None if probs is None else probs[:, :count]
+        step = decoding.step(seeds, positions, max(0, min(count - 1, room)))
+        for n, new in enumerate(step.tokens):
+            tokens[n] += new
+            if step.acceptance.probs is not None:
+                probs[n].append(step.acceptance.probs[n, : len(new)])
+    drafts = torch.tensor([row[:count] for row in tokens], device=decoding.last_token.device)
+    return drafts, torch.stack([torch.cat(row)[:count] for row in probs]) if probs[0] else None

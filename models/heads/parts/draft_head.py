@@ -126,6 +126,7 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         self.progress = 0.0
         """Share of the phase that is done after the current step, in (0, 1]; set by the trainer."""
         self._inference: tuple[Self] | None = None  # in a tuple, so that it is not a submodule
+        self._copied_dtype: torch.dtype | None = None
         ids = torch.arange(base.vocab_size, device="cpu") if d2t is None else d2t.to(torch.int64)
         if len(ids) == 0 or int(ids.max()) >= base.vocab_size or int(ids.min()) < 0:
             raise UserError(f"the draft vocabulary must hold ids in [0, {base.vocab_size}), got {ids.tolist()[:4]}...")
@@ -160,13 +161,15 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the head's weights."""
-        return next(self.parameters()).dtype
+        """Dtype of the head's weights; for an inference copy, that of the weights it was made from."""
+        return self._copied_dtype or next(self.parameters()).dtype
 
     def inference(self) -> Self:
         """Return a copy with packed weights to draft with; the copy is renewed after training."""
         if self._inference is None:
-            self._inference = (inference_copy(self, self.config.inference_dtype(self.base)),)
+            twin = inference_copy(self, self.config.inference_dtype(self.base))
+            twin._copied_dtype = self.dtype
+            self._inference = (twin,)
         return self._inference[0]
 
     def invalidate(self) -> None:

@@ -14,7 +14,6 @@ vocabulary, V target vocabulary.
 """
 
 from copy import copy
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import TrainBatch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.draft_cache import TokenBuffer
-from drafthead.models.decoding.drafter import DraftState
+from drafthead.models.decoding.drafter import last_valid
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
 
 SHARPNESS = (16.0, 6.0)
@@ -145,8 +143,8 @@ class InductionAnchors:
         return copied
 
 
-class InductionCache:
-    """Keys and values of the context, kept between steps, so that only new tokens are looked up.
+class InductionContext:
+    """Keys and values of the committed tokens of some rows, and the reading of one step's nodes level by level.
 
     ``keys @ query`` gives the sum of both scores in one product. The key of position j is the LAST code of token
     j - 1, the BEFORE code of token j - 2 and a 0; its value is the COPIED code of token j::
@@ -155,100 +153,48 @@ class InductionCache:
         key      [0, 0, 1]  [a, 0, 0]   [b, a, 0]   [c, b, 0]
         value          0       b            c            d
 
-    Position 0 is the sink: its last column picks the sink's score from the query, and its value is zero.
+    Position 0 is the sink: its last column picks the sink's score from the query, and its value is zero. The result
+    is that of ``InductionHead.forward``, in fewer operations.
     """
 
-    def __init__(self) -> None:
-        self._table: Tensor | None = None  # the codes that the keys were made from
-        self._tokens = torch.zeros(0, 0, dtype=torch.int64)
-        self._keys = self._values = torch.zeros(0, 0, 0)
-
-    def select(self, rows: list[int]) -> "InductionCache":
-        """Return an empty cache; the selected rows are looked up again."""
-        return InductionCache()
+    def __init__(self, head: InductionHead, rows: int) -> None:
+        """Start without tokens; ``head`` is an inference copy."""
+        self._head, self._lengths = head, [0] * rows
+        self._keys = self._values = head.sharpness.new_zeros(rows, 0, 0)
+        self._before = self._sinks = self._keys
 
     @torch.inference_mode()
-    def read(self, head: InductionHead, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys [B, T, 2 r + 1] and values [B, T, r] of ``tokens`` [B, T], for an inference copy of a head."""
-        assert head.table is not None
-        (rows, total), rank = tokens.shape, head.rank
-        if self._table is not head.table or len(self._tokens) != rows:
-            self._table, self._tokens, self._keys = head.table, tokens[:, :0], head.table.new_zeros(rows, 0, 0)
-        if total + 2 > self._keys.shape[1]:
-            self._resize(2 * total + INITIAL_ROOM, self._tokens.shape[1])
-        if len(changed := self._changed(tokens)):
-            codes, (one, two) = head.codes(tokens[:, changed]), head.sharpness / rank
-            self._keys[:, changed + 1, :rank] = codes[..., LAST, :] * one
-            self._keys[:, changed + 2, rank:-1] = codes[..., BEFORE, :] * two
-            self._values[:, changed] = codes[..., COPIED, :]
-            self._values[:, 0] = 0.0
-        self._tokens = tokens
-        return self._keys[:, :total], self._values[:, :total]
+    def append(self, tokens: Tensor, counts: list[int]) -> None:
+        """Add the first ``counts`` of ``tokens`` ([B, T] int64) to each row."""
+        head, (rows, new), rank = self._head, tokens.shape, self._head.rank
+        if max(self._lengths) + new + 2 > self._keys.shape[1]:
+            self._grow(2 * (max(self._lengths) + new) + INITIAL_ROOM)
+        codes, (one, two) = head.codes(tokens), head.sharpness / rank
+        # What does not count lands behind the row's new length, and the next tokens overwrite it.
+        row = torch.arange(rows, device=tokens.device)[:, None]
+        at = torch.tensor(self._lengths, device=tokens.device)[:, None] + torch.arange(new, device=tokens.device)
+        self._keys[row, at + 1, :rank] = codes[..., LAST, :] * one
+        self._keys[row, at + 2, rank:-1] = codes[..., BEFORE, :] * two
+        self._values[row, at] = codes[..., COPIED, :]
+        self._values[:, 0] = 0.0
+        self._before = last_valid(codes[..., BEFORE, :], counts)[:, None]
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
-    def _changed(self, tokens: Tensor) -> Tensor:
-        """Return the positions [n] at which a row differs from ``tokens``; codes depend on ids alone."""
-        total, width = tokens.shape[1], min(self._tokens.shape[1], tokens.shape[1])
-        changed = torch.ones(total, dtype=torch.bool, device=tokens.device)
-        changed[:width] = (self._tokens[:, :width] != tokens[:, :width]).any(0)
-        return changed.nonzero()[:, 0]
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows only."""
+        self._lengths = [self._lengths[row] for row in rows]
+        self._keys, self._values, self._before = self._keys[rows], self._values[rows], self._before[rows]
 
-    def _resize(self, capacity: int, known: int) -> None:
-        assert self._table is not None
-        rows, rank = len(self._tokens), self._table.shape[-1]
-        keys, values = (self._table.new_zeros(rows, capacity, size) for size in (2 * rank + 1, rank))
-        keys[:, 0, -1] = 1.0
-        if known:
-            keys[:, : known + 2], values[:, :known] = self._keys[:, : known + 2], self._values[:, :known]
-        self._keys, self._values = keys, values
-
-
-@dataclass
-class InductionContext(DraftState):
-    """Committed tokens of every row, for an induction head."""
-
-    tokens: TokenBuffer
-    cache: InductionCache
-
-    @classmethod
-    def none(cls, rows: int) -> "InductionContext":
-        """Return the state before the prompt."""
-        return cls(tokens=TokenBuffer.none(rows), cache=InductionCache())
-
-    def append(self, head: InductionHead | None, tokens: Tensor, counts: Tensor | None) -> "InductionContext":
-        """Return the state after the first ``counts`` ([B], default all) of ``tokens`` ([B, T]).
-
-        ``head`` is an inference copy.
+    def start(self, states: Tensor) -> None:
+        """Start a step; ``states`` [B, n, D] are the inputs of the sink's score on each level, the last one for all
+        deeper levels.
         """
-        assert head is not None
-        state = InductionContext(tokens=self.tokens.append(tokens, counts), cache=self.cache)
-        if self.tokens.longest == 0:  # reading the prompt belongs to the prefill, not to the first step
-            state.cache.read(head, state.tokens.tokens)
-        return state
-
-
-class InductionReader:
-    """Reads one step's nodes level by level; the result is that of ``InductionHead.forward``, in fewer operations."""
-
-    def __init__(self, head: InductionHead | None, context: InductionContext, states: Tensor) -> None:
-        """Start a step.
-
-        Args:
-            head: inference copy of a head.
-            context: committed tokens without the root.
-            states: [B, n, D] inputs of the sink's score on each level; the last one serves all deeper levels.
-        """
-        assert head is not None
-        buffer = context.tokens
-        keys, self._values = context.cache.read(head, buffer.tokens)
-        self._head, self._keys = head, keys.transpose(1, 2)
-        self._sinks = head.sink(states)
+        self._sinks, self._above, self._level = self._head.sink(states), self._before, 0
         self._mask: Tensor | None = None
-        if len(keys) > 1:
-            positions = torch.arange(buffer.longest, device=keys.device)
-            padded = (positions >= buffer.lengths[:, None]) & (positions > 0)
-            self._mask = torch.where(padded, -torch.inf, 0.0).to(keys.dtype)[:, None]
-        self._above = head.codes(buffer.tokens.gather(1, buffer.lengths[:, None] - 1))[..., BEFORE, :]
-        self._level = 0
+        if len(self._lengths) > 1:
+            positions = torch.arange(max(self._lengths), device=states.device)
+            padded = (positions >= torch.tensor(self._lengths, device=states.device)[:, None]) & (positions > 0)
+            self._mask = torch.where(padded, -torch.inf, 0.0).to(self._keys.dtype)[:, None]
 
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return the codes copied after a level's nodes, [B, F, r].
@@ -257,11 +203,19 @@ class InductionReader:
             tokens: [B, F] int64.
             parents: [B, F] int64 index of each node's parent on the level above.
         """
-        codes, level = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1)
+        codes, level, total = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1), max(self._lengths)
         before = self._above.gather(1, parents[..., None].expand(-1, -1, self._above.shape[-1]))
         sink = self._sinks[:, level, None].expand(-1, tokens.shape[1], -1)
-        scores = torch.bmm(torch.cat([codes[..., LAST, :], before, sink], -1), self._keys)
+        scores = torch.bmm(torch.cat([codes[..., LAST, :], before, sink], -1), self._keys[:, :total].transpose(1, 2))
         if self._mask is not None:
             scores = scores + self._mask
         self._above, self._level = codes[..., BEFORE, :], self._level + 1
-        return torch.bmm(scores.softmax(-1), self._values)
+        return torch.bmm(scores.softmax(-1), self._values[:, :total])
+
+    def _grow(self, capacity: int) -> None:
+        rows, known, rank = len(self._lengths), self._keys.shape[1], self._head.rank
+        keys, values = (self._keys.new_zeros(rows, capacity, size) for size in (2 * rank + 1, rank))
+        keys[:, 0, -1] = 1.0
+        if known:
+            keys[:, :known], values[:, :known] = self._keys, self._values
+        self._keys, self._values = keys, values

@@ -1,16 +1,15 @@
 """Heads with a separate prediction for every draft position: Medusa, Hydra, MLP speculators, EAGLE-3, DSpark.
 
-``MultiPositionHead`` derives the loss and the ranks from them. ``CopyingHead`` drafts from the base's last hidden state
-and can have an induction head. ``RecurrentHead`` drafts from a state per node.
+``MultiPositionHead`` derives the loss and the ranks from them. ``CopyingHead`` can have an induction head.
+``RecurrentHead`` drafts from a state per node, and has one forward pass for training and drafting.
 
 Shape legend: B batch, T time, K draft positions, F frontier nodes, P nodes of the level above, n targets, D base width,
 W draft vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -21,27 +20,50 @@ from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.decoding.drafter import DraftConfig, DraftState, last_valid
-from drafthead.models.decoding.growth import DraftPass
+from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.drafter import DraftConfig, last_valid
+from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
-from drafthead.models.heads.parts.induction import InductionContext, InductionHead, InductionReader
-from drafthead.models.heads.parts.layer_cache import PendingInputs
+from drafthead.models.heads.parts.induction import InductionContext, InductionHead
+from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.parts.targets import DraftTargets, rank_of
 from drafthead.models.kernels.cuda_graphs import StaticCalls
 
 
-@dataclass
-class HeadState(DraftState):
-    """State of a :class:`MultiPositionHead` between steps."""
+class HeadSession(StepwiseSession):
+    """A session of a :class:`MultiPositionHead`: the base's last state, and the context of the induction head.
 
-    hidden: Tensor
-    """[B, D] the base's ``h`` at the last position it has read; NaN before the prompt."""
-    copied: InductionContext | None
-    """Context of the induction head."""
-    context: PendingInputs | None = None
-    """Context of the head's own attention layers, if it has any."""
+    Subclasses give the logits of a level without the induction head.
+    """
+
+    def __init__(self, head: "MultiPositionHead", rows: int) -> None:
+        self.drafter: MultiPositionHead = head
+        self.lengths = [0] * rows
+        self.model = head.inference()
+        """The inference copy of the head."""
+        self.hidden = head.target_lm_head.weight.new_full((rows, head.base.hidden_size), torch.nan)
+        """[B, D] the base's ``h`` at the last position it has read."""
+        self.copied = None if self.model.induction is None else InductionContext(self.model.induction, rows)
+        self.context: LayerCache | None = None
+        """Keys and values of the head's own attention layers, if it has any."""
+
+    @torch.inference_mode()
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        assert base_hidden is not None
+        self.hidden = last_valid(base_hidden.final, counts)
+        if self.copied is not None:
+            self.copied.append(tokens, counts)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def select(self, rows: list[int]) -> None:
+        self.lengths, self.hidden = [self.lengths[row] for row in rows], self.hidden[rows]
+        for context in (self.copied, self.context):
+            if context is not None:
+                context.select(rows)
 
 
 class MultiPositionHead(DraftHead):
@@ -90,20 +112,6 @@ class MultiPositionHead(DraftHead):
             ranks[draft_targets.source_idx[k, valid], k] = position_ranks
         return ranks.view(*batch.input_ids.shape, self.depth)
 
-    def init_state(self, batch: int) -> HeadState:
-        weight = self.target_lm_head.weight
-        hidden = weight.new_full((batch, weight.shape[1]), torch.nan)
-        return HeadState(hidden=hidden, copied=InductionContext.none(batch) if self.induction else None)
-
-    def update(
-        self, state: HeadState, tokens: Tensor, base_hidden: HiddenStates | None, counts: Tensor | None = None
-    ) -> HeadState:
-        assert base_hidden is not None
-        copied = state.copied
-        if copied is not None:
-            copied = copied.append(self.inference().induction, tokens, counts)
-        return HeadState(hidden=last_valid(base_hidden.final, counts), copied=copied)
-
 
 @settings(kw_only=True)
 class CopyingConfig(DraftHeadConfig):
@@ -125,8 +133,8 @@ class CopyingConfig(DraftHeadConfig):
 class CopyingHead(MultiPositionHead):
     """A head that drafts from the base's last state, and can have an induction head.
 
-    Codes of the induction head are added to the base's projection. ``levels``, ``hidden_at_positions`` and
-    ``projection`` leave them out.
+    Codes of the induction head are added to the base's projection. ``hidden_at_positions`` and ``projection`` leave
+    them out.
     """
 
     config: CopyingConfig
@@ -134,7 +142,7 @@ class CopyingHead(MultiPositionHead):
 
     def __init__(self, config: CopyingConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
-        self._static = StaticCalls(base.device) if base.uses_graphs else None
+        self.static_calls = StaticCalls(base.device) if base.uses_graphs else None
         if config.induction_rank:
             self.induction = InductionHead(base, config.induction_rank)
             self.induction_out = nn.Linear(config.induction_rank, len(self.d2t), bias=False, device=base.device)
@@ -147,10 +155,6 @@ class CopyingHead(MultiPositionHead):
         return DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(self.base), scaled=not config.induction_rank)
 
     @abstractmethod
-    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        """Start drafting without the induction head; arguments as in ``StepwiseDrafter.start``."""
-
-    @abstractmethod
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """Return ``position_hidden`` without the induction head, [K, n, width]."""
 
@@ -160,8 +164,8 @@ class CopyingHead(MultiPositionHead):
 
     def invalidate(self) -> None:
         super().invalidate()
-        if self._static is not None:
-            self._static.clear()
+        if self.static_calls is not None:
+            self.static_calls.clear()
 
     def output_head(self, k: int) -> LMHead:
         head = self.projection(k)
@@ -174,99 +178,129 @@ class CopyingHead(MultiPositionHead):
         copied = self.induction.at_targets(batch, base_hidden.final, draft_targets)
         return torch.cat([hidden, copied.to(hidden.dtype)], -1)
 
-    @torch.inference_mode()
-    def start(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        draft_pass = self.levels(state, last_token, draft_config)
-        if state.copied is None:
-            return draft_pass
-        head = self.inference()
-        hidden = state.hidden[:, None].to(head.dtype)
-        return InductionPass(draft_pass, InductionReader(head.induction, state.copied, hidden), head)
 
+class CopyingSession(HeadSession):
+    """A session that adds the induction head's logits to every level."""
 
-class InductionPass:
-    """Adds the induction head's logits to every level of a pass that returns unscaled products."""
+    model: "CopyingHead"
 
-    def __init__(self, draft_pass: DraftPass, reader: InductionReader, head: CopyingHead) -> None:
-        """Wrap ``draft_pass`` of the inference copy ``head``."""
-        self._draft_pass, self._reader, self._head = draft_pass, reader, head
+    def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        if self.copied is not None:
+            self.copied.start(self.hidden[:, None].to(self.model.dtype))
+        self.start_levels(last_token, draft_config)
 
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return draft logits [B, F, W]; see ``DraftPass.step``."""
-        product = self._draft_pass.step(tokens, parents)
-        copied = self._reader.read(tokens, parents)
-        return self._head.target_lm_head.scale_and_cap(product + self._head.induction_out(copied))
+    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        logits = self.level(tokens, parents)
+        if self.copied is None:
+            return logits
+        copied = self.model.induction_out(self.copied.read(tokens, parents))
+        return self.model.target_lm_head.scale_and_cap(logits + copied)
+
+    @abstractmethod
+    def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        """Run ``start`` without the induction head."""
+
+    @abstractmethod
+    def level(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Run ``expand`` without the induction head; if there is one, before scale and soft-cap."""
 
 
 States = tuple[Tensor, ...]
 """State that a node passes on to its children: tensors [..., width], [B, F, width] while drafting."""
 
 
-class LevelDraftPass:
-    """A draft pass in which all nodes of a level share one distribution."""
-
-    def __init__(self, logits: Tensor) -> None:
-        """Take the logits of all levels, [B, K, W]."""
-        self._levels: Iterator[Tensor] = iter(logits.split(1, 1))  # type: ignore[no-untyped-call]
-
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return the level's draft logits, [B, 1, W]; see ``DraftPass.step``."""
-        return next(self._levels)
-
-
 class RecurrentHead(CopyingHead):
-    """A head defined by its first state and by how one more token changes a state."""
+    """A head defined by its first state and by how one more token changes a state.
 
-    @abstractmethod
+    ``advance`` is its only forward pass: training runs it along the true tokens of all anchors, drafting along a tree.
+    """
+
+    reads_drafts = True
+    """False: no position depends on drafts, so that all nodes of a level share one distribution."""
+
     def first_states(self, hidden: Tensor) -> States:
         """Return the state before any token is read, from the base's ``h`` [..., D]."""
+        return (hidden,)
 
     @abstractmethod
-    def read_token(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
-        """Return draft logits [B, F, W] of position k (0-based) and the states after it, for inference.
+    def advance(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
+        """Return the projection's input of position k (0-based), and the states after it.
 
         Args:
             k: draft position, from 0.
-            states: states of the nodes' parents, [B, F, ...].
-            tokens: [B, F] int64 target ids; the root for k = 0, then drafts.
+            states: states of the nodes' parents, [..., width].
+            tokens: [...] int64 target ids; the last committed token for k = 0, then drafts.
         """
 
-    def levels(self, state: HeadState, last_token: Tensor, draft_config: DraftConfig) -> DraftPass:
-        return RecurrentDraftPass(self, self.first_states(self.read_state(state)[:, None].to(self.dtype)))
-
-    def read_state(self, state: HeadState) -> Tensor:
-        """Return the input [B, D] of ``first_states``."""
-        return state.hidden
-
-    def advance(self, k: int, tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
-        """Return the logits and states of position k (0-based), in one CUDA graph if the base uses graphs.
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
+        """Return the projection's inputs of the first ``depth`` positions, [B, K, D], if none reads drafts.
 
         Args:
-            k: draft position.
-            tokens: [B, F] int64 target ids.
-            parents: [B, F] int64 index of each node's parent on the level above.
-            *states: states of the level above, [B, P, ...].
+            hidden: [B, D] the base's ``h``.
+            last_token: [B] int64.
+            depth: K.
         """
+        states, inputs, model = self.first_states(hidden), [], self.inference()
+        for k in range(depth):
+            x, states = model.advance(k, states, last_token)
+            inputs.append(x)
+        return torch.stack(inputs, 1)
 
-        def call(tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
-            of_parents = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
-            logits, below = self.read_token(k, of_parents, tokens)
-            return (logits, *below)
+    def sources(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
+        """Return the inputs [B, T, D] of ``first_states``."""
+        return base_hidden.final
 
-        return (call if self._static is None else partial(self._static, k, call))(tokens, parents, *states)
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        ids, hidden = batch.input_ids.flatten(), self.sources(batch, base_hidden).flatten(0, 1)
+        # Each anchor is computed once, although the targets of up to K positions read it.
+        anchors = torch.unique(draft_targets.source_idx[draft_targets.valid])
+        index = torch.zeros_like(ids)
+        index[anchors] = torch.arange(len(anchors), device=ids.device)
+        states, outputs = self.first_states(hidden[anchors].to(self.dtype)), []
+        for k in range(len(draft_targets.valid)):
+            x, states = self.advance(k, states, ids[(anchors + k + 1).clamp(max=len(ids) - 1)])
+            outputs.append(x[index[draft_targets.source_idx[k]]])
+        return torch.stack(outputs)
+
+    def open(self, rows: int, cache: TreeCache | None = None) -> "RecurrentSession":
+        return RecurrentSession(self, rows)
 
 
-class RecurrentDraftPass:
-    """A draft pass that stores the states of the level read last."""
+class RecurrentSession(CopyingSession):
+    """A session that keeps the states of the level read last, or the logits of all levels if they are shared."""
 
-    def __init__(self, head: RecurrentHead, states: States) -> None:
-        """Start from ``states`` [B, 1, ...] before the root is read."""
-        self._head, self._states = head, states
+    drafter: RecurrentHead
+    model: RecurrentHead
+
+    def source(self) -> Tensor:
+        """Return the input [B, D] of ``first_states``."""
+        return self.hidden
+
+    def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        head, hidden, depth = self.drafter, self.source().to(self.model.dtype), draft_config.depth
         self._position = 0
+        if head.reads_drafts:
+            self._states = head.first_states(hidden[:, None])
+        else:
+            (self._shared,) = self._graph(
+                depth, lambda h, x: (head.projections.all_logits(head.all_inputs(h, x, depth)),), hidden, last_token
+            )
 
-    def step(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return draft logits [B, F, W]; see ``DraftPass.step``."""
-        logits, *states = self._head.advance(self._position, tokens, parents, *self._states)
+    def level(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        k, self._position = self._position, self._position + 1
+        if not self.drafter.reads_drafts:
+            return self._shared[:, k, None]
+
+        def read(tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
+            of_parents = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
+            x, below = self.model.advance(k, of_parents, tokens)
+            return (self.drafter.projections.logits(x, k), *below)
+
+        logits, *states = self._graph(k, read, tokens, parents, *self._states)
         self._states = tuple(states)
-        self._position += 1
         return logits
+
+    def _graph(self, key: int, function: Callable[..., States], *inputs: Tensor) -> States:
+        """Call ``function``, as a CUDA graph if the base uses graphs."""
+        calls = self.drafter.static_calls
+        return function(*inputs) if calls is None else calls(key, function, *inputs)

@@ -18,7 +18,7 @@ from drafthead.eval.trees import calibrate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import METHODS, cross_fitted
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
-from drafthead.models.drafters.prompt_lookup import PromptLookup
+from drafthead.models.drafters.prompt_lookup import LookupSession, PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.kernels.linear import KernelTable
 from support import TinyBase
@@ -154,17 +154,21 @@ def test_what_depends_on_the_text_is_timed_on_prompts(head: MedusaHead) -> None:
     """A lookup that takes 50 ms after the prompt, and no time after random text."""
     prompt, pause_s = [5, 9, 11, 5, 9], 0.05
 
-    class SlowAfterPrompt(PromptLookup):
+    class SlowSession(LookupSession):
         pause_s = 0.0
 
-        def update(self, state: Any, tokens: Tensor, *rest: Any) -> Any:
+        def commit(self, tokens: Tensor, *rest: Any) -> None:
             if tokens.shape[1] >= len(prompt):  # a prompt, not the tokens of a step
                 self.pause_s = pause_s if tokens[0].tolist() == prompt else 0.0
-            return super().update(state, tokens, *rest)
+            super().commit(tokens, *rest)
 
         def draft(self, *args: Any) -> Any:
             sleep(self.pause_s)
             return super().draft(*args)
+
+    class SlowAfterPrompt(PromptLookup):
+        def open(self, rows: int, cache: object = None) -> LookupSession:
+            return SlowSession(self, rows)
 
     measured = partial(measure_costs, head.base, SlowAfterPrompt(num_tokens=2), context=16, repeats=1, sizes=(1, 2))
     assert measured().draft < pause_s <= measured(prompts=[prompt]).draft

@@ -87,7 +87,9 @@ def test_logits_are_those_over_a_whole_cache(name: str, rows: list[int], base_of
         if step == 15:
             read(0, prompts[2][:33])
         if step == 22 and len(rows) > 1:
-            rows, caches = [2, 1], [each.select([2, 1]) for each in caches]
+            rows = [2, 1]
+            for each in caches:
+                each.select(rows)
         tokens = torch.tensor([random_ids(len(TREE), 100 * row + step) for row in rows])
         logits, expected = (base.verify_logits(tokens, TREE.shape, each)[1] for each in caches)
         assert_close(logits, expected)

@@ -115,6 +115,6 @@ def test_nothing_after_eos_or_the_limit_is_committed(tiny_base: TinyBase) -> Non
         output = state.step([0], [1], room=[room])
         assert int(output.acceptance.accepted) >= 2, "the cut must be inside what was accepted"
         length = min(room, plain.index(eos) if eos in plain else room)
-        assert int(output.counts) == length and output.tokens[0, :length].tolist() == plain[1 : 1 + length]
-        assert state.cache.length == len(PROMPT) + length
+        assert output.tokens == [plain[1 : 1 + length]]
+        assert int(state.cache.positions(torch.zeros(1, 1, dtype=torch.int64))) == len(PROMPT) + length
         assert state.last_token.tolist() == [plain[length]]

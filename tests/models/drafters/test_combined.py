@@ -71,7 +71,12 @@ def trials(found: Proposal, row: int) -> Trials:
 @given(data=st.data(), kinds=st.lists(st.booleans(), min_size=2, max_size=3), rows=st.integers(1, 3))
 def test_union_keeps_every_trial_and_its_distribution(data: st.DataObject, kinds: list[bool], rows: int) -> None:
     parts = [proposal([data.draw(trees()) for _ in range(rows)], sampled) for sampled in kinds]
-    merged = combine(parts)
+    merged, own = combine(parts)
+    for part, numbers in zip(parts, own, strict=True):
+        for row in range(rows):
+            paths, union = drafted_paths(part, row), drafted_paths(merged, row)
+            named = {number: union[n] for n, number in enumerate(numbers[row].tolist()) if number >= 0 and n in union}
+            assert named == paths
     parts = [proposed for proposed in parts if len(proposed.shape) > 1] or parts[:1]  # who found nothing has no trials
     for row in range(rows):
         expected: Trials = {}
@@ -92,7 +97,7 @@ def test_equal_samples_of_one_drafter_stay_apart() -> None:
     """Below them there may be the same samples: tried twice, they would count twice."""
     doubled = proposal([[(), (1,), (2,), (1, 0), (2, 0)]], sampled=True)
     doubled.tokens[0, 2] = 1  # the second sample is token 1 again
-    merged = combine([doubled, proposal([[(), (1,), (1, 0), (1, 2)]], sampled=True)])
+    merged, _ = combine([doubled, proposal([[(), (1,), (1, 0), (1, 2)]], sampled=True)])
     assert merged.tokens.tolist() == [[0, 1, 1, 0, 0, 2]]
     assert merged.shape.parents.tolist() == [[-1, 0, 0, 1, 2, 1]]
     assert merged.shape.children[0, :3].tolist() == [[1, 2, 1], [3, 3, 5], [4, NO_CHILD, NO_CHILD]]

@@ -30,16 +30,17 @@ def tokens_of_passes(model: BaseModel) -> Iterator[list[int]]:
 def test_accepted_drafts_are_not_read_again(tiny_base: TinyBase, rows: int) -> None:
     """After a full acceptance one pass takes the last draft and the bonus: nothing lags behind."""
     base, drafter = tiny_base(), early_exit(tiny_base(), 2, num_tokens=3)
-    context = Context.of(drafter, rows).read(torch.arange(8).expand(rows, -1))
+    session = Context.of(drafter, rows).read(torch.arange(8).expand(rows, -1)).session
     last = torch.full((rows,), 7)
     for tree in (TokenTree.chain(3), TokenTree.expansion([2, 2, 1])):
-        drafted = context.draft(last, DraftConfig(tree=tree)).tokens
+        drafted = session.draft(last, DraftConfig(tree=tree)).tokens
         path = [0]
         while tree.parents.count(path[-1]):
             path.append(tree.parents.index(path[-1]))
         with tokens_of_passes(drafter.model) as passes:
-            context = context.read(drafted[:, path])
-            context.draft(torch.full((rows,), base.vocab_size - 1), DraftConfig(tree=TokenTree.chain(3)))
+            session.commit(drafted[:, path], [len(path)] * rows, None, torch.tensor(path).expand(rows, -1))
+            last = torch.full((rows,), base.vocab_size - 1)
+            session.draft(last, DraftConfig(tree=TokenTree.chain(3)))
         assert passes == [2, 1, 1]
 
 

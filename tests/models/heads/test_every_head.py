@@ -126,7 +126,7 @@ def test_drafting_along_a_text_is_the_training_path(
     base = BaseModel.load(replace(tiny_base(architecture).config, graphs=graphs))
     config = replace(HEADS[kind], num_draft_tokens=4)
     head = randomised(config.build(base, torch.arange(0, 300, 2)), 0.05).eval()
-    assert not isinstance(head, RecurrentHead) or (head._static is None) == (graphs == "auto")
+    assert not isinstance(head, RecurrentHead) or (head.static_calls is None) == (graphs == "auto")
     texts = [random_ids(60), random_ids(25, seed=1), random_ids(30, seed=2)]
     expected = [text_logits(head, base, ids) for ids in texts]
     for rows in ([0], [0, 1, 2], [1, 2]):

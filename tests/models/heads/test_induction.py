@@ -15,7 +15,7 @@ from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from drafthead.models.heads.parts.induction import InductionContext, InductionHead, InductionReader
+from drafthead.models.heads.parts.induction import InductionContext, InductionHead
 from drafthead.models.heads.parts.targets import DraftTargets
 from support import TinyBase, random_ids, randomised, row_of
 
@@ -110,6 +110,7 @@ def test_a_match_adds_the_same_to_the_logits_of_any_base(
         assert float(added[7]) == pytest.approx(8.0, rel=1e-3)
 
 
+@torch.inference_mode()
 def test_only_new_tokens_are_looked_up(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step moves a short row's padding; the tokens that a long row already has are not read again."""
     head = randomised(WITH_INDUCTION["hydra"].build(tiny_base()), 0.1).eval().inference().induction
@@ -118,33 +119,21 @@ def test_only_new_tokens_are_looked_up(tiny_base: TinyBase, monkeypatch: pytest.
     codes = InductionHead.codes
     monkeypatch.setattr(InductionHead, "codes", lambda h, tokens: counted.append(tokens.numel()) or codes(h, tokens))
     prompts = torch.tensor([random_ids(50), random_ids(50, 1)])
-    context = InductionContext.none(2).append(head, prompts, torch.tensor([50, 9]))
+    rows = [prompts[0].tolist(), prompts[1, :9].tolist()]
+    context = InductionContext(head, 2)
+    context.append(prompts, [50, 9])
     counted.clear()
     for step in range(10):
         tokens = torch.tensor([random_ids(2, step), random_ids(2, step + 20)])
-        context = context.append(head, tokens, torch.tensor([2, 1]))
-        context.cache.read(head, context.tokens.tokens)
+        context.append(tokens, [2, 1])
+        rows = [rows[0] + tokens[0].tolist(), rows[1] + tokens[1, :1].tolist()]
     assert max(counted) <= 8, counted
-    fresh = InductionContext.none(2).append(head, context.tokens.tokens, context.tokens.lengths)
-    states = (each.cache.read(head, context.tokens.tokens) for each in (context, fresh))
-    for incremental, whole in zip(*states, strict=True):
-        torch.testing.assert_close(incremental, whole)
-
-
-def test_states_that_share_what_was_read_do_not_disturb_each_other(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    head = randomised(WITH_INDUCTION["hydra"].build(base), 0.1).eval().inference()
-    assert head.induction is not None
-    text, other = random_ids(40), random_ids(41)[1:]
-    first = InductionContext.none(1).append(head.induction, torch.tensor([text[:30]]), None)
-    longer = first.append(head.induction, torch.tensor([text[30:]]), None)
-    branch = first.append(head.induction, torch.tensor([other[:7]]), None)
-    node, state = torch.tensor([[text[3]]]), torch.randn(1, 1, base.hidden_size)
-
-    def embedded(known: InductionContext) -> Tensor:
-        return InductionReader(head.induction, known, state).read(node, torch.zeros_like(node))
-
-    with torch.inference_mode():
-        for known, ids in [(longer, text), (branch, text[:30] + other[:7]), (first, text[:30]), (longer, text)]:
-            alone = InductionContext.none(1).append(head.induction, torch.tensor([ids]), None)
-            torch.testing.assert_close(embedded(known), embedded(alone))
+    node, state = torch.tensor([[rows[0][3]], [rows[1][3]]]), torch.randn(2, 1, head.sink.in_features)
+    context.start(state)
+    together = context.read(node, torch.zeros_like(node))
+    for row, ids in enumerate(rows):
+        alone = InductionContext(head, 1)
+        alone.append(torch.tensor([ids]), [len(ids)])
+        alone.start(state[row : row + 1])
+        read = alone.read(node[row : row + 1], torch.zeros(1, 1, dtype=torch.int64))
+        torch.testing.assert_close(together[row : row + 1], read)

@@ -17,11 +17,10 @@ from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.attention_layer import HeadMLP, HeadRMSNorm
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
-from drafthead.models.heads.parts.layer_cache import LayerKVCache, PendingInputs
 from drafthead.models.kernels.attention import document_mask, grouped_sdpa
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
 from drafthead.models.token_tree import TokenTree
-from support import Context, TinyBase, row_of, stacked
+from support import TinyBase, row_of, stacked
 
 RELATIVE = 1e-4
 """Of the largest logit: float32 rounding through three layers is two orders below."""
@@ -157,12 +156,10 @@ def test_parts_of_a_heads_own_layer(tiny_base: TinyBase, rows: tuple[int, int], 
 def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, products: int) -> None:
     """Else their costs would not compare: each norm by its length, and few products a layer."""
     base = tiny_base()
-    state = Context.of(config.build(base).eval()).state
-    cache: LayerKVCache = getattr(state, "adapter" if isinstance(config, KangarooConfig) else "context").cache
+    session = config.build(base).eval().open(1)
     width = base.hidden_size * (2 if isinstance(config, Eagle3Config) else 1)
-    text = PendingInputs.none(cache, 1, torch.empty(width))
     with torch.inference_mode(), Record() as record:
-        text.append(torch.randn(1, 3, width), None)
+        session.context.commit(torch.randn(1, 3, width), [3])
     assert record.products == products
     assert not any("rms_norm" in call for call in record.calls)
 
