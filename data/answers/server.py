@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -282,27 +282,20 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     return model
 
 
+@dataclass(eq=False)
 class ServerBackend:
-    """A :class:`~drafthead.data.answers.backend.Backend` that requests answers from a server.
+    """A :class:`~drafthead.data.answers.backend.Backend` that requests answers from a server."""
 
-    ``greedy_match_rate`` returns the share of the answers' tokens, in [0, 1], that the base would choose itself.
-    """
-
-    def __init__(
-        self,
-        config: ServerConfig,
-        completions: Completions,
-        *,
-        base: str,
-        max_prompt_tokens: int,
-        greedy_match_rate: Callable[[list[Answer]], float],
-        log: Log = lambda line: None,
-    ) -> None:
-        self.config, self.completions, self.base, self.log = config, completions, base, log
-        self.sampler, self.greedy_match_rate = completions.sampler, greedy_match_rate
-        self.longest = max_prompt_tokens + self.sampler.max_new_tokens
-        self._recorded: dict[str, Any] | None = None
-        self._model: tuple[str, bool] | None = None
+    config: ServerConfig
+    completions: Completions
+    base: str
+    """Name of the base."""
+    max_prompt_tokens: int
+    greedy_match_rate: Callable[[list[Answer]], float]
+    """Returns the share of the answers' tokens, in [0, 1], that the base would choose itself."""
+    log: Log = lambda line: None
+    _recorded: dict[str, Any] | None = field(default=None, init=False)
+    _model: tuple[str, bool] | None = field(default=None, init=False)
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """Return the server's name of the base, and how it gives answers: as token ids or as text."""
@@ -314,7 +307,7 @@ class ServerBackend:
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Check greedy answers: the server must read each prompt unchanged, and the base must mostly agree."""
-        greedy = SamplerConfig(max_new_tokens=min(PROBE_TOKENS, self.sampler.max_new_tokens))
+        greedy = SamplerConfig(max_new_tokens=min(PROBE_TOKENS, self.completions.sampler.max_new_tokens))
         model, _ = self._find_model()
         share = self.greedy_match_rate(list(self._answers(prompts, greedy, check_prompts=True)))
         if share < self.config.min_greedy_match_rate:
@@ -331,7 +324,7 @@ class ServerBackend:
         if group.rank:
             return
         missing = [prompt for prompt in prompts if prompt[0] not in done]
-        answers = self._answers(missing, self.sampler)
+        answers = self._answers(missing, self.completions.sampler)
         for index in count():
             shard: list[Answer] = []
             try:
@@ -351,7 +344,9 @@ class ServerBackend:
     def _find_model(self) -> tuple[str, bool]:
         """Return the server's name of the base, and True if it gives answers as text; requested once."""
         if self._model is None:
-            model = check_server(self.config, self.base, self.longest)
+            model = check_server(
+                self.config, self.base, self.max_prompt_tokens + self.completions.sampler.max_new_tokens
+            )
             as_text = asyncio.run(self._gives_text(model))
             if self._recorded and self._recorded["answers"] != ("text" if as_text else "ids"):
                 raise UserError(
@@ -364,7 +359,7 @@ class ServerBackend:
     async def _gives_text(self, model: str) -> bool:
         """Ask for one token; versions that do not know ``return_token_ids`` answer without ``token_ids``."""
         prompt = (0, list(self.completions.tokenizer("Hello")["input_ids"]))
-        completions = replace(self.completions, sampler=replace(self.sampler, max_new_tokens=1))
+        completions = replace(self.completions, sampler=replace(self.completions.sampler, max_new_tokens=1))
         async with Server(self.config, self.log) as server:
             try:
                 choice = await server.ask(completions.request(model, prompt), _only_choice, "a first prompt")

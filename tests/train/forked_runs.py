@@ -30,7 +30,6 @@ from omegaconf import OmegaConf
 
 from drafthead import cli
 from drafthead.data.answers import store as answers
-from drafthead.data.utils import files
 from drafthead.data.utils.compose import say
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.engines.served import free_port
@@ -48,10 +47,9 @@ CALLS: dict[str, tuple[Any, str]] = {
     "write state": (checkpoint, "write_checksummed_json"),
     "prune": (checkpoint, "_prune"),
     "save": (checkpoint, "save_checkpoint"),
-    "rename": (files, "atomic_rename"),
     "answer": (batched_generation, "Answer"),
     "save features": (answers, "save_file"),
-    "rename shard": (answers, "atomic_rename"),
+    "write shard": (answers, "new_file"),
     "step": (loop, "train_step"),
     "update": (adapt, "train_step"),
     "validate": (loop, "evaluate_loss"),

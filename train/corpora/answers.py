@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,26 +64,22 @@ class PromptTable:
         return [prompt for prompt in prompts if prompt[0] not in store.done]
 
 
+@dataclass(eq=False)
 class AnswerGenerator:
     """Completes the answer corpus in ``folder`` on every process of ``group`` at once.
 
     The first process locks the folder, chooses the prompts and checks the backend. Then each process writes its shards.
     """
 
-    def __init__(
-        self,
-        base: BaseModel,
-        config: AnswersConfig,
-        seed: int,
-        folder: Path,
-        group: ProcessGroup,
-        progress: Progress,
-        log: Log = lambda line: None,
-        store_states: bool = False,
-    ) -> None:
-        """Create the stage. ``store_states``: store final hidden states, unless earlier answers have none."""
-        self.base, self.config, self.seed, self.folder = base, config, seed, folder
-        self.group, self.progress, self.log, self.store_states = group, progress, log, store_states
+    base: BaseModel
+    config: AnswersConfig
+    seed: int
+    folder: Path
+    group: ProcessGroup
+    progress: Progress
+    log: Log = lambda line: None
+    store_states: bool = False
+    """Store final hidden states, unless earlier answers have none."""
 
     def complete(self) -> AnswerStore:
         """Return the corpus with an answer to every prompt."""

@@ -4,6 +4,7 @@ All files are in ``data.folder`` with a manifest. Later runs use them again, and
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +45,27 @@ _CHARACTERS_PER_TOKEN = 6
 """More characters per token than any text has, so that enough characters are read."""
 
 
+@dataclass(eq=False)
 class Corpora:
     """The corpora of one run, made on first use; every method is idempotent.
 
     All processes of ``group`` must call ``answers``, which shares the work among them. The other methods work alone.
     """
 
-    def __init__(
-        self,
-        base: BaseModel,
-        config: DataConfig,
-        seed: int,
-        progress: Progress,
-        group: ProcessGroup = ALONE,
-        log: Log = lambda line: None,
-        store_states: bool = False,
-    ) -> None:
-        """Create the corpora. ``store_states``: built-in decoding also stores the answers' final hidden states."""
-        self.base, self.config, self.seed, self.progress, self.log = base, config, seed, progress, log
-        self.group, self.store_states = group, store_states
-        self.folder = Path(config.folder)
-        self._store: AnswerStore | None = None
-        self.manifests: dict[str, Any] = {}
-        """The manifests of the opened corpora by name, which checkpoints store."""
+    base: BaseModel
+    config: DataConfig
+    seed: int
+    progress: Progress
+    group: ProcessGroup = ALONE
+    log: Log = lambda line: None
+    store_states: bool = False
+    """Built-in decoding also stores the answers' final hidden states."""
+    manifests: dict[str, Any] = field(default_factory=dict, init=False)
+    """The manifests of the opened corpora by name, which checkpoints store."""
+    _store: AnswerStore | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.config.folder)
 
     def _text_manifest(self, **rows: int) -> dict[str, Any]:
         if not self.config.text.sources:
