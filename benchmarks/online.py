@@ -32,8 +32,8 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.adapt import OnlineConfig, OnlineExample, OnlineLearner, frozen_copy, hidden_of, replayed
-from drafthead.train.config import OptimConfig
 from drafthead.train.corpora.precomputed import FOLDERS
+from drafthead.train.trainer.optim import OptimConfig
 
 TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 SEARCHED = 4000

@@ -16,7 +16,8 @@ from drafthead.eval.trees.answers import FinishedAnswer
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.adapt import OnlineConfig, hidden_of
-from drafthead.train.config import OptimConfig, PhaseConfig
+from drafthead.train.config import PhaseConfig
+from drafthead.train.trainer.optim import OptimConfig
 from support import TinyBase, small_head
 
 Load = Callable[[str], ModuleType]

@@ -46,8 +46,9 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_trees
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.config import AnswersConfig, RunConfig
+from drafthead.train.config import RunConfig
 from drafthead.train.corpora.answers import AnswerGenerator
+from drafthead.train.corpora.corpus_config import AnswersConfig
 from drafthead.train.run_folder import SETTINGS, check_settings, training_settings
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest

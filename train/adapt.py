@@ -38,9 +38,8 @@ from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.config import OptimConfig
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import OptimConfig, head_optimizer
 from drafthead.train.trainer.step import train_step
 
 OBJECTIVES = {

@@ -1,228 +1,30 @@
 """The schema of a run: every key a recipe may set, its type, its default and its limits."""
 
-import math
 import re
-from collections.abc import Callable
-from dataclasses import asdict, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
-import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from pydantic import Field
 
-from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
-from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.compose import parse, schema
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig
-from drafthead.data.utils.settings import BelowOne, NonNegative, NonNegativeFloat, Positive, Share, require, settings
+from drafthead.data.utils.settings import NonNegative, Positive, Share, require, settings
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig, parse_head
 from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.train.corpora.corpus_config import DataConfig
+from drafthead.train.distributed.sharding import ShardConfig
+from drafthead.train.tracking.tracker import TrackerConfig
+from drafthead.train.trainer.loss_spikes import LossSpikeConfig
+from drafthead.train.trainer.optim import OptimConfig
 
 STAGES = ("corpora", "train", "quality", "tree", "evaluate", "card", "push")
 """Stages of a run, in order; ``train/pipeline.py`` has a function of each name."""
-COMPLETE = "complete.json"
-"""File that is written when every prompt is answered. The server is then not needed any more."""
-SHARD_MODES = ("none", "head", "full")
-AUTO = "auto"
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HISTORY = 16
-"""Losses needed before the median is used. Until then only steps that are not finite are skipped."""
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    "linear": lambda done: 1 - done,
-    "constant": lambda done: 1.0,
-}
-"""Maps of decay progress (0 to 1) to the remaining decay factor (1 to 0)."""
-WARMUPS: dict[str, Callable[[float], float]] = {
-    "linear": lambda done: done,
-    "parabolic": lambda done: 1 - (1 - done) ** 2,
-}
-"""Maps of warm-up progress (0 to 1) to the fraction of the peak (0 to 1)."""
-
-
-@settings(kw_only=True)
-class OptimConfig:
-    """Optimiser and learning-rate schedule of a phase."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """Optimiser of the trained weights. ``muon`` uses torch's Muon for the matrices of layers and AdamW for the rest
-    (vectors, tables, projections to the vocabulary). Its updates have the size of AdamW's, so one learning rate serves
-    both."""
-    momentum: BelowOne = 0.95
-    """Momentum of Muon; AdamW ignores it."""
-    lr: Annotated[float, Field(gt=0, lt=1)] = 1e-3
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of AdamW's two moment estimates, each in [0, 1)."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices. Vectors (biases, norms) never decay."""
-    warmup_steps: NonNegative = 0
-    """Steps over which the learning rate rises to its peak. 0 starts at the peak."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate's decay from the peak to the last step."""
-    decay_from: Literal["warmup", "start"] = "warmup"
-    """Start of the decay: at the end of the warm-up, or at step 0. With ``start``, the lower of warm-up and decay
-    applies during the warm-up (IBM's MLPSpeculator recipe)."""
-    final_lr_ratio: Share = 0.1
-    """Learning rate of the last step, as a fraction of the peak. ``schedule=constant`` ignores it."""
-    warmup: Literal["linear", "parabolic"] = "linear"
-    """Shape of the warm-up. ``parabolic`` follows 1 - (1 - x)^2, steep at first (IBM's MLPSpeculator recipe)."""
-    clip_norm: NonNegativeFloat = 1.0
-    """Largest global gradient norm; larger gradients are scaled down. 0 turns clipping off."""
-
-    def __post_init__(self) -> None:
-        betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require(betas, "betas", "two numbers in [0, 1)", self.betas)
-
-
-@settings(kw_only=True)
-class LossSpikeConfig:
-    """Limits on the updates that a phase may skip."""
-
-    spike: float = 5.0
-    """Skip an update if its loss exceeds this multiple of the recent median. 0 skips only updates whose loss or
-    gradient is not finite."""
-    window: Annotated[int, Field(ge=HISTORY)] = 100
-    """Latest steps of the phase over which the median and the skipped updates are counted."""
-    limit: int = 10
-    """Updates that may be skipped within the window. One more ends the run, with the weights of the last good
-    update."""
-
-    def __post_init__(self) -> None:
-        require(self.spike == 0 or 1 < self.spike < math.inf, "spike", "> 1, or 0 to skip nothing finite", self.spike)
-        require(0 <= self.limit < self.window, "limit", "in [0, loss_spikes.window)", self.limit)
-
-
-@settings(kw_only=True)
-class ShardConfig:
-    """Distribution of training over devices, and its precision."""
-
-    mode: Literal["none", "head", "full"] = "none"
-    """Weights that are sharded over the processes. ``head`` shards the head's weights, gradients and moments; ``full``
-    shards the base's layers too."""
-    hybrid: bool = False
-    """Shard within each node and replicate over nodes. This needs less traffic between nodes and more memory."""
-    precision: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Precision in which the head computes. With ``bfloat16``, weights and sums of gradients stay in float32. ``auto``
-    is bfloat16 on a CPU that multiplies faster in bfloat16, as measured when the base is loaded."""
-    checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them. It applies to heads with attention over their
-    own states."""
-    offload_base: bool = False
-    """Keep the base's shards in host memory and move them to the device layer by layer. Needs ``shard.mode=full``."""
-
-    def __post_init__(self) -> None:
-        require(
-            not self.hybrid or self.mode != "none", "hybrid", "false unless shard.mode is head or full", self.hybrid
-        )
-        require(
-            not self.offload_base or self.mode == "full",
-            "offload_base",
-            "false unless shard.mode is full",
-            self.offload_base,
-        )
-
-
-@settings(kw_only=True)
-class TrackerConfig:
-    """Experiment tracker that receives the metrics in addition to ``metrics.jsonl``."""
-
-    kind: Literal["none", "wandb", "tensorboard"] = "none"
-    """Experiment tracker that also receives the metrics. Its package must be installed."""
-    project: str = "drafthead"
-    """Project of the tracker."""
-    entity: str | None = None
-    """User or team on wandb. With null, the account's default."""
-    run_name: str | None = None
-    """Name of the run in the tracker. With null, the run's own name."""
-    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Mode of wandb. ``auto`` obeys WANDB_MODE; without it, wandb is online if a login is found and offline
-    otherwise."""
-
-
-@settings(kw_only=True)
-class TextConfig:
-    """Text of the pretraining phase."""
-
-    sources: list[SourceConfig] = field(default_factory=list)
-    """Sources of text: a list of ``{kind, name, ...}``. Keys of a source: see SourceConfig in docs/settings.md."""
-    max_tokens: Annotated[int, Field(ge=64)] = 100_000
-    """Tokens of packed text on disk. A stream ignores it."""
-    stream: bool = False
-    """Read and pack text during training instead of storing rows on disk. Use it for text larger than the disk. The
-    sources are repeated as needed, and near-duplicates are not removed."""
-    stream_shards: Positive = 8
-    """Shards of a stream's sources. Use a multiple of the process count so that each process reads its own shards."""
-    workers: Positive = 2
-    """Threads per process that pack a stream's rows ahead of their use."""
-
-    def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the rows."""
-        sources = {"sources": [source.manifest() for source in self.sources]}
-        return sources | ({"stream_shards": self.stream_shards} if self.stream else {"max_tokens": self.max_tokens})
-
-
-@settings(kw_only=True)
-class AnswersConfig:
-    """The base's own answers, for the distillation phase."""
-
-    sources: list[SourceConfig] = field(default_factory=list)
-    """Sources of prompts: a list of ``{kind, name, ...}``. Keys of a source: see SourceConfig in docs/settings.md."""
-    prompts: NonNegative = 1000
-    """Prompts taken from the sources."""
-    self_prompted: NonNegative = 0
-    """Additional prompts that the base writes itself. It continues its chat template up to the user's turn."""
-    exclude_suites: list[str] = field(default_factory=list)
-    """Evaluation suites to keep out: prompts that nearly repeat one of theirs are removed."""
-    max_prompt_tokens: Annotated[int, Field(ge=8)] = 128
-    """Longest prompt, in tokens; longer ones are removed."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    precomputed: str | None = None
-    """Existing answers to use instead of generating them. ``embedded:smollm2``, ``embedded:smollm2_large``, or the
-    folder ``answers`` of another corpus. The base first repeats some of them as a check; then as many are taken as
-    prompts are requested."""
-    fresh: bool = False
-    """Generate the answers even if ``precomputed`` names existing ones."""
-    batch_size: Positive = 64
-    """Answers that each process generates at a time with the built-in decoding."""
-    server: ServerConfig = field(default_factory=ServerConfig)
-    """A server that generates the answers instead (vLLM, SGLang)."""
-
-    @property
-    def copied(self) -> bool:
-        """Return True if the answers are precomputed ones."""
-        return self.precomputed is not None and not self.fresh
-
-    @property
-    def decoded_here(self) -> bool:
-        """Return True if the built-in decoding generates the answers, which then has their final hidden states."""
-        return not self.copied and self.server.url is None
-
-    def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the answers, without those of speed and location."""
-        without = ("batch_size", "server", "precomputed", "fresh")
-        manifest = {key: value for key, value in asdict(self).items() if key not in without}
-        if not self.exclude_suites:
-            del manifest["exclude_suites"]  # manifests of older corpora lack it
-        return manifest | {"sources": [source.manifest() for source in self.sources]}
-
-
-@settings(kw_only=True)
-class DataConfig:
-    """Corpora of a run."""
-
-    folder: str = "outputs/corpora"
-    """Folder of the corpora. Runs with equal data settings share them."""
-    text: TextConfig = field(default_factory=TextConfig)
-    answers: AnswersConfig = field(default_factory=AnswersConfig)
-
-    def __post_init__(self) -> None:
-        require(bool(self.folder.strip()), "folder", "the name of a folder", self.folder)
 
 
 @settings(kw_only=True)

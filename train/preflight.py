@@ -9,7 +9,8 @@ from drafthead.data.utils.hub import require_login
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.timing.methods import check_methods
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
-from drafthead.train.config import COMPLETE, RunConfig
+from drafthead.train.config import RunConfig
+from drafthead.train.corpora.corpus_config import COMPLETE
 
 WHOLLY_READ = ("jsonl", "text")
 """Kinds of sources that are read to their end before a run starts, to find broken lines. Streamed sources are not,

@@ -19,7 +19,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.adapt import OnlineConfig, OnlineLearner, first_undrafted, frozen_copy, hidden_of, replayed
-from drafthead.train.config import OptimConfig
+from drafthead.train.trainer.optim import OptimConfig
 from support import (
     TinyBase,
     call,

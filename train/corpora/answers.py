@@ -24,7 +24,7 @@ from drafthead.data.utils.files import (
 )
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, greedy_match_rate, self_prompted_prompts
-from drafthead.train.config import COMPLETE, AnswersConfig
+from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
 
 Progress = Callable[[str, int, int], None]
 """Receives a label, the items done and the total."""

@@ -32,8 +32,8 @@ from drafthead.data.utils.files import (
 )
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
-from drafthead.train.config import DataConfig
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, Log, Progress
+from drafthead.train.corpora.corpus_config import DataConfig
 from drafthead.train.corpora.precomputed import complete_precomputed
 
 ALONE = ProcessGroup()

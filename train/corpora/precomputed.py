@@ -9,8 +9,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import exclusive, file_digest, read_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import greedy_match_rate
-from drafthead.train.config import AnswersConfig
 from drafthead.train.corpora.answers import TURN_STRIDE, Log
+from drafthead.train.corpora.corpus_config import AnswersConfig
 
 FOLDERS = {
     f"embedded:{name}": Path(__file__).parents[2] / "data" / "embedded" / f"{name}_answers"

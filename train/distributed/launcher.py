@@ -17,9 +17,9 @@ from accelerate.utils import InitProcessGroupKwargs
 from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.train.config import RunConfig, ShardConfig
+from drafthead.train.config import RunConfig
 from drafthead.train.distributed.processes import COLLECTIVE_TIMEOUT, Processes
-from drafthead.train.distributed.sharding import Sharding
+from drafthead.train.distributed.sharding import ShardConfig, Sharding
 
 REJECTED = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "use shard=full"),

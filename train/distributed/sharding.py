@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,11 +38,45 @@ from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import require, settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import drop_views
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.train.config import AUTO, PRECISIONS, ShardConfig
+
+SHARD_MODES = ("none", "head", "full")
+AUTO = "auto"
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@settings(kw_only=True)
+class ShardConfig:
+    """Distribution of training over devices, and its precision."""
+
+    mode: Literal["none", "head", "full"] = "none"
+    """Weights that are sharded over the processes. ``head`` shards the head's weights, gradients and moments; ``full``
+    shards the base's layers too."""
+    hybrid: bool = False
+    """Shard within each node and replicate over nodes. This needs less traffic between nodes and more memory."""
+    precision: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Precision in which the head computes. With ``bfloat16``, weights and sums of gradients stay in float32. ``auto``
+    is bfloat16 on a CPU that multiplies faster in bfloat16, as measured when the base is loaded."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them. It applies to heads with attention over their
+    own states."""
+    offload_base: bool = False
+    """Keep the base's shards in host memory and move them to the device layer by layer. Needs ``shard.mode=full``."""
+
+    def __post_init__(self) -> None:
+        require(
+            not self.hybrid or self.mode != "none", "hybrid", "false unless shard.mode is head or full", self.hybrid
+        )
+        require(
+            not self.offload_base or self.mode == "full",
+            "offload_base",
+            "false unless shard.mode is full",
+            self.offload_base,
+        )
 
 
 def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

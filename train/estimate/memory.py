@@ -13,9 +13,9 @@ from rich.table import Table
 
 from drafthead.models.base.meta import meta_base
 from drafthead.models.heads.parts.losses import CHUNK_BYTES
-from drafthead.train.config import AUTO, PRECISIONS, SHARD_MODES, RunConfig
+from drafthead.train.config import RunConfig
 from drafthead.train.distributed.launcher import with_launcher_settings
-from drafthead.train.distributed.sharding import checkpoint_activations
+from drafthead.train.distributed.sharding import AUTO, PRECISIONS, SHARD_MODES, checkpoint_activations
 from drafthead.train.estimate.fake_step import FakeFloats, StepMemory
 
 FLOAT32 = 4

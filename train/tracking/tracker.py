@@ -7,22 +7,38 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from accelerate import Accelerator
 
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
-from drafthead.data.utils.settings import flatten
+from drafthead.data.utils.settings import flatten, settings
 from drafthead.eval.report.tables import method_table, task_table
-from drafthead.train.config import TrackerConfig
 
 Row = Mapping[str, Any]
 RESULT_FILES = ("eval.json", "report.html", "recipe.yaml", "provenance.json", "metrics.jsonl", "plots/*.png")
 """Files of a finished run that wandb stores as an artifact."""
 WANDB_TIMEOUTS: dict[str, Any] = {"init_timeout": 60, "finish_timeout": 600, "finish_timeout_raises": True}
 """Seconds that a run waits for wandb's server when it starts, and for uploads when it ends."""
+
+
+@settings(kw_only=True)
+class TrackerConfig:
+    """Experiment tracker that receives the metrics in addition to ``metrics.jsonl``."""
+
+    kind: Literal["none", "wandb", "tensorboard"] = "none"
+    """Experiment tracker that also receives the metrics. Its package must be installed."""
+    project: str = "drafthead"
+    """Project of the tracker."""
+    entity: str | None = None
+    """User or team on wandb. With null, the account's default."""
+    run_name: str | None = None
+    """Name of the run in the tracker. With null, the run's own name."""
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """Mode of wandb. ``auto`` obeys WANDB_MODE; without it, wandb is online if a login is found and offline
+    otherwise."""
 
 
 class Tracker:

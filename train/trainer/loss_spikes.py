@@ -4,8 +4,32 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from statistics import median
+from typing import Annotated
 
-from drafthead.train.config import HISTORY, LossSpikeConfig
+from pydantic import Field
+
+from drafthead.data.utils.settings import require, settings
+
+HISTORY = 16
+"""Losses needed before the median is used. Until then only steps that are not finite are skipped."""
+
+
+@settings(kw_only=True)
+class LossSpikeConfig:
+    """Limits on the updates that a phase may skip."""
+
+    spike: float = 5.0
+    """Skip an update if its loss exceeds this multiple of the recent median. 0 skips only updates whose loss or
+    gradient is not finite."""
+    window: Annotated[int, Field(ge=HISTORY)] = 100
+    """Latest steps of the phase over which the median and the skipped updates are counted."""
+    limit: int = 10
+    """Updates that may be skipped within the window. One more ends the run, with the weights of the last good
+    update."""
+
+    def __post_init__(self) -> None:
+        require(self.spike == 0 or 1 < self.spike < math.inf, "spike", "> 1, or 0 to skip nothing finite", self.spike)
+        require(0 <= self.limit < self.window, "limit", "in [0, loss_spikes.window)", self.limit)
 
 
 class LossSpikeFilter:

@@ -1,17 +1,66 @@
 """AdamW and Muon, and the learning rate of every step as a pure function."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import BelowOne, NonNegative, NonNegativeFloat, Share, require, settings
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.train.config import SCHEDULES, WARMUPS, OptimConfig
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "linear": lambda done: 1 - done,
+    "constant": lambda done: 1.0,
+}
+"""Maps of decay progress (0 to 1) to the remaining decay factor (1 to 0)."""
+WARMUPS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: done,
+    "parabolic": lambda done: 1 - (1 - done) ** 2,
+}
+"""Maps of warm-up progress (0 to 1) to the fraction of the peak (0 to 1)."""
+
+
+@settings(kw_only=True)
+class OptimConfig:
+    """Optimiser and learning-rate schedule of a phase."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """Optimiser of the trained weights. ``muon`` uses torch's Muon for the matrices of layers and AdamW for the rest
+    (vectors, tables, projections to the vocabulary). Its updates have the size of AdamW's, so one learning rate serves
+    both."""
+    momentum: BelowOne = 0.95
+    """Momentum of Muon; AdamW ignores it."""
+    lr: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moment estimates, each in [0, 1)."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices. Vectors (biases, norms) never decay."""
+    warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises to its peak. 0 starts at the peak."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate's decay from the peak to the last step."""
+    decay_from: Literal["warmup", "start"] = "warmup"
+    """Start of the decay: at the end of the warm-up, or at step 0. With ``start``, the lower of warm-up and decay
+    applies during the warm-up (IBM's MLPSpeculator recipe)."""
+    final_lr_ratio: Share = 0.1
+    """Learning rate of the last step, as a fraction of the peak. ``schedule=constant`` ignores it."""
+    warmup: Literal["linear", "parabolic"] = "linear"
+    """Shape of the warm-up. ``parabolic`` follows 1 - (1 - x)^2, steep at first (IBM's MLPSpeculator recipe)."""
+    clip_norm: NonNegativeFloat = 1.0
+    """Largest global gradient norm; larger gradients are scaled down. 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(betas, "betas", "two numbers in [0, 1)", self.betas)
 
 
 def lr_at(config: OptimConfig, step: int, steps: int) -> float:

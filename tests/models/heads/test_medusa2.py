@@ -20,8 +20,7 @@ from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.config import OptimConfig
-from drafthead.train.trainer.optim import build_optimizer
+from drafthead.train.trainer.optim import OptimConfig, build_optimizer
 from support import TinyBase, randomised, row_of
 
 DOCUMENTS = (list(range(20, 32)), list(range(100, 109)))

@@ -24,9 +24,10 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_manifest, write_checksummed_json, write_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate_answers
-from drafthead.train.config import COMPLETE, AnswersConfig, parse_run
+from drafthead.train.config import parse_run
 from drafthead.train.corpora.answers import TURN_STRIDE, AnswerGenerator
 from drafthead.train.corpora.corpora import is_held_out
+from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
 from drafthead.train.corpora.precomputed import FOLDERS, complete_precomputed
 from support import TinyBase, composed
 

@@ -15,8 +15,9 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
-from drafthead.train.config import AnswersConfig, DataConfig, PhaseConfig, TextConfig
+from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora.corpora import Corpora, is_held_out
+from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig, TextConfig
 from drafthead.train.trainer.batches import open_held_out, open_phase
 from support import TinyBase, composed, join_threads
 

@@ -29,9 +29,8 @@ from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.config import OptimConfig, ShardConfig
-from drafthead.train.distributed.sharding import Sharding, full_state_dict, load_optimizer
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.distributed.sharding import ShardConfig, Sharding, full_state_dict, load_optimizer
+from drafthead.train.trainer.optim import OptimConfig, head_optimizer
 from drafthead.train.trainer.step import evaluate_loss, train_step
 from support import TINY
 

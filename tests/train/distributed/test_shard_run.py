@@ -13,8 +13,7 @@ from drafthead.eval.engines.served import free_port
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.train import pipeline
-from drafthead.train.config import ShardConfig
-from drafthead.train.distributed.sharding import Sharding
+from drafthead.train.distributed.sharding import ShardConfig, Sharding
 from support import TinyBase, composed, forget_after, losses_of, run_together
 
 ROOT = Path(__file__).parents[3]

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.layers import first_layers
-from drafthead.train.config import ShardConfig
-from drafthead.train.distributed.sharding import Sharding
+from drafthead.train.distributed.sharding import ShardConfig, Sharding
 from support import run_together
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,10 +13,9 @@ import wandb
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 
-from drafthead.train.config import TrackerConfig
 from drafthead.train.tracking import tracker as tracking
 from drafthead.train.tracking.metrics_log import MetricsLog
-from drafthead.train.tracking.tracker import Tracker, wandb_mode, wandb_run_id
+from drafthead.train.tracking.tracker import Tracker, TrackerConfig, wandb_mode, wandb_run_id
 from support import evaluation_of, task_results
 
 EVALUATION = evaluation_of(task_results(1.5), math=task_results(1.5))

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from drafthead.data.utils.errors import UserError
-from drafthead.train.config import OptimConfig
 from drafthead.train.distributed.sharding import full_state_dict, load_optimizer
 from drafthead.train.trainer.checkpoint import (
     TrainState,
@@ -22,7 +21,7 @@ from drafthead.train.trainer.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from drafthead.train.trainer.optim import build_optimizer
+from drafthead.train.trainer.optim import OptimConfig, build_optimizer
 from support import flip
 
 STATE = TrainState(phase=1, step=3, global_step=7, processes=2, losses=[0.1, None, 1 / 3])

@@ -10,10 +10,9 @@ import torch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines
 from drafthead.models.heads.medusa import MedusaHead
-from drafthead.train.config import HISTORY, LossSpikeConfig
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.trainer.checkpoint import load_latest
-from drafthead.train.trainer.loss_spikes import LossSpikeFilter
+from drafthead.train.trainer.loss_spikes import HISTORY, LossSpikeConfig, LossSpikeFilter
 from support import composed
 
 

@@ -15,9 +15,8 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.config import OptimConfig
 from drafthead.train.distributed.sharding import full_state_dict, load_optimizer
-from drafthead.train.trainer.optim import build_optimizer, head_optimizer, lr_at
+from drafthead.train.trainer.optim import OptimConfig, build_optimizer, head_optimizer, lr_at
 from drafthead.train.trainer.step import train_step
 
 

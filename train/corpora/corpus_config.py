@@ -1,0 +1,93 @@
+"""Settings of a run's corpora: text, the base's own answers, and their folder."""
+
+from dataclasses import asdict, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
+from drafthead.data.text.sources import SourceConfig
+from drafthead.data.utils.settings import NonNegative, Positive, require, settings
+
+COMPLETE = "complete.json"
+"""File that is written when every prompt is answered. The server is then not needed any more."""
+
+
+@settings(kw_only=True)
+class TextConfig:
+    """Text of the pretraining phase."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Sources of text: a list of ``{kind, name, ...}``. Keys of a source: see SourceConfig in docs/settings.md."""
+    max_tokens: Annotated[int, Field(ge=64)] = 100_000
+    """Tokens of packed text on disk. A stream ignores it."""
+    stream: bool = False
+    """Read and pack text during training instead of storing rows on disk. Use it for text larger than the disk. The
+    sources are repeated as needed, and near-duplicates are not removed."""
+    stream_shards: Positive = 8
+    """Shards of a stream's sources. Use a multiple of the process count so that each process reads its own shards."""
+    workers: Positive = 2
+    """Threads per process that pack a stream's rows ahead of their use."""
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the settings that determine the rows."""
+        sources = {"sources": [source.manifest() for source in self.sources]}
+        return sources | ({"stream_shards": self.stream_shards} if self.stream else {"max_tokens": self.max_tokens})
+
+
+@settings(kw_only=True)
+class AnswersConfig:
+    """The base's own answers, for the distillation phase."""
+
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Sources of prompts: a list of ``{kind, name, ...}``. Keys of a source: see SourceConfig in docs/settings.md."""
+    prompts: NonNegative = 1000
+    """Prompts taken from the sources."""
+    self_prompted: NonNegative = 0
+    """Additional prompts that the base writes itself. It continues its chat template up to the user's turn."""
+    exclude_suites: list[str] = field(default_factory=list)
+    """Evaluation suites to keep out: prompts that nearly repeat one of theirs are removed."""
+    max_prompt_tokens: Annotated[int, Field(ge=8)] = 128
+    """Longest prompt, in tokens; longer ones are removed."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    precomputed: str | None = None
+    """Existing answers to use instead of generating them. ``embedded:smollm2``, ``embedded:smollm2_large``, or the
+    folder ``answers`` of another corpus. The base first repeats some of them as a check; then as many are taken as
+    prompts are requested."""
+    fresh: bool = False
+    """Generate the answers even if ``precomputed`` names existing ones."""
+    batch_size: Positive = 64
+    """Answers that each process generates at a time with the built-in decoding."""
+    server: ServerConfig = field(default_factory=ServerConfig)
+    """A server that generates the answers instead (vLLM, SGLang)."""
+
+    @property
+    def copied(self) -> bool:
+        """Return True if the answers are precomputed ones."""
+        return self.precomputed is not None and not self.fresh
+
+    @property
+    def decoded_here(self) -> bool:
+        """Return True if the built-in decoding generates the answers, which then has their final hidden states."""
+        return not self.copied and self.server.url is None
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the settings that determine the answers, without those of speed and location."""
+        without = ("batch_size", "server", "precomputed", "fresh")
+        manifest = {key: value for key, value in asdict(self).items() if key not in without}
+        if not self.exclude_suites:
+            del manifest["exclude_suites"]  # manifests of older corpora lack it
+        return manifest | {"sources": [source.manifest() for source in self.sources]}
+
+
+@settings(kw_only=True)
+class DataConfig:
+    """Corpora of a run."""
+
+    folder: str = "outputs/corpora"
+    """Folder of the corpora. Runs with equal data settings share them."""
+    text: TextConfig = field(default_factory=TextConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
+
+    def __post_init__(self) -> None:
+        require(bool(self.folder.strip()), "folder", "the name of a folder", self.folder)
