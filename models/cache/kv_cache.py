@@ -181,7 +181,7 @@ class TreeCache:
     @property
     def length(self) -> int:
         """The committed positions of the longest row."""
-        return max(row.length for row in self._rows)
+        return max([row.length for row in self._rows])  # quicker than a generator
 
     @property
     def dropped(self) -> list[int]:
@@ -309,7 +309,9 @@ class TreeCache:
         """Keep these rows only, without pending nodes."""
         self.crop()
         if self.rows > 1:
-            self.stacks, self._rows = tuple(stack[:, rows] for stack in self.stacks), [self._rows[n] for n in rows]
+            index = on_device(rows, self.stacks[0].device)
+            self.stacks = tuple(stack.index_select(1, index) for stack in self.stacks)
+            self._rows = [self._rows[n] for n in rows]
             self._bind()
 
     def first_layers(self, count: int) -> "TreeCache":
