@@ -27,11 +27,11 @@ from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.report.plots import INK, new_axes, save_png, styled
-from drafthead.eval.trees.answers import FinishedAnswer
+from drafthead.eval.trees.answers import FinishedAnswer, read_hidden_states
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.adapt import OnlineConfig, OnlineExample, OnlineLearner, frozen_copy, hidden_of, replayed
+from drafthead.train.adapt import OnlineConfig, OnlineExample, OnlineLearner, frozen_copy, replayed
 from drafthead.train.corpora.precomputed import FOLDERS
 from drafthead.train.trainer.optim import OptimConfig
 
@@ -65,7 +65,7 @@ def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[Fini
 
 def with_states(head: DraftHead, answers: Sequence[FinishedAnswer]) -> Stream:
     """Return the answers with the base's hidden states; one pass each serves all curves."""
-    return [(answer, hidden_of(head.base, head, answer)) for answer in answers]
+    return list(zip(answers, read_hidden_states(head.base, head, answers), strict=True))
 
 
 def train(head: DraftHead, stream: Stream, epochs: int, lr: float) -> None:

@@ -12,10 +12,10 @@ from head_cases import EXAMPLE
 from transformers import LlamaConfig
 
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.trees.answers import FinishedAnswer
+from drafthead.eval.trees.answers import FinishedAnswer, read_hidden_states
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig
-from drafthead.train.adapt import OnlineConfig, hidden_of
+from drafthead.train.adapt import OnlineConfig
 from drafthead.train.config import PhaseConfig
 from drafthead.train.trainer.optim import OptimConfig
 from support import TinyBase, small_head
@@ -158,7 +158,7 @@ def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> N
     answers = [
         FinishedAnswer([n, n + 1, *decode(base, None, [n, n + 1], max_new_tokens=20).tokens], 2) for n in range(8)
     ]
-    stream = [(answer, hidden_of(base, head, answer)) for answer in answers] * 3
+    stream = [*zip(answers, read_hidden_states(base, head, answers), strict=True)] * 3
     frozen, _ = module.follow(head, stream, None)
     assert len(frozen) == 24 and frozen[:8] == frozen[8:16]
     config = OnlineConfig(interval=4, positions="all", optim=OptimConfig(lr=0.01, schedule="constant"))

@@ -28,7 +28,6 @@ from drafthead.data.utils.settings import Positive, settings
 from drafthead.eval.trees.answers import FinishedAnswer, as_batch
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, Session
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode, default_draft_config
@@ -353,8 +352,3 @@ def frozen_copy(head: DraftHead) -> DraftHead:
     copy.load_state_dict(head.state_dict())
     copy.tree, copy.confidence_threshold = head.tree, head.confidence_threshold
     return copy.eval()
-
-
-def hidden_of(base: BaseModel, head: DraftHead, text: FinishedAnswer) -> HiddenStates:
-    """Return [1, n, ...] the hidden states that decoding would have computed, from one pass of the base."""
-    return base.hidden_states(as_batch(text).to(base.device), head.spec)

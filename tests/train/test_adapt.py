@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines
+from drafthead.eval.trees.answers import read_hidden_states
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
@@ -18,7 +19,7 @@ from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.adapt import OnlineConfig, OnlineLearner, first_undrafted, frozen_copy, hidden_of, replayed
+from drafthead.train.adapt import OnlineConfig, OnlineLearner, first_undrafted, frozen_copy, replayed
 from drafthead.train.trainer.optim import OptimConfig
 from support import (
     TinyBase,
@@ -68,7 +69,7 @@ def test_a_recorded_answer_is_what_replay_finds(tiny_base: TinyBase, name: str) 
     for ids, new in zip(PROMPTS, (5, 17, 30, 31, 32, 33), strict=True):
         result, lesson = learner.answer(ids, max_new_tokens=new)
         assert result.tokens == decode(head.base, None, ids, max_new_tokens=new).tokens
-        hidden = hidden_of(head.base, head, lesson.text)
+        (hidden,) = read_hidden_states(head.base, head, [lesson.text])
         steps, simulated = replayed(head, tree, lesson.text, hidden)
         assert steps == pytest.approx(len(result.steps))
         within = len(lesson.text.ids) - head.depth  # near the limit decoding drafts less

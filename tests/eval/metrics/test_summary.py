@@ -24,36 +24,21 @@ def prompts(count: int) -> list[EvalPrompt]:
     return [EvalPrompt("math" if n % 2 else "coding", n, []) for n in range(count)]
 
 
-def test_promised_keys_and_the_faster_baseline_as_denominator() -> None:
+def test_the_faster_baseline_is_the_denominator() -> None:
     results = {
         "transformers": [steady_answer(9, 3.0), steady_answer(9, 2.5)],
         "autoregressive": [steady_answer(9, 2.0), steady_answer(9, 2.2)],
         "speculative": [steady_answer(9, 1.0, committed=2), steady_answer(9, 1.1, committed=4)],
     }
-    tie = Equality(same=False, position=4, tokens=(1, 2), margin=1e-6, near_tie=True, diagnosis=Diagnosis.TIE)
-    summary = summarised(prompts(2), results, {"speculative": [SAME, tie]})
-    assert set(summary["tasks"]) == {"coding", "math"}
+    summary = summarised(prompts(2), results, {"speculative": [SAME, SAME]})
     for group in (*summary["tasks"].values(), summary["overall"]):
         assert set(group) == HEADLINE_KEYS | {"autoregressive_tokens_per_second", "methods", "hardware", "versions"}
         assert {key: group[key] for key in HEADLINE_KEYS} == group["methods"]["speculative"]
     overall = summary["overall"]
+    assert fastest_autoregressive(overall) == ("autoregressive", pytest.approx(18 / 4.2))
     assert overall["speedup"]["vs_autoregressive"] == pytest.approx(2.0)
     assert overall["speedup"]["interval_95"] == pytest.approx([2.0, 2.0]), "against the faster one"
-    assert fastest_autoregressive(overall) == ("autoregressive", pytest.approx(18 / 4.2))
-    assert overall["mean_accepted_length"] == pytest.approx(16 / 6)
-    assert overall["autoregressive_tokens_per_second"] == pytest.approx(
-        {"transformers": 18 / 5.5, "autoregressive": 18 / 4.2}
-    )
-    assert overall["ctar"]["1"] == 1.0 and overall["ctar"]["2"] == pytest.approx(2 / 6) and len(overall["ctar"]) == 6
-    assert overall["identical_outputs"] == {
-        "same": 1,
-        "of": 2,
-        "near_ties": [{"prompt": 1, "position": 4, "tokens": [1, 2], "margin": 1e-6, "diagnosis": "tie"}],
-        "different": [],
-    }
     assert summary["tasks"]["coding"]["speedup"]["interval_95"] == [None, None]
-    assert summary["equality"] == {"dtype": "float32", "same": 1, "of": 2, "found": {"tie": 1}}
-    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
 
 def test_any_number_of_methods() -> None:
@@ -94,17 +79,3 @@ def test_failures_are_named_and_counted_nowhere() -> None:
     assert summary["tasks"]["math"] == expected["tasks"]["math"]
     assert summary["tasks"]["lost"]["mean_accepted_length"] is None
     json.dumps(summary, allow_nan=False)
-
-
-def test_the_turns_of_a_conversation_are_one_spec_bench_question() -> None:
-    chat = EvalPrompt("chat", 3, [], later_turns=("And then?",))
-    results = {name: [steady_answer(9, 1.0), steady_answer(17, 4.0)] for name in NAMES}
-    different = Equality(same=False, position=2, tokens=(1, 2), margin=3.0, diagnosis=Diagnosis.CACHE)
-    summary = summarised([chat, chat], results, {"speculative": [SAME, different]}, [0, 1])
-    assert summary["overall"]["spec_bench"]["tokens_per_second"] == pytest.approx(26 / 5.0)
-    assert summary["metrics"]["speculative"]["spec_bench_tokens_per_second"] == pytest.approx(26 / 5.0)
-    outputs = summary["overall"]["identical_outputs"]
-    assert outputs["near_ties"] == []
-    assert outputs["different"] == [
-        {"prompt": 3, "turn": 1, "position": 2, "tokens": [1, 2], "margin": 3.0, "diagnosis": "cache fault"}
-    ]
