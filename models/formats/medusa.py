@@ -89,9 +89,9 @@ class MedusaFormat(Format):
         tensors = checkpoint.tensors
         if any(name.startswith(FULL_MODEL) for name in tensors):
             tensors = {name.removeprefix(FULL_MODEL): t for name, t in tensors.items() if name.startswith(FULL_MODEL)}
-        if left_out := len(checkpoint.tensors) - len(tensors):
-            checkpoint = checkpoint.updated(f"{left_out} tensors of the base model were left out")
-        checkpoint = checkpoint.updated(tensors=tensors)
+        left_out = len(checkpoint.tensors) - len(tensors)
+        notes = [f"{left_out} tensors of the base model were left out"] if left_out else []
+        checkpoint = checkpoint.updated(*notes, tensors=tensors)
         paths = [name.split(".") for name in tensors]
         counts = {
             "medusa_num_heads": 1 + max((int(p[0]) for p in paths if p[0].isdigit()), default=-1),
@@ -177,7 +177,6 @@ class VllmMedusaFormat(MedusaFormat):
     sizes = Format.sizes
     block_name, output_name = "blocks.{k}.layers.{j}", "lm_heads.{k}.weight"
     other_keys = frozenset({"model_type", "truncated_vocab_size", "medusa_fc_bias", "original_lm_head", "logit_scale"})
-
     aliases = {r"medusa_heads\.": ""}
     constants = {
         "model_type": "medusa",

@@ -20,7 +20,6 @@ from drafthead.models.formats.gguf.gguf_files import read_gguf, rope_factors
 from plain_heads import (
     LLAMACPP_NAMES,
     PlainLayer,
-    check_refused,
     check_round_trip,
     deep_base,
     eagle,
@@ -207,25 +206,6 @@ def test_eagle3_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     rewrite(tmp_path, theirs)
     with pytest.raises(UserError, match="embed_tokens.weight that is not random-llama's"):
         EAGLE.load(tmp_path, base)
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"fc_norm": True}, r"missing \[fc_norm.0.weight"),
-        ({"attention_bias": True}, "has a layer with attention_bias True"),
-        ({"draft_vocab_size": 60}, "says draft_vocab_size 60, but lm_head.weight has 50 rows"),
-        ({"intermediate_size": 65}, "says intermediate_size 65, but midlayer.mlp.gate_proj.weight has 64 rows"),
-        ({"target_hidden_size": 64}, "made for a base with hidden_size 64"),
-        ({"vocab_size": 301}, "made for a base with vocab_size 301"),
-        ({"layers": [0, 1, 2]}, r"fc.weight is \(32, 64\), not \(32, 96\)"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has a layer with rope_scaling"),
-    ],
-)
-def test_a_config_that_would_draft_wrongly_is_refused(
-    tiny_base: TinyBase, tmp_path: Path, config: dict[str, Any], says: str
-) -> None:
-    check_refused(EAGLE, eagle(tiny_base(), torch.arange(50)), tmp_path, config, says)
 
 
 @pytest.mark.parametrize(

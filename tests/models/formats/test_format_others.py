@@ -1,7 +1,8 @@
-"""The published layouts of Hydra, MLPSpeculator and Kangaroo against plain loaders that read the folder alone."""
+"""The layouts of Hydra, MLPSpeculator and Kangaroo against plain loaders; configs that would draft wrongly."""
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from plain_heads import (
     check_refused,
     check_round_trip,
     deep_base,
+    eagle,
     hydra,
     kangaroo,
     logits_of,
@@ -93,6 +95,7 @@ def kangaroo_engine(folder: Path, base: BaseModel) -> Tensor:
 
 Engine = Callable[[Path, BaseModel], Tensor]
 Make = Callable[..., DraftHead]
+eagle_of_50 = partial(eagle, d2t=torch.arange(50))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,14 @@ def test_engine_and_round_trip_give_the_heads_logits(
         (mlp, {"n_predict": "3"}, "has '3' as n_predict, expected a positive whole number"),
         (mlp, {"inner_dim": 64}, "inner_dim 64, but speculator.proj.0.weight has 32 rows"),
         (mlp, {"emb_dim": 64}, "made for a base with hidden_size 64, but random-llama has 32"),
+        (eagle_of_50, {"fc_norm": True}, r"missing \[fc_norm.0.weight"),
+        (eagle_of_50, {"attention_bias": True}, "has a layer with attention_bias True"),
+        (eagle_of_50, {"draft_vocab_size": 60}, "says draft_vocab_size 60, but lm_head.weight has 50 rows"),
+        (eagle_of_50, {"intermediate_size": 65}, "intermediate_size 65, but midlayer.mlp.gate_proj.weight has 64 rows"),
+        (eagle_of_50, {"target_hidden_size": 64}, "made for a base with hidden_size 64"),
+        (eagle_of_50, {"vocab_size": 301}, "made for a base with vocab_size 301"),
+        (eagle_of_50, {"layers": [0, 1, 2]}, r"fc.weight is \(32, 64\), not \(32, 96\)"),
+        (eagle_of_50, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has a layer with rope_scaling"),
         (kangaroo, {"exit_layer": 3}, "must be below the base's 3 layers"),
         (kangaroo, {"rope_theta": 5e5}, "rope_theta 500000.0, but random-llama has 10000.0"),
     ],
