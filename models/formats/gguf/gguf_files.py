@@ -284,8 +284,10 @@ class GgufLayout(Format):
         self.check_base(base, kind)
         settings = base.model.config
         architecture = ARCHITECTURES[settings.model_type]
+        rope = dict(settings.rope_parameters)
         config = layer_config(base) | {"num_hidden_layers": base.num_layers}
         config["intermediate_size"] = settings.intermediate_size
+        config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
         weights = base.stock().state_dict()
         require_space(path.parent, 4 * sum(t.numel() for t in weights.values()), "the base as GGUF")
         file = GgufFile(path, architecture, published_name(base).split("/")[-1], kind)
