@@ -279,7 +279,7 @@ def tree(context: RunContext) -> None:
         calibrated = load_calibration(path, head)
         if calibrated is None:
             costs = measure_costs(head.base, head)
-            calibrated = costs, calibrate(_tree_answers(context, head), costs, run.tree_search)
+            calibrated = costs, calibrate(_tree_ranks(context, head), costs, run.tree_search)
             save_calibration(path, head, *calibrated)
             head.batch_trees = {}
         costs, calibration = calibrated
@@ -287,7 +287,7 @@ def tree(context: RunContext) -> None:
         for rows in run.tree_batches:
             if rows not in head.batch_trees:
                 batch = calibrate(
-                    _tree_answers(context, head), measure_costs(head.base, head, rows=rows), run.tree_search
+                    _tree_ranks(context, head), measure_costs(head.base, head, rows=rows), run.tree_search
                 )
                 pays = batch.expected_speedup > 1
                 head.batch_trees = {**head.batch_trees, rows: batch.tree if pays else TokenTree.chain(0)}
@@ -302,8 +302,11 @@ def tree(context: RunContext) -> None:
         display.line(f"   {other_processes_line(costs.other_processes_cores)}")
 
 
-def _tree_answers(context: RunContext, head: DraftHead) -> list[Ranks]:
-    """Return ranks of the drafts along unseen answers: to the suite's dev half if it has one, else held-out ones."""
+def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
+    """Return the ranks of the true tokens among the head's candidates, for each answer that chooses the tree.
+
+    These are the base's answers to the suite's dev half, or without a dev half the held-out training answers.
+    """
     run = context.run
     if context.development_answers is not None:
         return text_ranks(head, context.development_answers)

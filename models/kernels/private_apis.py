@@ -16,14 +16,16 @@ _FUSED_PARTS = ("Attention", "MLP", "RMSNorm")
 _UNPACKED = "fallback: linear layers are not prepacked, and few rows take up to 1.7 times as long"
 _UNFUSED = "fallback: this layer of a base stays transformers' own, and decoding it takes longer"
 _CHECKPOINTS = "required: the text model of a composite checkpoint cannot be loaded"
+_ESTIMATE = "required: mode=estimate cannot run a step without memory"
 PRIVATE_NAMES = {
     "torch.ops.mkldnn._reorder_linear_weight": _UNPACKED,
     "torch.ops.mkldnn._linear_pointwise": _UNPACKED,
     "torch.ops.mkldnn.data_ptr": "fallback: prepacked weights are not moved into huge pages",
     "torch.ops.mkldnn._nbytes": "fallback: prepacked weights are not moved into huge pages",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "fallback: products stay in float32",
-    "torch._C._distributed_c10d.HashStore": "required: a single process cannot shard",
-    "torch._C._distributed_c10d.PrefixStore": "required: several processes cannot report to each other",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": _ESTIMATE,
+    "torch.utils._python_dispatch.TorchDispatchMode": _ESTIMATE,
+    "torch.utils._pytree.tree_map_only": _ESTIMATE,
     **{
         f"transformers.models.{family}.modeling_{family}.{family.capitalize()}{suffix}": _UNFUSED
         for family in _FUSED_FAMILIES

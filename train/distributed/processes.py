@@ -101,7 +101,7 @@ class _Heartbeat:
         self.rank, self.count, self.timeout_s = rank, count, timeout_s
         store = dist.distributed_c10d._get_default_store()
         connection = getattr(store, "clone", lambda: store)()  # calls over one connection wait for each other
-        self._store: Any = torch._C._distributed_c10d.PrefixStore("drafthead/alive", connection)
+        self._store: Any = dist.PrefixStore("drafthead/alive", connection)  # type: ignore[attr-defined]
         self._peers = {peer: _Peer(time.monotonic()) for peer in range(count) if peer != rank}
         self._beat = 0
         self._store_lost_at: float | None = None

@@ -68,15 +68,9 @@ class ShardConfig:
     """Keep the base's shards in host memory and move them to the device layer by layer. Needs ``shard.mode=full``."""
 
     def __post_init__(self) -> None:
-        require(
-            not self.hybrid or self.mode != "none", "hybrid", "false unless shard.mode is head or full", self.hybrid
-        )
-        require(
-            not self.offload_base or self.mode == "full",
-            "offload_base",
-            "false unless shard.mode is full",
-            self.offload_base,
-        )
+        for name, modes in (("hybrid", ("head", "full")), ("offload_base", ("full",))):
+            value = getattr(self, name)
+            require(not value or self.mode in modes, name, f"false unless shard.mode is {' or '.join(modes)}", value)
 
 
 def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -140,7 +134,7 @@ class Sharding:
             return
         if not dist.is_initialized():  # a single process becomes a mesh of one
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
             self._made_group = True
         mesh = self._mesh()
         decoders = [head.base.model.model, *head.tuned_decoders()]

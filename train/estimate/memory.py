@@ -86,9 +86,9 @@ class Estimate:
         return phase.steps * self.rows_per_step(name) * phase.seq_len
 
     def trained_tokens(self, name: str) -> int:
-        """Return about how many positions a phase trains: all of text, and of answers all but the prompts.
+        """Estimate the positions that a phase trains: all of text, and of answers all but the prompts.
 
-        Prompts and answers are assumed to be as long as allowed.
+        Both prompts and answers are assumed to be as long as allowed, so the true number can be larger or smaller.
         """
         answer, prompt = self.data.answers.sampler.max_new_tokens, self.data.answers.max_prompt_tokens
         share = 1.0 if self.phases[name].corpus == "text" else answer / (answer + prompt)

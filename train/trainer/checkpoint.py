@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import set_seed
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -42,6 +44,7 @@ from drafthead.data.utils.files import (
     write_checksummed_json,
 )
 from drafthead.data.utils.renamed import update_names
+from drafthead.data.utils.settings import NonNegative, Positive
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora
@@ -133,31 +136,22 @@ BEST = "best"
 FORMAT = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class TrainState:
     """The progress of a run. Counters say what is finished, so they are also the index of the next phase or step."""
 
-    phase: int
+    phase: NonNegative
     """Index in the recipe's list of phases."""
-    step: int
+    step: NonNegative
     """Optimiser steps finished in the phase: the position in its schedule, and in its data."""
-    global_step: int
+    global_step: NonNegative
     """Optimiser steps finished over all phases; names the checkpoint."""
-    processes: int = 1
+    processes: Positive = 1
     """Processes that the run started with, which set the rows of a step. Other numbers may resume the run."""
     score: float | None = None
     """Held-out mean accepted length, if it was measured at this step."""
     losses: list[float | None] = field(default_factory=list)
     """Losses of the phase's latest steps, None for a skipped update."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("phase", 0), ("step", 0), ("global_step", 0), ("processes", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
-        for value in (self.score, *self.losses):
-            if value is not None and not isinstance(value, int | float):
-                raise ValueError(f"a score or loss must be a number, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +204,13 @@ def save_checkpoint(
         _remove_leftovers(folder)
         tmp_path = folder / f".writing.{os.getpid()}"
         try:
-            _write(tmp_path, record, contents)
+            tmp_path.mkdir()
+            for name, tensors in contents.items():
+                save_file(tensors, tmp_path / name)
+                fsync(tmp_path / name)
+            files = {name: file_digest(tmp_path / name) for name in contents}
+            write_checksummed_json(tmp_path / STATE, {**record, "files": files})
+            fsync(tmp_path)
         except (OSError, SafetensorError):
             shutil.rmtree(tmp_path, ignore_errors=True)  # the unfinished files would keep the disk full
             raise
@@ -221,17 +221,6 @@ def save_checkpoint(
         fsync(folder)
         _prune(folder, path, keep)
     return path
-
-
-def _write(tmp_path: Path, record: dict[str, Any], contents: Mapping[str, dict[str, Tensor]]) -> None:
-    tmp_path.mkdir()
-    for name, tensors in contents.items():
-        save_file(tensors, tmp_path / name)
-        fsync(tmp_path / name)
-    write_checksummed_json(
-        tmp_path / STATE, {**record, "files": {name: file_digest(tmp_path / name) for name in contents}}
-    )
-    fsync(tmp_path)
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
