@@ -80,12 +80,6 @@ def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> 
     return candidates
 
 
-def is_faster(best: dict[str, Any], default: dict[str, Any]) -> bool:
-    """Return True if the whole interval of ``best`` is above its head's default; a smaller gain is noise."""
-    low = best["interval"][0]
-    return low is not None and bool(low > default["speedup"])
-
-
 def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], config: EvalConfig, dry: bool) -> str:
     """Make the fastest candidate its head's default, and write ``grid.json`` and ``grid.png`` into that head's folder.
 
@@ -119,7 +113,9 @@ def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], co
         "choices": None if head.tree is None else [list(path) for path in head.tree.paths[1:]],
         "confidence_threshold": head.confidence_threshold,
     }
-    changed = is_faster(best, next(row for row in rows if row["head"] == best["head"] and row["default"]))
+    default = next(row for row in rows if row["head"] == best["head"] and row["default"])
+    # A smaller gain is noise: the whole interval must lie above the default.
+    changed = best["interval"][0] is not None and best["interval"][0] > default["speedup"]
     if changed:
         assert isinstance(winner.draft_config.tree, TokenTree)
         head.tree, head.confidence_threshold = winner.draft_config.tree, winner.draft_config.confidence_threshold

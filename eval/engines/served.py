@@ -203,11 +203,6 @@ def environment() -> Path:
     return cache_dir() / "engines" / "vllm"
 
 
-def base_folder(base: BaseModel) -> str:
-    """Return the base as an engine loads it: a folder, or its name on the Hub."""
-    return str(smollm2_folder()) if base.name == EMBEDDED else base.config.name
-
-
 @dataclass
 class EngineStart:
     """Settings for starting one engine, with the head and without."""
@@ -250,7 +245,8 @@ class EngineStart:
 
     def _vllm(self, plain: bool) -> tuple[EngineProcess, str]:
         python = vllm_python(self.own)
-        port, folder = free_port(), base_folder(self.base)
+        port = free_port()
+        folder = str(smollm2_folder()) if self.base.name == EMBEDDED else self.base.config.name  # or a name on the Hub
         dtype = str(self.base.dtype).removeprefix("torch.")
         arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, *VLLM_OPTIONS]
         arguments += ["--max-model-len", str(self._context), "--no-enable-prefix-caching", "--seed", "0"]

@@ -23,12 +23,12 @@ from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.text.readers import json_object, read_lines
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
+from drafthead.data.utils.floats import Floats
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.calibrate import answer_ranks
 from drafthead.eval.trees.simulate import (
     AcceptProbs,
-    Floats,
     LengthProbs,
     Ranks,
     SimulatedAcceptance,
@@ -44,11 +44,11 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.corpus import generate_answers
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
+from drafthead.models.decoding.loop import EXACT
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
-EXACT = AcceptanceRule()
 MAX_VALUES = 1 << 23
 """Most probabilities per tensor in memory at a time (8 bytes each in float64)."""
 NEAR_TIES, IMPOSSIBLE_SHARE, Z_LIMIT, NATS_LIMIT = 2, 0.02, 6.0, 0.1

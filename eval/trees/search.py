@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from drafthead.data.utils.floats import Floats
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.simulate import (
     AcceptProbs,
-    Floats,
     SimulatedAcceptance,
     accepted_length_probs,
     simulate_acceptance,

@@ -21,11 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.floats import bootstrap_interval
+from drafthead.data.utils.floats import Floats, bootstrap_interval
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.token_tree import TokenTree
 
-Floats = npt.NDArray[np.float64]
 Ranks = npt.NDArray[np.int64]
 """[T, K]: rank of the true token among the drafter's candidates for draft position k+1. A large rank means that it is
 not among them, and -1 that the answer has ended.
