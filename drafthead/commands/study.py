@@ -108,7 +108,13 @@ def main(config: StudyConfig) -> None:
     measured_on = hardware() | {"other_processes_cores": timed.other_processes_cores}
     write_json(out / "study.json", record | {"hardware": measured_on, "versions": versions()})
     draw(rows, out / "study.png")
-    display.console.print(table(rows).console())
+    for_console = [
+        {"shape": row["name"], "parameters": f"{row['parameters'] / 1e6:.1f} M", "acceptance": row["acceptance"]}
+        | {"draft ms": 1e3 * row["draft_s"], "chain": row["draft_tokens"], "tau": row["tokens"]}
+        | {"predicted tok/s": row["predicted"], "measured": row["measured"]}
+        for row in sorted(rows, key=lambda row: -row["measured"])
+    ]
+    display.console.print(ResultTable.of("Draft models of equal size", for_console).console())
     display.line(other_processes_line(timed.other_processes_cores))
     best, expected = (max(rows, key=lambda row: row[key])["name"] for key in ("measured", "predicted"))
     display.line(f"fastest: {best}; predicted: {expected}   {out / 'study.json'}, {out / 'study.png'}")
@@ -214,21 +220,3 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("ms a draft token (lines: predicted speedup)")
     axes.set_ylabel("acceptance of the first draft")
     save_png(figure, path)
-
-
-def table(rows: Sequence[dict[str, Any]]) -> ResultTable:
-    """Return the table for the console, the fastest shape first."""
-    shown = [
-        {
-            "shape": row["name"],
-            "parameters": f"{row['parameters'] / 1e6:.1f} M",
-            "acceptance": row["acceptance"],
-            "draft ms": 1e3 * row["draft_s"],
-            "chain": row["draft_tokens"],
-            "tau": row["tokens"],
-            "predicted tok/s": row["predicted"],
-            "measured": row["measured"],
-        }
-        for row in sorted(rows, key=lambda row: -row["measured"])
-    ]
-    return ResultTable.of("Draft models of equal size", shown)

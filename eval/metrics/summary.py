@@ -16,13 +16,10 @@ from drafthead.eval.metrics.steps import (
     METRICS,
     Retokenised,
     Rows,
-    acceptance_per_depth,
     by_context,
     by_entropy,
     by_position,
     ctar,
-    decode_tokens_per_second,
-    mean_accepted_length,
     spec_bench,
     speedup,
     speedup_interval,
@@ -39,6 +36,8 @@ AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
 METHOD = "speculative"
 """Name of the headline's method, if it ran."""
 CTAR_WIDTHS = range(1, 7)
+HEADLINE = ("mean_accepted_length", "acceptance_per_depth", "tokens_per_second", "decode_tokens_per_second")
+"""Metrics of every task and method; all others are of a method over all tasks."""
 
 
 def summarise(
@@ -151,15 +150,12 @@ def _group(runs: dict[str, Rows], outputs: Mapping[str, Outputs]) -> dict[str, A
 
 def _numbers(rows: Rows, baselines: dict[str, Rows], fastest: str) -> dict[str, Any]:
     """Return a method's numbers. The fastest baseline is the honest denominator."""
-    return {
-        "mean_accepted_length": mean_accepted_length(rows),
-        "acceptance_per_depth": acceptance_per_depth(rows),
+    base = baselines[fastest]
+    speedups = {f"vs_{name}": speedup(rows, baseline) for name, baseline in baselines.items()}
+    return {name: METRICS[name](rows, base) for name in HEADLINE} | {
         "ctar": {str(width): share for width, share in zip(CTAR_WIDTHS, ctar(rows, CTAR_WIDTHS), strict=True)},
-        "tokens_per_second": tokens_per_second(rows),
-        "decode_tokens_per_second": decode_tokens_per_second(rows),
-        "speedup": {f"vs_{name}": speedup(rows, baseline) for name, baseline in baselines.items()}
-        | {"interval_95": speedup_interval(rows, baselines[fastest])},
-        "spec_bench": spec_bench(rows, baselines[fastest]),
+        "speedup": speedups | {"interval_95": speedup_interval(rows, base)},
+        "spec_bench": spec_bench(rows, base),
     }
 
 
