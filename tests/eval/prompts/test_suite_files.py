@@ -88,13 +88,14 @@ def test_all_broken_lines_are_listed_up_to_five(tmp_path: Path) -> None:
 
 
 def test_no_file_and_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot be read to its end \(No such file"):
-        read_jsonl(tmp_path / "absent.jsonl")
-    with pytest.raises(UserError, match=r"cannot be read to its end \(Is a directory"):
-        read_jsonl(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n  \n")
-    with pytest.raises(UserError, match=r'empty.jsonl is empty; each line must be \{"prompt"'):
-        read_jsonl(tmp_path / "empty.jsonl")
+    for name, message in {
+        "absent.jsonl": r"cannot be read to its end \(No such file",
+        "": r"cannot be read to its end \(Is a directory",
+        "empty.jsonl": r'empty.jsonl is empty; each line must be \{"prompt"',
+    }.items():
+        with pytest.raises(UserError, match=message):
+            read_jsonl(tmp_path / name)
 
 
 def save(path: Path, **columns: list[Any]) -> Path:
@@ -159,29 +160,21 @@ def test_a_hub_dataset_with_a_configuration(dataset_hub: Any, spec: str, opened:
 
 def test_bad_datasets_say_what_to_do(tmp_path: Path) -> None:
     path = save(tmp_path / "d.parquet", answer=["x", "y"], number=[1, 2], when=["a", None])
-    with pytest.raises(UserError, match="column 'question'.*answer, number, when"):
-        read_dataset(f"{path}:train:question")
-    with pytest.raises(UserError, match="column among prompt, messages"):
-        read_dataset(str(path))
-    with pytest.raises(UserError, match="row 0 .*row 1 .*column 'number'"):
-        read_dataset(f"{path}:train:number")
-    with pytest.raises(UserError, match="row 1 holds a NoneType: None; column 'when'"):
-        read_dataset(f"{path}:train:when")
-    with pytest.raises(UserError, match="split nowhere"):
-        read_dataset(f"{path}:nowhere:answer")
-    with pytest.raises(UserError, match="split train.* could not be read: .*no data"):
-        read_dataset(f"{save(tmp_path / 'none.parquet', prompt=[])}:train")
-    with pytest.raises(UserError, match="/absent/set.parquet"):
-        read_dataset("/absent/set.parquet:train")
     save(tmp_path / "mixed" / "train.parquet", prompt=["x"])
     save(tmp_path / "mixed" / "test.parquet", prompt=["x"], task=["y"])
-    with pytest.raises(UserError, match="DatasetGenerationError"):
-        read_dataset(f"{tmp_path / 'mixed'}:test")
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(UserError, match=r"is a file, but none of .parquet, .arrow"):
-        read_dataset(f"{tmp_path / 'notes.txt'}")
-    with pytest.raises(UserError, match=r"is not hf:NAME\[:SPLIT"):
-        read_dataset("")
-
-    with pytest.raises(UserError, match="'user/name' .*ConnectionError"):
-        read_dataset("user/name:test")
+    for spec, message in {
+        f"{path}:train:question": "column 'question'.*answer, number, when",
+        str(path): "column among prompt, messages",
+        f"{path}:train:number": "row 0 .*row 1 .*column 'number'",
+        f"{path}:train:when": "row 1 holds a NoneType: None; column 'when'",
+        f"{path}:nowhere:answer": "split nowhere",
+        f"{save(tmp_path / 'none.parquet', prompt=[])}:train": "split train.* could not be read: .*no data",
+        "/absent/set.parquet:train": "/absent/set.parquet",
+        f"{tmp_path / 'mixed'}:test": "DatasetGenerationError",
+        str(tmp_path / "notes.txt"): "is a file, but none of .parquet, .arrow",
+        "": r"is not hf:NAME\[:SPLIT",
+        "user/name:test": "'user/name' .*ConnectionError",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            read_dataset(spec)
