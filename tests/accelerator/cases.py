@@ -1,0 +1,130 @@
+"""Cases that run on the simulated accelerator, each compared with the CPU.
+
+``pytest -p simulated tests/accelerator/cases.py`` runs them; ``test_accelerator.py`` starts that in a process of its own.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+import simulated
+from drafthead.models.base.base_config import BaseConfig
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.acceptance import AcceptanceRule
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
+from drafthead.models.decoding.loop import DecodeLoop, DecodingSequence
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step import DecodeConfig, Step
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.token_tree import TokenTree
+from head_cases import HEADS, every_head
+from support import TINY, noisy_head, random_ids
+
+DEVICES = ("cpu", "cuda")
+STEP_WAITS, STEP_WAITS_OF_LM = 1, 2
+"""Most waits per decode step: the step's own, and the places of accepted nodes in a causal LM's or EAGLE-3's cache."""
+SAMPLED = Sampler(temperature=0.8, top_p=0.9)
+WIDE, CHAIN = TokenTree.expansion([3, 2, 1]), TokenTree.chain(3)
+
+
+@cache
+def base_on(device: str, graphs: str = "never") -> BaseModel:
+    shape = {**TINY, "model_type": "llama"}
+    config = BaseConfig(
+        random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", prepack=False, graphs=graphs
+    )
+    return BaseModel.load(config, device)
+
+
+@cache
+def head_on(kind: str, device: str) -> DraftHead:
+    """Return the same noisy head on either device."""
+    folder = Path(mkdtemp())
+    if device == "cpu":
+        return noisy_head(HEADS[kind], base_on("cpu"), 0.05, torch.arange(0, 300, 2))
+    head_on(kind, "cpu").save_pretrained(folder)
+    return DraftHead.from_pretrained(folder, base_on(device)).eval()
+
+
+def decoded(
+    drafter: Drafter | None, device: str, config: DecodeConfig, rows: int = 1, tokens: int = 16
+) -> tuple[list[list[int]], list[Counter[tuple[str, str]]]]:
+    """Return the answers, and the waits of each step after the first three."""
+    waits: list[Counter[tuple[str, str]]] = []
+    last = Counter[tuple[str, str]]()
+
+    def count(step: Step) -> None:
+        nonlocal last
+        waits.append(simulated.waited - last)
+        last = simulated.waited.copy()
+
+    prompts = [random_ids(9 + 4 * row, seed=row) for row in range(rows)]
+    sequences = [DecodingSequence(number=n, prompt=ids, seed=n + 3) for n, ids in enumerate(prompts)]
+    loop = DecodeLoop(
+        base=base_on(device) if drafter is None or not hasattr(drafter, "base") else drafter.base,
+        drafter=drafter,
+        config=config,
+        max_new_tokens=tokens,
+        batch_size=rows,
+        capacity=9 + 4 * rows + tokens,
+        on_step=count,
+    )
+    answers = {row.number: row.answer for row in loop.run(sequences)}
+    return [answers[n] for n in range(rows)], waits[3:]
+
+
+WAYS: dict[str, tuple[DecodeConfig, int]] = {
+    name: (DecodeConfig(draft_config=draft_config, sampler=sampler, rule=rule, with_entropy=True), rows)
+    for name, draft_config, sampler, rule, rows in [
+        ("chain", DraftConfig(tree=CHAIN), Sampler(), AcceptanceRule(), 1),
+        ("tree", DraftConfig(tree=WIDE), Sampler(), AcceptanceRule(), 1),
+        ("batch", DraftConfig(tree=WIDE), Sampler(), AcceptanceRule(), 3),
+        ("dynamic", DraftConfig(tree=DynamicTree(nodes=8, width=3, depth=3)), Sampler(), AcceptanceRule(), 2),
+        ("sampled", DraftConfig(tree=WIDE), SAMPLED, AcceptanceRule(), 1),
+        (
+            "sampled_drafts",
+            DraftConfig(tree=WIDE, draft_sampling=DraftSampling.WITHOUT_REPLACEMENT),
+            SAMPLED,
+            AcceptanceRule(),
+            2,
+        ),
+        ("typical", DraftConfig(tree=WIDE), SAMPLED, AcceptanceRule(name="typical"), 1),
+        (
+            "block",
+            DraftConfig(tree=CHAIN, draft_sampling=DraftSampling.WITH_REPLACEMENT),
+            SAMPLED,
+            AcceptanceRule(name="block"),
+            1,
+        ),
+        ("threshold", DraftConfig(tree=CHAIN, confidence_threshold=0.01), Sampler(), AcceptanceRule(), 2),
+        ("penalty", DraftConfig(tree=CHAIN), Sampler(repetition_penalty=1.3), AcceptanceRule(), 2),
+    ]
+}
+
+
+def assert_few(waits: list[Counter[tuple[str, str]]], most: int, what: str) -> None:
+    """Check the waits of every step, and that none is in a draft; failures list the source lines."""
+    total = sum(waits, Counter[tuple[str, str]]())
+    lines = "\n".join(f"{count:5} {operation} {line}" for (operation, line), count in total.most_common())
+    worst = max((step.total() for step in waits), default=0)
+    assert worst <= most and not any(simulated.DRAFTING in line for _, line in total), (
+        f"{what}: up to {worst} waits per step, {most} allowed, none while drafting; in {len(waits)} steps\n{lines}"
+    )
+
+
+@every_head
+@pytest.mark.parametrize("way", WAYS)
+def test_decoding(kind: str, way: str) -> None:
+    config, rows = WAYS[way]
+    expected, _ = decoded(head_on(kind, "cpu"), "cpu", config, rows)
+    answers, waits = decoded(head_on(kind, "cuda"), "cuda", config, rows)
+    assert answers == expected
+    assert_few(waits, STEP_WAITS_OF_LM, f"{kind} {way}")
