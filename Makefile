@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow test-engines check coverage hooks demo clean
+.PHONY: help setup test test-slow test-engines test-accelerator check coverage hooks demo clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -39,6 +39,9 @@ test-engines: $(READY) ## test with a real llama.cpp and a real vLLM, installed 
 	$(BIN)/drafthead engines install=llamacpp
 	$(BIN)/drafthead engines install=vllm
 	$(PYTEST) -m engines
+
+test-accelerator: $(READY) ## test every device path on a simulated GPU; needs g++
+	PYTHONPATH=tests $(PYTEST) -p accelerator.simulated tests/accelerator/cases.py $(TWO)
 
 check: $(READY) ## ruff, format, mypy and the fast tests; must pass before every commit
 	$(BIN)/ruff check .

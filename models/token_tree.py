@@ -197,5 +197,8 @@ class TreeShape:
         """Return this shape on ``device``."""
         if self.parents.device == device:
             return self
-        moved = {name: getattr(self, name).to(device) for name in ("parents", "depths", "ancestors", "children")}
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("parents", "depths", "ancestors", "children")
+        }
         return TreeShape(**moved, depth=self.depth, tree=self.tree)

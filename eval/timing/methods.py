@@ -98,6 +98,7 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
             sampler=config.sampler,
             rule=config.rule,
             seed=prompt_seed(config, ids),
+            timed=True,
         )
 
     return Method(answer, "" if drafter is None else measured_with(base, drafter.identity(), draft_config)[:8])

@@ -137,7 +137,9 @@ def measure_costs(
     tree = TokenTree.from_paths([(r,) for r in range(4)] + [(0,) * d for d in depths]) if depths else drafter.tree
     whole = DraftConfig(tree=tree or TokenTree.chain(drafter.depth))
     batches = [[prompt] * rows for prompt in prompts or [ids[0].tolist()] * ANSWERS]
-    answer = partial(decode_batch, base, max_new_tokens=min(24, base.max_context - max([context, *map(len, prompts)])))
+    answer = partial(
+        decode_batch, base, timed=True, max_new_tokens=min(24, base.max_context - max([context, *map(len, prompts)]))
+    )
     with OtherProcesses() as others:
         seconds = _median_seconds(base, _probes(base, drafter, whole, ids, sizes, depths, rows), repeats)
         answers = [answer(drafter, batch, draft_config=whole, ignore_eos=True)[0] for batch in batches]

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.utils.devices import automatic_dtype
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
 from drafthead.models.base import adapter
@@ -268,7 +269,7 @@ def load_weights(
     The model gets our attention function, or with ``own_attention`` keeps its default. The adapter is merged.
     ``progress`` is called with a line before slow first-time work.
     """
-    automatic = "float32" if device.type == "cpu" else "bfloat16"
+    automatic = automatic_dtype(device)
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()

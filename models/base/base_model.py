@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Message, prompt_ids, user_turn
+from drafthead.data.utils.devices import graphs_of, synchronise
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_weights
@@ -110,7 +111,7 @@ class BaseModel:
         self._wrapped_attention: str | None = None
         self._tree_masks = TreeMasks()
         self._last_layers: dict[int, Any] = {}
-        self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and self.device.type == "cuda")
+        self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and graphs_of(self.device) is not None)
         self._static: StaticModel | None = None
         self.kernels: KernelTable | None = None
         """Fastest kernel per number of rows; None if nothing is measured."""
@@ -291,8 +292,7 @@ class BaseModel:
 
     def synchronise(self) -> None:
         """Wait for the device, so that wall-clock times include all submitted work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronise(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the base's next-token logits [..., V] of hidden states [..., D]."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafthead.data.utils.devices import on_device
 from drafthead.data.utils.errors import UserError
 
 
@@ -23,11 +24,6 @@ class Row:
     """Committed positions."""
     dropped: int = 0
     """Leading positions that sliding layers no longer hold."""
-
-
-def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return int64 ``values`` on ``device`` without waiting for it."""
-    return torch.tensor(values).to(device, non_blocking=True)
 
 
 class FullLayers:

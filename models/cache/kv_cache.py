@@ -25,8 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from drafthead.data.utils.devices import on_device
 from drafthead.data.utils.errors import UserError
-from drafthead.models.cache.cache_layers import FullLayers, Row, SlidingLayers, on_device
+from drafthead.models.cache.cache_layers import FullLayers, Row, SlidingLayers
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 LayerSizes = tuple[int, int, int, int]

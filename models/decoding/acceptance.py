@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from drafthead.data.utils.devices import reads_freely
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import PositiveShare, settings
 from drafthead.models.decoding.drafter import Acceptance, DraftConfig, DraftSampling, Proposal
@@ -127,7 +128,7 @@ def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, ret
         # The walk continues if one of the candidates is the token that the target drew.
         drafted = (candidates != NO_CHILD) & (tokens.gather(1, candidates.clamp(min=0)) == drawn[:, None])
         active = active & drafted.any(1)
-        if tokens.device.type == "cpu" and not active.any():  # reading a CPU tensor is free, and most walks end early
+        if reads_freely(tokens.device) and not active.any():  # reading a CPU tensor is free, and most walks end early
             break
         chosen = candidates.gather(1, drafted.int().argmax(1, keepdim=True))[:, 0]
         node = torch.where(active, chosen, 0)
@@ -158,7 +159,7 @@ def speculative(
     active = torch.ones_like(rows, dtype=torch.bool)
     dist = target(node[:, None])[:, 0]
     path, probs = [node], [dist]
-    on_host = tokens.device.type == "cpu"  # reading a CPU tensor is free, and most walks end early
+    on_host = reads_freely(tokens.device)  # reading a CPU tensor is free, and most walks end early
     for _ in range(min(shape.depth, len(shape) - 1)):
         moved, chosen = torch.zeros_like(active), node
         for candidate in range(children.shape[2]):

@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec
+from drafthead.data.utils.devices import on_device
 from drafthead.data.utils.settings import NonNegative, Positive, require, settings
 from drafthead.models.base.base_model import PartialForward
 from drafthead.models.cache.kv_cache import TreeCache
@@ -285,5 +286,10 @@ def last_valid(values: Tensor, counts: list[int]) -> Tensor:
     """Return the last counted entry of every row: [B, T, ...] -> [B, ...]."""
     if len(counts) == 1:
         return values[:, counts[0] - 1]
-    index = torch.tensor(counts, device=values.device) - 1
+    index = on_device(counts, values.device) - 1
     return values[torch.arange(len(counts), device=values.device), index]
+
+
+def take_rows(values: Tensor, rows: list[int]) -> Tensor:
+    """Return some rows of ``values`` [B, ...] without waiting for the device."""
+    return values.index_select(0, on_device(rows, values.device))

@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from drafthead.data.utils.devices import on_device, reads_freely, wide_dtype
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
@@ -71,7 +72,7 @@ class TreeLevel:
 @lru_cache(maxsize=512)
 def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int) -> tuple[TreeLevel, ...]:
     """Return the levels of ``tree``. A rank is one of ``most`` candidates, or counts earlier siblings if sampled."""
-    tensor = partial(torch.tensor, dtype=torch.int64, device=device)
+    tensor = partial(on_device, device=device)
     levels = []
     frontier, slots = [0], [-1] * len(tree)
     expanded = 0
@@ -117,18 +118,10 @@ def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[
         nodes, sampled = torch.arange(len(tree), device=device), True
     new_number = torch.zeros(len(tree), dtype=torch.int64, device=device)
     new_number[nodes] = torch.arange(len(nodes), device=device)
-    parents = new_number[torch.tensor((0, *tree.parents[1:]), device=device)[nodes]]
+    parents = new_number[shape.parents[0].clamp(min=0)[nodes]]
     parents = torch.where(active[:, nodes], parents, -1)
     parents[:, 0] = -1
     return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
-
-
-def reads_freely(device: torch.device) -> bool:
-    """Return True if the host can read a tensor of ``device`` without waiting.
-
-    Elsewhere, drafting never stops early and unused nodes stay as padding: a wait would cost more than they do.
-    """
-    return device.type == "cpu"
 
 
 class StepwiseDrafter(Drafter):
@@ -355,7 +348,7 @@ def grow_dynamic(levels: Levels, last_token: Tensor, tree: DynamicTree, d2t: Ten
     scores: list[Tensor] = []
     tokens, parents = [last_token[:, None]], [torch.full_like(last_token[:, None], -1)]
     read: list[Tensor] = []  # [B, F] nodes in the order of expansion
-    frontier_score = torch.zeros(rows, 1, dtype=torch.float64, device=device)
+    frontier_score = torch.zeros(rows, 1, dtype=wide_dtype(device), device=device)
     frontier_node = torch.zeros_like(tokens[0])
     frontier = tokens[0], frontier_node
     count = 1
@@ -365,7 +358,8 @@ def grow_dynamic(levels: Levels, last_token: Tensor, tree: DynamicTree, d2t: Ten
         width = min(tree.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
         # A child of probability 1 must still score below its parent, or a kept node could miss its parent.
-        values = (values - logits.logsumexp(-1, keepdim=True)).double().clamp(max=-1e-9) + frontier_score[..., None]
+        values = (values - logits.logsumexp(-1, keepdim=True)).to(frontier_score.dtype).clamp(max=-1e-9)
+        values = values + frontier_score[..., None]
         scores.append(values.flatten(1))
         tokens.append(d2t[candidates].expand(values.shape).flatten(1))
         parents.append(frontier_node.repeat_interleave(width, 1))

@@ -206,11 +206,13 @@ def decode(
     seed: int = 0,
     on_tokens: OnTokens | None = None,
     ignore_eos: bool = False,
+    timed: bool = False,
 ) -> DecodeResult:
     """Decode one prompt. With a drafter and an exact rule, the distribution is that of plain decoding.
 
     The arguments are those of ``generate``. EOS stops before ``max_new_tokens`` and is kept as the last token; with
-    ``ignore_eos`` decoding continues (for timing at a fixed length).
+    ``ignore_eos`` decoding continues (for timing at a fixed length). ``timed`` waits for
+    the device after each part of a step, so that ``draft_s`` and ``verify_s`` are exact.
     """
     return decode_batch(
         base,
@@ -223,6 +225,7 @@ def decode(
         seeds=[seed],
         on_tokens=on_tokens and [on_tokens],
         ignore_eos=ignore_eos,
+        timed=timed,
     )[0]
 
 
@@ -238,6 +241,7 @@ def decode_batch(
     seeds: Sequence[int] | None = None,
     on_tokens: Sequence[OnTokens] | None = None,
     ignore_eos: bool = False,
+    timed: bool = False,
 ) -> list[DecodeResult]:
     """Decode several prompts at once with ``decode``'s arguments. Each answer equals that of decoding its prompt alone.
 
@@ -270,6 +274,7 @@ def decode_batch(
         rule=rule,
         eos_ids=frozenset() if ignore_eos else base.eos_ids,
         with_entropy=True,
+        timed=timed,
     )
     loop = DecodeLoop(
         base=base,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
+from drafthead.data.utils.devices import on_device
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.cache_layers import on_device
 from drafthead.models.cache.kv_cache import CacheShape, TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, Proposal, last_valid
+from drafthead.models.decoding.drafter import DraftConfig, Proposal, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TreeShape
@@ -229,8 +229,8 @@ class NodeCache:
         """Keep these rows only."""
         self._drop_nodes()
         self._read, self._counts = [self._read[row] for row in rows], [self._counts[row] for row in rows]
-        self._unread = None if self._unread is None else self._unread[rows]
-        self._last_out = None if self._last_out is None else self._last_out[rows]
+        self._unread = None if self._unread is None else take_rows(self._unread, rows)
+        self._last_out = None if self._last_out is None else take_rows(self._last_out, rows)
         if self._cache is not None:
             self._cache.select(rows)
 

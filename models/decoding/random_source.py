@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafthead.data.utils.devices import wide_dtype
+
 DRAFT, VERIFY = 0, 1
 """Streams of random numbers. They are separate, so that drafting does not change what verification draws."""
 
@@ -40,11 +42,11 @@ class PerRowRng:
 
     def __init__(self, seeds: list[int], positions: list[int], stream: int, device: torch.device) -> None:
         """Start from ``seeds`` and ``positions`` (tokens before the step), one per row."""
-        self._seeds, self._device = seeds, device
+        self._seeds, self._device, self._dtype = seeds, device, wide_dtype(device)
         self._counters = [4 * position + 2 * stream for position in positions]
         # Decisions and samples use separate generators: a sample must not depend on the number of decisions before it.
         self._generators: dict[tuple[int, int], list[np.random.Generator]] = {}
-        self._decisions = torch.zeros(len(seeds), 0, dtype=torch.float64, device=device)
+        self._decisions = torch.zeros(len(seeds), 0, dtype=self._dtype, device=device)
         self._used = torch.zeros(len(seeds), dtype=torch.int64, device=device)
         self._calls = 0
 
@@ -53,7 +55,9 @@ class PerRowRng:
         if (part, offset) not in self._generators:
             pairs = zip(self._seeds, self._counters, strict=True)
             self._generators[part, offset] = [_generator(seed, counter + 4 * offset + part) for seed, counter in pairs]
-        return torch.from_numpy(np.stack([g.random(count) for g in self._generators[part, offset]])).to(self._device)
+        numbers = torch.from_numpy(np.stack([g.random(count) for g in self._generators[part, offset]])).to(self._dtype)
+        # Rounded to float32, a number may become 1.
+        return numbers.clamp_(max=1 - torch.finfo(self._dtype).eps / 2).to(self._device, non_blocking=True)
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """Return ``u * q < p`` with the row's next u in [0, 1): never a division, and p = 0 is never accepted."""
@@ -65,10 +69,10 @@ class PerRowRng:
         return active & (u * q < p)
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Invert the cumulative distribution in float64; a token of probability 0 is never drawn."""
+        """Invert the cumulative distribution in float64 (float32 on MPS); a token of probability 0 is never drawn."""
         _, count, vocabulary = probs.shape
         points = self.uniform(1, count, offset or 0)
-        cumulative = probs.double().cumsum(-1)
+        cumulative = probs.to(self._dtype).cumsum(-1)
         # u is at most 1 - 2**-53, so the product is below the total, and the token found has a probability.
         drawn: Tensor = torch.searchsorted(cumulative, points[..., None] * cumulative[..., -1:], right=True)[..., 0]
         # Without any mass the last token comes: what is drawn must still be a token.

@@ -15,10 +15,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
+from drafthead.data.utils.devices import on_device, wide_dtype
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.acceptance import AcceptanceRule, Target, greedy
-from drafthead.models.decoding.drafter import Acceptance, DraftConfig, Drafter, DraftSampling, Proposal, Session
+from drafthead.models.decoding.drafter import (
+    Acceptance,
+    DraftConfig,
+    Drafter,
+    DraftSampling,
+    Proposal,
+    Session,
+    take_rows,
+)
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
@@ -41,6 +50,9 @@ class DecodeConfig:
     """Nothing is committed after them."""
     with_entropy: bool = False
     """Measure the entropy of every step."""
+    timed: bool = False
+    """Wait for the device after drafting and after verification, so that ``draft_s`` and ``verify_s`` are their times.
+    Otherwise work that is still running counts in what follows; ``total_s`` is right either way."""
 
     @property
     def greedy(self) -> bool:
@@ -195,13 +207,15 @@ class DecodeState:
             sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
             rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if sampled else None
             proposal = self.session.draft(self.last_token, draft_config, rng)
-        self.base.synchronise()
+        if config.timed:
+            self.base.synchronise()
         drafted = perf_counter()
         hidden, logits = self.base.verify_logits(
             proposal.tokens, proposal.shape, self.cache, self.spec, proposal.partial_forward
         )
         choices = logits.argmax(-1) if config.greedy else None
-        self.base.synchronise()
+        if config.timed:
+            self.base.synchronise()
         verified = perf_counter()
         if choices is not None:
             acceptance = greedy(proposal, choices)
@@ -222,7 +236,8 @@ class DecodeState:
         if config.with_entropy:
             numbers.append(_entropy(logits[:, 0]))
         # The only wait for the device: everything that the host needs, in one tensor.
-        host = torch.cat([torch.stack([n.double() for n in numbers], 1), tokens.double()], 1).tolist()
+        wide = wide_dtype(tokens.device)
+        host = torch.cat([torch.stack([n.to(wide) for n in numbers], 1), tokens.to(wide)], 1).tolist()
         committed, accepted, proposed, depths = ([int(row[n]) for row in host] for n in range(4))
         self.cache.commit_path(nodes, committed)
         if self.session is not None:
@@ -246,7 +261,7 @@ class DecodeState:
     def _truncated(self, tokens: Tensor, counts: Tensor, room: list[int] | None) -> Tensor:
         """Return the number of ``tokens`` to commit, [B]: within ``room``, and up to the first EOS."""
         if room is not None:
-            counts = counts.clamp(max=torch.tensor(room, device=counts.device))
+            counts = counts.clamp(max=on_device(room, counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:
             eos = torch.zeros_like(tokens, dtype=torch.bool)
             for token in self.config.eos_ids:
@@ -259,7 +274,7 @@ class DecodeState:
         """Write committed tokens of ``rows`` (default all) into the context that a repetition penalty reads."""
         if self._context is None:
             return
-        index = torch.tensor(range(len(self._context_lengths)) if rows is None else rows, device=tokens.device)
+        index = on_device(range(len(self._context_lengths)) if rows is None else rows, tokens.device)
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         # Past a row's count its last token is repeated: a penalty depends only on the set of tokens.
         padded = tokens.gather(1, torch.minimum(offsets.expand_as(tokens), counts[:, None] - 1))
@@ -270,15 +285,15 @@ class DecodeState:
         """Empty finished rows, so that they do not grow."""
         if self.cache.rows > 1 and rows:
             self.cache.crop([0 if n in rows else length for n, length in enumerate(self.cache.lengths)])
-            self._context_lengths[rows] = 0
+            self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 0)
 
     def select(self, rows: list[int]) -> None:
         self.cache.select(rows)
         if self.session is not None:
             self.session.select(rows)
-        self.last_token = self.last_token[rows]
-        self._context = None if self._context is None else self._context[rows]
-        self._context_lengths = self._context_lengths[rows]
+        self.last_token = take_rows(self.last_token, rows)
+        self._context = None if self._context is None else take_rows(self._context, rows)
+        self._context_lengths = take_rows(self._context_lengths, rows)
 
 
 def target_probs(logits: Tensor, sampler: Sampler, context: Tensor | None, proposal: Proposal) -> Target:

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from drafthead.data.utils.devices import on_device, reads_freely
 from drafthead.data.utils.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
@@ -105,7 +106,9 @@ class CombinedSession(CompositeSession):
             drafter.drafters, drafter.draft_configs(draft_config), self.sessions, strict=True
         )
         proposals = [other.draft(last_token, config.at_most(part.depth), rng) for part, config, other in others]
-        if drafter.nodes is not None and isinstance(head_config.tree, TokenTree):
+        # A device's trees have their full size, padding included, which would leave the head no room.
+        limited = reads_freely(last_token.device)
+        if limited and drafter.nodes is not None and isinstance(head_config.tree, TokenTree):
             room = drafter.nodes - sum(len(p.shape) - 1 for p in proposals)
             head_config = replace(head_config, tree=head_config.tree.first(room))
         first = session.draft(last_token, head_config.at_most(head.depth), rng)
@@ -152,7 +155,8 @@ def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
     same = _same_node(table)
     parents, tokens, new_number = _compact(table, same)
     children, prob_index = _candidates(proposals, table, new_number, parents.shape[1])
-    shape = replace(TreeShape.from_parents(parents), children=children)
+    width = None if reads_freely(device) else children.shape[2]
+    shape = replace(TreeShape.from_parents(parents, width=width), children=children)
     probs = [p.probs for p in proposals if p.probs is not None]
     own_numbers = _own_numbers(proposals, table, new_number, parents.shape[1])
     only_root = torch.where(torch.arange(parents.shape[1], device=device) == 0, 0, -1).expand_as(tokens)
@@ -183,14 +187,15 @@ class _Table:
         self.tokens = torch.cat(tokens, 1)
         device = self.tokens.device
         self.parents = torch.cat([torch.full((rows, 1), -1, device=device), *parents], 1)
-        self.owner = torch.tensor(owner, device=device)
+        self.owner = on_device(owner, device)
         self.depths = torch.cat(
             [torch.zeros(rows, 1, dtype=torch.int64, device=device)]
             + [p.shape.depths[:, 1:].expand(rows, -1) for p in proposals],
             1,
         )
 
-        levels = sorted((int(p.shape.depths.max()) for p in proposals), reverse=True)
+        free = reads_freely(device)
+        levels = sorted((int(p.shape.depths.max()) if free else p.shape.depth for p in proposals), reverse=True)
         self.shared_depth = levels[1]
         """Levels on which two drafters have nodes, so that some can be the same."""
 
@@ -222,7 +227,7 @@ def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     index = torch.arange(count, device=same.device)
     active = (same == index) & (table.parents >= 0)
     active[:, 0] = True
-    width = int(active.sum(1).max())
+    width = int(active.sum(1).max()) if reads_freely(same.device) else count
     # A stable sort moves nodes to the front in their order: parents stay before their children, padding comes last.
     order = (~active).sort(dim=1, stable=True).indices[:, :width]
     new_number = torch.zeros_like(same).scatter_(1, order, torch.arange(width, device=same.device).expand(rows, -1))
@@ -277,5 +282,7 @@ def _candidates(proposals: Sequence[Proposal], table: _Table, new_number: Tensor
         prob_index.append(room.scatter(1, at, dist)[:, :width])
     table_of_children, table_of_probs = torch.cat(children, 2), torch.cat(prob_index, 2)
     gaps = table_of_children == NO_CHILD
-    order = gaps.sort(dim=2, stable=True).indices[..., : max(1, int((~gaps).sum(2).max()))]
+    order = gaps.sort(dim=2, stable=True).indices
+    if reads_freely(device):
+        order = order[..., : max(1, int((~gaps).sum(2).max()))]
     return table_of_children.gather(2, order), table_of_probs.gather(2, order)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
+from drafthead.data.utils.devices import on_device, reads_freely
 from drafthead.data.utils.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session, take_rows
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -46,14 +47,14 @@ class TokenBuffer:
             return TokenBuffer(torch.cat([known, tokens[:, : counts[0]]], 1), lengths)
         wider = torch.cat([known, torch.zeros_like(tokens)], 1)
         # Tokens that do not count end up past the row's new length, and the next tokens overwrite them.
-        start = torch.tensor(self.lengths, device=tokens.device)[:, None]
+        start = on_device(self.lengths, tokens.device)[:, None]
         wider.scatter_(1, start + torch.arange(tokens.shape[1], device=tokens.device), tokens)
         return TokenBuffer(wider[:, : max(lengths)], lengths)
 
     @property
     def ends(self) -> Tensor:
         """The lengths as a tensor, [B] int64."""
-        return torch.tensor(self.lengths, device=self.tokens.device)
+        return on_device(self.lengths, self.tokens.device)
 
     @property
     def longest(self) -> int:
@@ -192,9 +193,10 @@ class LookupSession(Session):
             return root_only(last_token)
         text = self._text.append(last_token[:, None], [1] * len(last_token))
         tokens, valid = self._drafter.continuations(text, last_token, depth)
-        if not valid.any():
+        free = reads_freely(last_token.device)
+        if free and not valid.any():
             return root_only(last_token)
-        if valid.shape[:2] == (1, 1):
+        if free and valid.shape[:2] == (1, 1):
             count = min(int(valid.sum()), draft_config.nodes - 1)
             return Proposal(
                 tokens=torch.cat([last_token[:, None], tokens[:, 0, :count]], 1),
@@ -205,7 +207,7 @@ class LookupSession(Session):
 
     def select(self, rows: list[int]) -> None:
         lengths = [self._text.lengths[row] for row in rows]
-        self._text = TokenBuffer(self._text.tokens[rows, : max(lengths)], lengths)
+        self._text = TokenBuffer(take_rows(self._text.tokens, rows)[:, : max(lengths)], lengths)
 
     def rollback(self, lengths: list[int]) -> None:
         self._text = TokenBuffer(self._text.tokens[:, : max(lengths)], lengths)
@@ -224,7 +226,10 @@ def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Prop
     step = torch.arange(1, depth, device=device)
     parents = torch.zeros(rows, matches, depth, dtype=torch.int64, device=device)
     parents[..., 1:] = owner[..., :-1] * depth + step  # of node (m, k) in a table that starts with the root
-    order = (~active).sort(dim=1, stable=True).indices[:, : int(active.sum(1).max())]
+    # Counting the nodes would wait for the device: unused ones are padding.
+    free = reads_freely(device)
+    width = int(active.sum(1).max()) if free else min(nodes - 1, matches * depth)
+    order = (~active).sort(dim=1, stable=True).indices[:, :width]
     index = torch.zeros(rows, matches * depth + 1, dtype=torch.int64, device=device)
     index.scatter_(1, order + 1, torch.arange(1, order.shape[1] + 1, device=device).expand(rows, -1))
     above = index.gather(1, parents.flatten(1).gather(1, order))
@@ -232,6 +237,6 @@ def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Prop
     root = last_token.new_full((rows, 1), -1)
     return Proposal(
         tokens=torch.cat([last_token[:, None], tokens.flatten(1).gather(1, order)], 1),
-        shape=TreeShape.from_parents(torch.cat([root, above], 1)),
+        shape=TreeShape.from_parents(torch.cat([root, above], 1), width=None if free else matches),
         draft_sampling=DraftSampling.TOP_K,
     )

@@ -34,7 +34,7 @@ from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, last_valid
+from drafthead.models.decoding.drafter import DraftConfig, last_valid, take_rows
 from drafthead.models.heads.parts.attention_layer import (
     HeadAttention,
     HeadDecoderLayer,
@@ -422,7 +422,7 @@ class EagleSession(CopyingSession):
 
     def select(self, rows: list[int]) -> None:
         super().select(rows)
-        self._feature = self._feature[rows]
+        self._feature = take_rows(self._feature, rows)
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
         self._above: Tensor | None = None  # [B, F, D] features of the level above

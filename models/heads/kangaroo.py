@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.utils.devices import reads_freely
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import BelowOne, Positive, settings
 from drafthead.models.base.base_model import BaseModel, PartialForward
@@ -26,7 +27,7 @@ from drafthead.models.base.layers import first_layers
 from drafthead.models.base.parity import has_passed, note_passed, relative_error, tolerance
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, DynamicTree, Proposal
-from drafthead.models.decoding.growth import StepwiseSession, reads_freely
+from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.node_cache import LMSession, PendingNodes
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm
@@ -65,7 +66,7 @@ class ExitStates:
         self._hidden.append(self._model.verify(tokens, self._nodes.shape(), self._cache).final)
         return self._hidden[-1]
 
-    def finish(self, proposal: Proposal) -> PartialForward:
+    def finish(self, proposal: Proposal, static: bool) -> PartialForward:
         """Read the nodes of ``proposal`` that drafting has not read, and return all exit states in its order.
 
         Drafting reads a node only to draft below it, so the leaves of the tree are unread, and their parents are read.
@@ -77,7 +78,10 @@ class ExitStates:
         parents = proposal.shape.parents.expand_as(proposal.tokens)
         numbers[:, 1:].masked_fill_(parents[:, 1:] < 0, 0)  # padding, which is not used
         unread = numbers < 0
-        width = int(unread.sum(1).max()) if reads_freely(unread.device) else unread.shape[1]
+        if reads_freely(unread.device):
+            width = int(unread.sum(1).max())
+        else:  # drafting has not stopped early, so it has read the root and every inner node of a static tree
+            width = unread.shape[1] - (self._count if static else 1)
         if width:
             # Rows with fewer unread nodes read other nodes again, and ignore them.
             nodes = unread.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :width]
@@ -208,7 +212,9 @@ class KangarooSession(StepwiseSession):
         elif draft_config.depth:
             assert isinstance(self._exit, ExitStates)
             with torch.inference_mode():
-                proposal = replace(proposal, partial_forward=self._exit.finish(proposal))
+                proposal = replace(
+                    proposal, partial_forward=self._exit.finish(proposal, isinstance(draft_config.tree, TokenTree))
+                )
         return proposal
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:

@@ -1,20 +1,18 @@
 """Cases that run on the simulated accelerator, each compared with the CPU.
 
-``pytest -p simulated tests/accelerator/cases.py`` runs them; ``test_accelerator.py`` starts that in a process of its own.
+``pytest -p accelerator.simulated tests/accelerator/cases.py`` runs them. ``test_accelerator.py`` does so in a new process.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import pytest
 import torch
+from head_cases import HEADS, every_head
 
-import simulated
+from accelerator import simulated
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -22,10 +20,8 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.loop import DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, Step
-from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
-from head_cases import HEADS, every_head
 from support import TINY, noisy_head, random_ids
 
 DEVICES = ("cpu", "cuda")
@@ -120,8 +116,13 @@ def assert_few(waits: list[Counter[tuple[str, str]]], most: int, what: str) -> N
     )
 
 
+FAST_WAYS = ("tree", "batch", "sampled_drafts")
+
+
 @every_head
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [way if way in FAST_WAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_decoding(kind: str, way: str) -> None:
     config, rows = WAYS[way]
     expected, _ = decoded(head_on(kind, "cpu"), "cpu", config, rows)

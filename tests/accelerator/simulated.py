@@ -1,7 +1,7 @@
 """A simulated CUDA device, made of host memory, that finds device faults of a program without a GPU.
 
 After ``install()`` a process has one device ``cuda:0``, so it must be called before anything asks torch for CUDA. As a
-pytest plugin (``-p simulated``) it is installed for the whole run. As a program it runs a drafthead command::
+pytest plugin (``-p accelerator.simulated``) it is installed for the whole run. As a program it runs a drafthead command::
 
     python tests/accelerator/simulated.py train recipe=medusa_smollm2 debug=tiny out=outputs/simulated
 
@@ -77,8 +77,7 @@ def _in_repository(name: str) -> str | None:
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
 def _report(kind: bytes, operation: bytes, size: int) -> int:
     """Count a wait; the result is true if the wait is an error."""
-    if b"not waited for" not in kind:
-        waited[f"{operation.decode()} ({kind.decode()})", source_line()] += 1
+    waited[f"{operation.decode()} ({kind.decode()})", source_line()] += 1
     return int(_sync_mode == "error")
 
 
@@ -208,7 +207,13 @@ def install() -> None:
     }
     for name, value in functions.items():
         setattr(torch.cuda, name, value)
-    for name in ("synchronize", "current_stream", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+    for name in (
+        "synchronize",
+        "current_stream",
+        "memory_allocated",
+        "max_memory_allocated",
+        "reset_peak_memory_stats",
+    ):
         setattr(torch.accelerator, name, getattr(torch.cuda, name))
     to, resize = torch.UntypedStorage.to, torch.UntypedStorage.resize_
 
@@ -238,7 +243,7 @@ def _install_collectives() -> None:
             super().__init__(rank, size)
             self.host = dist.ProcessGroupGloo(store, rank, size, timeout)
 
-        def getBackendName(self) -> str:
+        def getBackendName(self) -> str:  # noqa: N802
             return "simulated"
 
         def __getattribute__(self, name: str) -> Any:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import TrainBatch
+from drafthead.data.utils.devices import on_device
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import last_valid
+from drafthead.models.decoding.drafter import last_valid, take_rows
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
 
 SHARPNESS = (16.0, 6.0)
@@ -172,7 +173,7 @@ class InductionContext:
         codes, (one, two) = head.codes(tokens), head.sharpness / rank
         # What does not count lands behind the row's new length, and the next tokens overwrite it.
         row = torch.arange(rows, device=tokens.device)[:, None]
-        at = torch.tensor(self._lengths, device=tokens.device)[:, None] + torch.arange(new, device=tokens.device)
+        at = on_device(self._lengths, tokens.device)[:, None] + torch.arange(new, device=tokens.device)
         self._keys[row, at + 1, :rank] = codes[..., LAST, :] * one
         self._keys[row, at + 2, rank:-1] = codes[..., BEFORE, :] * two
         self._values[row, at] = codes[..., COPIED, :]
@@ -183,7 +184,7 @@ class InductionContext:
     def select(self, rows: list[int]) -> None:
         """Keep these rows only."""
         self._lengths = [self._lengths[row] for row in rows]
-        self._keys, self._values, self._before = self._keys[rows], self._values[rows], self._before[rows]
+        self._keys, self._values, self._before = (take_rows(t, rows) for t in (self._keys, self._values, self._before))
 
     def start(self, states: Tensor) -> None:
         """Start a step; ``states`` [B, n, D] are the inputs of the sink's score on each level, the last one for all
@@ -193,7 +194,7 @@ class InductionContext:
         self._mask: Tensor | None = None
         if len(self._lengths) > 1:
             positions = torch.arange(max(self._lengths), device=states.device)
-            padded = (positions >= torch.tensor(self._lengths, device=states.device)[:, None]) & (positions > 0)
+            padded = (positions >= on_device(self._lengths, states.device)[:, None]) & (positions > 0)
             self._mask = torch.where(padded, -torch.inf, 0.0).to(self._keys.dtype)[:, None]
 
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, last_valid
+from drafthead.models.decoding.drafter import DraftConfig, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.induction import InductionContext, InductionHead
@@ -60,7 +60,7 @@ class HeadSession(StepwiseSession):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def select(self, rows: list[int]) -> None:
-        self.lengths, self.hidden = [self.lengths[row] for row in rows], self.hidden[rows]
+        self.lengths, self.hidden = [self.lengths[row] for row in rows], take_rows(self.hidden, rows)
         for context in (self.copied, self.context):
             if context is not None:
                 context.select(rows)

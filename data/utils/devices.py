@@ -1,0 +1,127 @@
+"""The device that a process computes on, and what its backend offers: the only module that knows backends by name.
+
+``torch.accelerator`` finds the device: CUDA (ROCm's devices have the same name), XPU, MPS, NPU, else the CPU. CUDA's
+rules are tested on a simulated device (``tests/accelerator``). ROCm, XPU, MPS and NPU follow torch's documentation and
+are untested.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drafthead.data.utils.errors import UserError
+
+_chosen: list[torch.device] = []
+
+
+def choose_device(name: str) -> None:
+    """Compute on ``name`` ("cpu", "cuda:1", "mps") in this process, instead of the accelerator that torch finds.
+
+    Raises:
+        UserError: torch cannot compute on it.
+    """
+    _chosen[:] = [device_of(name)]
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Return ``device``, checked; None is the chosen device, else the machine's accelerator, else the CPU."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return _chosen[0] if _chosen else found or torch.device("cpu")
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        wanted = None
+    if wanted is None or (wanted.type != "cpu" and (found is None or wanted.type != found.type)):
+        has = "no accelerator" if found is None else f"{torch.accelerator.device_count()} of type {found.type}"
+        raise UserError(f"device={device} cannot be used; torch finds {has} here, and cpu")
+    return wanted
+
+
+def reads_freely(device: torch.device) -> bool:
+    """Return True if the host can read a tensor of ``device`` without waiting.
+
+    Elsewhere, drafting never stops early and unused nodes stay as padding: a wait would cost more than they do.
+    """
+    return device.type == "cpu"
+
+
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return int64 ``values`` on ``device`` without waiting for it."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+
+
+def pinned(values: Tensor, device: torch.device) -> Tensor:
+    """Return host ``values`` in memory from which they are copied to ``device`` without waiting, if it has such."""
+    return values.pin_memory() if can_pin(device) else values
+
+
+def can_pin(device: torch.device) -> bool:
+    """Return True if copies to ``device`` need pinned memory to run in the background; MPS shares the host's memory."""
+    return device.type not in ("cpu", "meta", "mps")
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the work submitted to ``device``."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on MPS, which has no wider type. It holds token ids exactly."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def automatic_dtype(device: torch.device) -> str:
+    """Return the dtype of weights by default."""
+    return "float32" if device.type == "cpu" else "bfloat16"
+
+
+def collective_backend(device: torch.device) -> str:
+    """Return torch.distributed's backend for tensors of ``device``."""
+    return "gloo" if device.type == "mps" else dist.get_default_backend_for_device(device)
+
+
+def accelerator_name() -> str | None:
+    """Return the name of the accelerator's model, its type if torch has no name, or None without one."""
+    if (device := device_of(None)).type == "cpu":
+        return None
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name_of()) if name_of else device.type
+
+
+def peak_memory() -> int | None:
+    """Return the most bytes allocated on the accelerator so far; None without one or if its backend does not say."""
+    if (device := device_of(None)).type in ("cpu", "mps"):
+        return None
+    return int(torch.accelerator.max_memory_allocated(device))
+
+
+def rng_states() -> list[Tensor]:
+    """Return the random states of all accelerators that this process uses, on the host."""
+    if (device := device_of(None)).type == "cpu":
+        return []
+    module = torch.get_device_module(device)
+    return module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
+
+
+def set_rng_states(states: Sequence[Tensor]) -> None:
+    """Restore ``rng_states``, if there are as many accelerators as then."""
+    if not states or len(states) != len(rng_states()):
+        return
+    module = torch.get_device_module(device_of(None))
+    if hasattr(module, "set_rng_state_all"):
+        module.set_rng_state_all(states)
+    else:
+        module.set_rng_state(states[0])
+
+
+def graphs_of(device: torch.device) -> Any:
+    """Return the module that captures graphs on ``device`` (``CUDAGraph``, ``graph``, ``Stream``), or None.
+
+    XPU's graphs have another interface, and MPS has none.
+    """
+    return torch.cuda if device.type == "cuda" else None
