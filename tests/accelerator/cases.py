@@ -1,6 +1,7 @@
 """Cases that run on the simulated accelerator, each compared with the CPU.
 
-``pytest -p accelerator.simulated tests/accelerator/cases.py`` runs them. ``test_accelerator.py`` does so in a new process.
+``pytest -p accelerator.simulated tests/accelerator/cases.py`` runs them.
+``test_accelerator.py`` does so in a new process.
 """
 
 from collections import Counter
@@ -10,7 +11,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from head_cases import HEADS, every_head
+from head_cases import HEADS, cases_of, every_head
 
 from accelerator import simulated
 from drafthead.models.base.base_config import BaseConfig
@@ -120,9 +121,7 @@ FAST_WAYS = ("tree", "batch", "sampled_drafts")
 
 
 @every_head
-@pytest.mark.parametrize(
-    "way", [way if way in FAST_WAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.parametrize("way", cases_of((), WAYS, FAST_WAYS))
 def test_decoding(kind: str, way: str) -> None:
     config, rows = WAYS[way]
     expected, _ = decoded(head_on(kind, "cpu"), "cpu", config, rows)

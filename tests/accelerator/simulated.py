@@ -1,7 +1,8 @@
 """A simulated CUDA device, made of host memory, that finds device faults of a program without a GPU.
 
 After ``install()`` a process has one device ``cuda:0``, so it must be called before anything asks torch for CUDA. As a
-pytest plugin (``-p accelerator.simulated``) it is installed for the whole run. As a program it runs a drafthead command::
+pytest plugin (``-p accelerator.simulated``) it is installed for the whole run. As a program it runs a
+drafthead command::
 
     python tests/accelerator/simulated.py train recipe=medusa_smollm2 debug=tiny out=outputs/simulated
 

@@ -15,20 +15,9 @@ FOLDER = Path(__file__).parent
 @pytest.mark.skipif(simulated.unavailable() is not None, reason=simulated.unavailable() or "")
 def test_fast_cases_on_the_simulated_accelerator() -> None:
     path = os.pathsep.join(map(str, (FOLDER.parents[1], FOLDER.parent)))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "accelerator.simulated",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow",
-    ]
+    options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "accelerator.simulated"]
     done = subprocess.run(
-        [*command, str(FOLDER / "cases.py")],
+        [sys.executable, "-m", "pytest", *options, str(FOLDER / "cases.py")],
         env=os.environ | {"PYTHONPATH": path},
         cwd=FOLDER.parents[1],
         capture_output=True,
