@@ -52,24 +52,21 @@ class ServerConfig:
     runs another model."""
 
     def __post_init__(self) -> None:
-        if self.url is not None:
-            _check_url(self.url)
+        if self.url is None:
+            return
+        parts = urlsplit(self.url)
+        if parts.username or parts.password:
+            # The recipe is written to the run folder and to trackers.
+            raise UserError("server.url must not hold a name or a password; put the key into OPENAI_API_KEY")
+        try:
+            valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:  # the port is not a number
+            valid = False
+        if not valid or parts.query or parts.fragment:
+            raise UserError(f"server.url must be like http://host:8000, got {self.url!r}")
 
     @property
     def root(self) -> str:
         """The address of the API, ``/v1`` added where no path is given."""
         assert self.url is not None
         return self.url.rstrip("/") + ("" if urlsplit(self.url).path.strip("/") else "/v1")
-
-
-def _check_url(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.username or parts.password:
-        # The recipe is written to the run folder and to trackers.
-        raise UserError("server.url must not hold a name or a password; put the key into OPENAI_API_KEY")
-    try:
-        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:  # the port is not a number
-        valid = False
-    if not valid or parts.query or parts.fragment:
-        raise UserError(f"server.url must be like http://host:8000, got {url!r}")

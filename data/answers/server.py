@@ -383,8 +383,13 @@ class ServerBackend:
 
         async def answer(server: Server, prompt: Prompt) -> Answer:
             def parse(completion: Completion) -> Answer:
-                if check_prompts:
-                    _check_prompt_length(completion, len(prompt[1]))
+                ids = getattr(_only_choice(completion), "prompt_token_ids", None)
+                length = len(ids) if isinstance(ids, list) else getattr(completion.usage, "prompt_tokens", None)
+                if check_prompts and isinstance(length, int) and length != len(prompt[1]):
+                    raise UserError(
+                        f"the server read {length} tokens of a prompt that has {len(prompt[1])}; its tokenizer differs "
+                        "or adds special tokens around prompts: serve the base itself"
+                    )
                 return completions.parse(completion, prompt, as_text)
 
             return await server.ask(completions.request(model, prompt), parse, f"prompt {prompt[0]}")
@@ -406,13 +411,3 @@ class ServerBackend:
                 for task in running:
                     task.cancel()
                 runner.run(server.__aexit__())
-
-
-def _check_prompt_length(completion: Completion, sent: int) -> None:
-    ids = getattr(_only_choice(completion), "prompt_token_ids", None)
-    length = len(ids) if isinstance(ids, list) else getattr(completion.usage, "prompt_tokens", None)
-    if isinstance(length, int) and length != sent:
-        raise UserError(
-            f"the server read {length} tokens of a prompt that has {sent}; its tokenizer differs or adds special "
-            "tokens around prompts: serve the base itself"
-        )

@@ -153,7 +153,12 @@ class AnswerStore:
         path = self._path(shard, "parquet")
         if path.exists():
             raise UserError(f"{path} appeared while this run was writing; stop the other process that uses the folder")
-        hidden_states = _join_hidden_states(answers)
+        blocks = [answer.hidden_states for answer in answers if answer.hidden_states is not None]
+        hidden_states = None
+        if blocks:
+            # [sum of n, D]: one row per token; the last token of an answer has no hidden state (NaN).
+            gap = np.full((1, blocks[0].shape[1]), np.nan, dtype=np.float16)
+            hidden_states = np.concatenate([part for block in blocks for part in (block.astype(np.float16), gap)])
         size = sum(4 * len(answer.input_ids) for answer in answers) + getattr(hidden_states, "nbytes", 0)
         require_space(self.folder, 1_000_000 + size, "the next shard of answers")
         try:
@@ -170,7 +175,10 @@ class AnswerStore:
             with new_file(self._path(shard, "safetensors")) as tmp_path:
                 save_file({"features": hidden_states}, tmp_path)
                 width, checksum = hidden_states.shape[1], file_digest(tmp_path)
-        table = make_table(answers, width, checksum)
+        columns = {name: pa.array([getattr(g, name) for g in answers], type=kind) for name, kind in _COLUMNS.items()}
+        metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
+        table = pa.table(columns).replace_schema_metadata(metadata)
+        table = table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
         with new_file(self._path(shard, "parquet")) as tmp_path:
             pq.write_table(table, tmp_path, compression="zstd")
         return table
@@ -274,17 +282,6 @@ _COLUMNS = {
 }
 
 
-def make_table(answers: list[Answer], width: int, checksum: str) -> pa.Table:
-    """Return a table with one row per answer.
-
-    ``width`` and ``checksum`` describe the file of hidden states; 0 and "" if there is none.
-    """
-    columns = {name: pa.array([getattr(g, name) for g in answers], type=kind) for name, kind in _COLUMNS.items()}
-    metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
-    table = pa.table(columns).replace_schema_metadata(metadata)
-    return table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
-
-
 def read_table(path: Path) -> pa.Table:
     """Read a shard's table and check its columns and checksum."""
     try:
@@ -320,12 +317,3 @@ def _digest(table: pa.Table) -> bytes:
             column = column.flatten()
         digest.update(column.to_numpy(zero_copy_only=False).tobytes())
     return digest.hexdigest().encode()
-
-
-def _join_hidden_states(answers: list[Answer]) -> npt.NDArray[np.float16] | None:
-    """Return [sum of n, D]: one row per token; the last token of an answer has no hidden state (NaN)."""
-    present = [answer.hidden_states for answer in answers if answer.hidden_states is not None]
-    if not present:
-        return None
-    gap = np.full((1, present[0].shape[1]), np.nan, dtype=np.float16)
-    return np.concatenate([block for states in present for block in (states.astype(np.float16, copy=False), gap)])

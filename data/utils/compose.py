@@ -91,7 +91,13 @@ def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise SystemExit(f"error: {_explain(error, cls)}") from None
+        text = f"{error} {error.__cause__ or ''}"
+        unknown = re.search(r"Key '([^']+)' (?:is )?not in", text)
+        path = re.search(r"full_key: (\S+)", text)
+        reason = _one_line(error)
+        if unknown and path and cls is not None:
+            reason = unknown_key(path[1], [*path[1].split(".")[:-1], unknown[1]], cls)
+        raise SystemExit(f"error: {reason}") from None
     except OSError as error:  # a folder that cannot be made, a full disk: the message names the path
         raise SystemExit(f"error: {error}; choose another folder (out=..., data.folder=...)") from None
     except KeyboardInterrupt:
@@ -127,16 +133,6 @@ def run_main(main: Callable[[], None], cls: type[Any], usage: str = "") -> None:
 
 
 _NOISE = ("reference_type", "object_type", "full_key", "See https", "To append to your", "Config search", "provider=")
-
-
-def _explain(error: BaseException, cls: type[Any] | None) -> str:
-    """Return what Hydra rejected; for an unknown key its path and near matches."""
-    text = f"{error} {error.__cause__ or ''}"
-    unknown = re.search(r"Key '([^']+)' (?:is )?not in", text)
-    path = re.search(r"full_key: (\S+)", text)
-    if unknown and path and cls is not None:
-        return unknown_key(path[1], [*path[1].split(".")[:-1], unknown[1]], cls)
-    return _one_line(error)
 
 
 def _one_line(error: BaseException) -> str:

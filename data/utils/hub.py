@@ -93,7 +93,11 @@ def push(
             raise
         except Exception as error:  # includes errors of the client's HTTP library and storage
             reason = one_line(error)
-            if wait is None or _is_final(error):
+            cause = error if isinstance(error, HfHubHTTPError) else error.__cause__  # storage errors are wrapped
+            final = isinstance(error, ValueError)  # the client rejects the content
+            if isinstance(cause, HfHubHTTPError):
+                final = 400 <= (status := cause.response.status_code) < 500 and status not in TEMPORARY_STATUS
+            if wait is None or final:
                 later = ["drafthead", "push", f"head={folder}", f"repo={repo}", *["private=true"] * private]
                 raise UserError(
                     f"pushing {folder} to {repo} failed ({reason}); the head is complete on disk, push it later with: "
@@ -129,15 +133,6 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
         commit_message="Upload a draft head with drafthead",
     )
     return str(url)
-
-
-def _is_final(error: BaseException) -> bool:
-    """Return True if another attempt would fail too: the Hub refuses, or the client rejects the content."""
-    cause = error if isinstance(error, HfHubHTTPError) else error.__cause__  # storage errors are wrapped
-    if isinstance(cause, HfHubHTTPError):
-        status = cause.response.status_code
-        return 400 <= status < 500 and status not in TEMPORARY_STATUS
-    return isinstance(error, ValueError)
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:

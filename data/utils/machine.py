@@ -21,22 +21,18 @@ def hardware() -> dict[str, Any]:
     """Return cpu, cores (usable), torch_threads, ram_gb and gpu (None without one) of this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": _cpu_model(),
-        "cores": usable,
-        "torch_threads": torch.get_num_threads(),
-        "ram_gb": round(ram / 1e9, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
-def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": usable,
+        "torch_threads": torch.get_num_threads(),
+        "ram_gb": round(ram / 1e9, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -48,28 +47,23 @@ def main(config: EnginesCommandConfig) -> None:
     """Install an engine, or report which are installed."""
     display = Display()
     folder = Path(config.folder) if config.folder else environment()
-    if config.install == "vllm":
-        install_vllm(folder, config.package, display.line)
+    package = config.package
+    if config.install == "vllm" and (version := _vllm(folder)):
+        display.line(f"{folder} has it already: {version}")
+    elif config.install == "vllm":
+        display.line(f"{package} into {folder}: {VLLM_SIZE}, some minutes")
+        require_space(folder, SPACE, package)
+        _run([sys.executable, "-m", "venv", str(folder)], f"making {folder}")
+        pip = [str(folder / "bin" / "python"), "-m", "pip"]
+        _run([*pip, "install", "-q", package], f"installing {package}")
+        _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing what does not fit its torch")
+        if not _vllm(folder):
+            raise UserError(f"{package} is installed in {folder}, but it has no vllm; remove the folder and try again")
     elif config.install == "llamacpp":
         _run([sys.executable, "-m", "pip", "install", "-q", LLAMACPP], f"installing {LLAMACPP}")
     display.line(f"vllm: {_vllm(folder) or f'absent; drafthead engines install=vllm ({VLLM_SIZE})'}")
     llamacpp = "here" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
     display.line(f"llamacpp: {llamacpp}")
-
-
-def install_vllm(folder: Path, package: str, log: Callable[[str], None]) -> None:
-    """Create an environment with vLLM, and remove the packages in it that do not fit its torch."""
-    if version := _vllm(folder):
-        log(f"{folder} has it already: {version}")
-        return
-    log(f"{package} into {folder}: {VLLM_SIZE}, some minutes")
-    require_space(folder, SPACE, package)
-    _run([sys.executable, "-m", "venv", str(folder)], f"making {folder}")
-    pip = [str(folder / "bin" / "python"), "-m", "pip"]
-    _run([*pip, "install", "-q", package], f"installing {package}")
-    _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing what does not fit its torch")
-    if not _vllm(folder):
-        raise UserError(f"{package} is installed in {folder}, but it has no vllm; remove the folder and try again")
 
 
 def _vllm(folder: Path) -> str:

@@ -58,8 +58,8 @@ class ImportConfig:
 @command("import", ImportConfig, USAGE, spelled={"from": "source"})
 def main(config: ImportConfig) -> None:
     """Read the published head, attach it to the base, and save it as a drafthead head."""
-    folder = _published_folder(config.source, config.revision)
-    content = {**_published_config(folder), **config.config}
+    folder, published_config = _open_published(config.source, config.revision)
+    content = {**published_config, **config.config}
     file_format = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
     checkpoint = file_format.read(folder, config.config)
     display = Display()
@@ -80,8 +80,8 @@ def main(config: ImportConfig) -> None:
     display.line(f"{head.depth} draft positions, {parameters:.2f} M parameters, drafting for {base.name}: {config.out}")
 
 
-def _published_folder(source: str, revision: str | None) -> Path:
-    """Return the folder of a published head, after downloading a Hub repository."""
+def _open_published(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return a published head's folder, after downloading a Hub repository, and its config; reject drafthead heads."""
     path = Path(source)
     if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
         what = "that is a file" if path.exists() else "there is no such folder"
@@ -89,11 +89,7 @@ def _published_folder(source: str, revision: str | None) -> Path:
             f"no published head at {source}: {what}; from= takes the folder of one (config.json and safetensors) or a "
             "Hub repository (user/name)"
         )
-    return resolve_folder(source, revision)
-
-
-def _published_config(folder: Path) -> dict[str, Any]:
-    """Return the ``config.json`` of a published head; reject a drafthead head."""
+    folder = resolve_folder(source, revision)
     if not (folder / CONFIG).is_file():
         raise UserError(
             f"{folder} holds no published head: it has no {CONFIG} ({contents(folder)}); name the folder that has it"
@@ -104,4 +100,4 @@ def _published_config(folder: Path) -> dict[str, Any]:
             f"{folder} is a drafthead head already; use it directly, as in `drafthead eval head={folder}`, or publish "
             f"it with `drafthead export head={folder} to=FORMAT out=DIR`"
         )
-    return content
+    return folder, content

@@ -42,16 +42,6 @@ class PushConfig(HubConfig):
 def main(config: PushConfig) -> None:
     """Upload the folder."""
     folder, display = Path(config.head), Display()
-    _check_head(folder)
-    require_login("drafthead push")
-    if not (folder / "README.md").exists():  # of an imported head, or of a run that did not get to its end
-        minimal_card(folder)
-    with display.stage(f"upload {folder} to the Hub"):
-        address = push(folder, str(config.repo), private=config.private, log=display.line)
-    display.line(f"pushed: {address}")
-
-
-def _check_head(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"no head folder at {folder}; give one that is on this machine (outputs/NAME/head)")
     if not (folder / "config.json").exists() and (folder / "head" / "config.json").exists():
@@ -62,3 +52,9 @@ def _check_head(folder: Path) -> None:
             pass
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder / 'model.safetensors'} cannot be read ({error}); copy the head again") from None
+    require_login("drafthead push")
+    if not (folder / "README.md").exists():  # of an imported head, or of a run that did not get to its end
+        minimal_card(folder)
+    with display.stage(f"upload {folder} to the Hub"):
+        address = push(folder, str(config.repo), private=config.private, log=display.line)
+    display.line(f"pushed: {address}")
