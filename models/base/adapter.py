@@ -59,7 +59,24 @@ def digest_of(original: str, folder: Path) -> str:
 def merge(model: Any, name: str) -> Any:
     """Merge the adapter in folder ``name`` into a stock model, and return the model."""
     folder = Path(name)
-    names = _tensor_names(folder)
+    for file_name in (CONFIG, WEIGHTS):
+        if not safe_join(folder, file_name).is_file():
+            raise UserError(
+                f"no adapter in {folder} ({file_name} is missing); set base.adapter to a folder that peft saved, with "
+                "safe_serialization"
+            )
+    config = read_json(folder / CONFIG)
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA" or config.get("megatron_config"):  # megatron_config makes peft import any module
+        raise UserError(
+            f"{folder / CONFIG} has an adapter of type {kind}, but only plain LORA is supported. Merge it into its "
+            "base with peft's merge_and_unload, save the model, and set base.name to its folder"
+        )
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            names = set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / WEIGHTS} cannot be read ({one_line(error)}); copy the adapter again") from None
     digest = digest_of(fingerprint(model), folder)
     from peft import PeftModel, get_peft_model_state_dict  # takes seconds to import
 
@@ -86,25 +103,3 @@ def copy(source: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG, WEIGHTS):
         shutil.copyfile(source / name, folder / name)
-
-
-def _tensor_names(folder: Path) -> set[str]:
-    """Return the tensor names of an adapter, after checking that its files are safe and of the right type."""
-    for name in (CONFIG, WEIGHTS):
-        if not safe_join(folder, name).is_file():
-            raise UserError(
-                f"no adapter in {folder} ({name} is missing); set base.adapter to a folder that peft saved, with "
-                "safe_serialization"
-            )
-    config = read_json(folder / CONFIG)
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LORA" or config.get("megatron_config"):  # megatron_config makes peft import any module
-        raise UserError(
-            f"{folder / CONFIG} has an adapter of type {kind}, but only plain LORA is supported. Merge it into its "
-            "base with peft's merge_and_unload, save the model, and set base.name to its folder"
-        )
-    try:
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            return set(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder / WEIGHTS} cannot be read ({one_line(error)}); copy the adapter again") from None

@@ -32,7 +32,6 @@ from drafthead.models.base.text_model import (
     INNER_NAMES,
     LOAD_ERRORS,
     build,
-    is_composite,
     read_weights_alike,
     text_class,
     text_config,
@@ -314,11 +313,11 @@ def _stored(
         check_architecture(settings, config.max_context)
         tokenizer = config.load_tokenizer(folder)
         loader: Any = AutoModelForCausalLM
-        if is_composite(settings):
+        if (inner := text_config(settings)) is not settings:
             progress(f"{config.name} is a {settings.model_type}: only its language model is loaded, for text")
             loader = text_class(settings)
             read_weights_alike(settings)
-            options |= {"config": text_config(settings), "key_mapping": INNER_NAMES}
+            options |= {"config": inner, "key_mapping": INNER_NAMES}
         elif config.gguf_file:
             options["config"] = settings
         with own_attention_code(settings.model_type), _quiet(loader is not AutoModelForCausalLM):

@@ -48,7 +48,15 @@ def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
     if left := [tensor for tensor in tensors if tensor.startswith("rope_factors_")]:
         raise UserError(f"{gguf_file} holds {left[0]}, which is not supported; {ELSEWHERE}")
     if FACTORS in tensors:
-        changes["rope_parameters"] = _llama3(gguf_file, config, torch.from_numpy(tensors[FACTORS].data.copy()))
+        factors = torch.from_numpy(tensors[FACTORS].data.copy())
+        theta = config.rope_parameters["rope_theta"]
+        for original in (8192, 4096, 2048, 16384, 32768):  # no key has Llama 3's original context
+            rope = LLAMA3 | {"factor": float(factors.max()), "original_max_position_embeddings": original}
+            if torch.allclose(llama3_factors(rope, theta, 2 * len(factors)), factors.flatten(), rtol=1e-4):
+                changes["rope_parameters"] = rope | {"rope_theta": theta}
+                break
+        else:
+            raise UserError(f"{gguf_file} has rotary factors other than those of Llama 3; {ELSEWHERE}")
     return type(config)(**{**config.to_dict(), **changes}) if changes else config
 
 
@@ -71,17 +79,6 @@ def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> di
         size = config.hidden_size // config.num_attention_heads if wide else changes.get("head_dim", config.head_dim)
         changes["query_pre_attn_scalar"] = size
     return changes
-
-
-def _llama3(gguf_file: str, config: PreTrainedConfig, factors: Tensor) -> dict[str, Any]:
-    """Return the Llama-3 scaling with these factors; its original context, which no key has, is found by trying."""
-    theta = config.rope_parameters["rope_theta"]
-    for original in (8192, 4096, 2048, 16384, 32768):
-        rope = LLAMA3 | {"factor": float(factors.max()), "original_max_position_embeddings": original}
-        candidate = llama3_factors(rope, theta, 2 * len(factors))
-        if torch.allclose(candidate, factors.flatten(), rtol=1e-4):
-            return rope | {"rope_theta": theta}
-    raise UserError(f"{gguf_file} has rotary factors other than those of Llama 3; {ELSEWHERE}")
 
 
 def llama3_factors(scaling: dict[str, Any], theta: float, size: int) -> Tensor:

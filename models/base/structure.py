@@ -119,16 +119,6 @@ def decoder_over(
 
     ``sources``: the index of the model's layer that each of ``layers`` is like. ``cache_shape`` is the model's.
     """
-    decoder = shallow_copy(model.model)
-    set_part(decoder, "layers", layers)
-    decoder.config = _config_of(model, cache_shape, sources)
-    if norm is not None:
-        set_part(decoder, "norm", norm)
-    return decoder
-
-
-def _config_of(model: Any, cache_shape: CacheShape, sources: Sequence[int]) -> Any:
-    """Return the config of a decoder made of layers like ``sources``, or refuse layers that depend on others."""
     config, count = copy(model.config), len(model.model.layers)
     inputs = {"hidden_size_per_layer_input": "a separate embedding", "num_kv_shared_layers": "another layer's keys"}
     for key, what in inputs.items():
@@ -142,7 +132,12 @@ def _config_of(model: Any, cache_shape: CacheShape, sources: Sequence[int]) -> A
     config.num_hidden_layers = len(sources)
     if kinds := getattr(config, "layer_types", None):
         config.layer_types = [kinds[source] for source in sources]
-    return config
+    decoder = shallow_copy(model.model)
+    set_part(decoder, "layers", layers)
+    decoder.config = config
+    if norm is not None:
+        set_part(decoder, "norm", norm)
+    return decoder
 
 
 class _NoPositions(nn.Module):

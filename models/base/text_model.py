@@ -58,11 +58,6 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return inner
 
 
-def is_composite(config: PreTrainedConfig) -> bool:
-    """Return True if the checkpoint contains more than a language model."""
-    return text_config(config) is not config
-
-
 def text_class(config: PreTrainedConfig) -> Any:
     """Return transformers' class of the language model, or a class made of its decoder."""
     known = AutoModelForCausalLM._model_mapping

@@ -74,21 +74,19 @@ class Windows:
         masks: dict[str, Tensor | None] = {}
         window_mask, window_keys = held or (mask, keys)
         for kind, window in self.by_kind.items():
-            masks[kind] = mask if window is None else _narrowed(window_mask, window, queries, window_keys, dtype)
+            if window is None:
+                masks[kind] = mask
+                continue
+            seen, within = window.sees(queries, window_keys), window_mask
+            if within is None:  # a causal mask
+                seen &= window_keys[:, None] <= queries[:, :, None]
+                within = torch.zeros((), dtype=dtype, device=seen.device)
+            masks[kind] = within.masked_fill(~seen[:, None], -torch.inf)
         return next(iter(masks.values())) if self.single else masks
 
     def alike(self, mask: Tensor | None) -> Masks:
         """Return one mask for all layer types, for positions below ``smallest``."""
         return mask if self.single else dict.fromkeys(self.by_kind, mask)
-
-
-def _narrowed(mask: Tensor | None, window: Window, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """Hide from ``mask`` the keys outside the window; None is a causal mask, which is built here."""
-    seen = window.sees(queries, keys)
-    if mask is None:
-        seen &= keys[:, None] <= queries[:, :, None]
-        mask = torch.zeros((), dtype=dtype, device=seen.device)
-    return mask.masked_fill(~seen[:, None], -torch.inf)
 
 
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:

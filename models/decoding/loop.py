@@ -145,7 +145,13 @@ class DecodeLoop:
     def _step(self, state: DecodeState, rows: list[DecodingSequence]) -> None:
         started = perf_counter()
         positions = [len(row.answer) for row in rows]
-        depth = self._max_depth([row for row in rows if not row.ended])
+        active = [row for row in rows if not row.ended]
+        depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in active)
+        if self.config.same_text:  # drafting less at the end of an answer cannot change it
+            depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in active) - 1)
+        if self.config.draft_config.adaptive is not None:
+            depth = min(depth, active[0].draft_length)
+        depth = max(0, depth)
         room = [max(1, self.max_new_tokens - position) for position in positions]
         short = min(room) <= min(depth, self.config.draft_config.depth)
         step = state.step([row.seed for row in rows], positions, depth, room if short else None)
@@ -160,15 +166,6 @@ class DecodeLoop:
             self.on_step(step)
         if self.record_steps:
             self._record(rows, step, positions, perf_counter() - started)
-
-    def _max_depth(self, rows: list[DecodingSequence]) -> int:
-        """Return the largest draft depth within the context and, if it cannot change the answer, ``max_new_tokens``."""
-        depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in rows)
-        if self.config.same_text:
-            depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in rows) - 1)
-        if self.config.draft_config.adaptive is not None:
-            depth = min(depth, rows[0].draft_length)
-        return max(0, depth)
 
     def _record(self, rows: list[DecodingSequence], step: Step, positions: list[int], total_s: float) -> None:
         config = self.config.draft_config

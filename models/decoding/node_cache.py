@@ -146,12 +146,20 @@ class NodeCache:
     def _catch_up(self) -> None:
         """Drop all nodes and read all committed inputs."""
         self._drop_nodes()
-        if self._unread is not None:
-            unread, counts, self._unread = self._unread, self._counts, None
-            self._reserve(unread.shape[1])
+        if self._unread is None:
+            return
+        unread, counts, self._unread = self._unread, self._counts, None
+        self._reserve(unread.shape[1])
+        if self.cache.rows == 1 or unread.shape[1] <= ROW_BY_ROW:
             if unread.shape[1]:
-                self._last_out = self._read_rows(unread, counts)
-            self._advance(counts)
+                self._last_out = last_valid(self._run(unread, self.cache, counts, None), counts)
+        else:
+            last = []
+            for row, count in enumerate(counts):
+                inputs = unread[row : row + 1, : max(1, count)]  # a row may have nothing to read yet
+                last.append(self._run(inputs, self.cache.row(row), [count], None)[:, -1])
+            self._last_out = torch.cat(last)
+        self._advance(counts)
 
     def lend(self, room: int, nodes: int) -> TreeCache:
         """Return the cache with all committed inputs read, to be extended by up to ``room`` positions.
@@ -162,16 +170,6 @@ class NodeCache:
         self._catch_up()
         self._chain = nodes
         return self.cache
-
-    def _read_rows(self, inputs: Tensor, counts: list[int]) -> Tensor:
-        cache = self.cache
-        if cache.rows == 1 or inputs.shape[1] <= ROW_BY_ROW:
-            return last_valid(self._run(inputs, cache, counts, None), counts)
-        last = []
-        for row, count in enumerate(counts):
-            unread = inputs[row : row + 1, : max(1, count)]  # a row may have nothing to read yet
-            last.append(self._run(unread, cache.row(row), [count], None)[:, -1])
-        return torch.cat(last)
 
     @torch.inference_mode()
     def start(self, roots: Tensor) -> Tensor:

@@ -167,7 +167,13 @@ class DecodeState:
         if self.session is not None:
             self.session.commit(tokens, [len(ids) for ids in prompts], pad_rows(hidden_states))
         if first is None:
-            first = self._first_tokens(torch.cat([states.final[:, -1] for states in hidden_states]), rows, rng)
+            logits = self.base.logits(torch.cat([states.final[:, -1] for states in hidden_states]))
+            if self.config.sampler.plain_greedy:
+                first = logits.argmax(-1)
+            else:
+                assert rng is not None
+                context = None if self._context is None else self._context[rows]
+                first = rng.categorical(self.config.sampler.probs(logits, context)[:, None])[:, 0]
         self.last_token = self.last_token.index_copy(0, torch.tensor(rows, device=first.device), first)
         self._remember(first[:, None], torch.ones_like(counts), rows)
         return [states.final[0] for states in hidden_states]
@@ -182,14 +188,6 @@ class DecodeState:
         if start and self._prefix is not None:
             hidden = HiddenStates(final=torch.cat([self._prefix[2], hidden.final], 1))
         return hidden
-
-    def _first_tokens(self, hidden: Tensor, rows: list[int], rng: RandomSource | None) -> Tensor:
-        logits, sampler = self.base.logits(hidden), self.config.sampler
-        if sampler.plain_greedy:
-            return logits.argmax(-1)
-        assert rng is not None
-        context = None if self._context is None else self._context[rows]
-        return rng.categorical(sampler.probs(logits, context)[:, None])[:, 0]
 
     def step(
         self, seeds: list[int], positions: list[int], depth: int | None = None, room: list[int] | None = None
@@ -234,7 +232,10 @@ class DecodeState:
         hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))
         numbers = [counts, acceptance.accepted, *_sizes(proposal)]
         if config.with_entropy:
-            numbers.append(_entropy(logits[:, 0]))
+            scores = logits[:, 0].float()
+            probabilities = scores.softmax(-1)  # the only softmax: the logarithm of its sum follows from the largest
+            log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
+            numbers.append(log_sum - torch.linalg.vecdot(probabilities, scores))
         # The only wait for the device: everything that the host needs, in one tensor.
         wide = wide_dtype(tokens.device)
         host = torch.cat([torch.stack([n.to(wide) for n in numbers], 1), tokens.to(wide)], 1).tolist()
@@ -319,12 +320,3 @@ def _sizes(proposal: Proposal) -> list[Tensor]:
         return [torch.full_like(roots, len(shape) - 1), torch.full_like(roots, shape.tree.depth)]
     drafted, deepest = (shape.parents >= 0).sum(1), shape.depths.max(1).values
     return [drafted.expand(len(roots)), deepest.expand(len(roots))]
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    """Return the entropy in nats, [B], of finite logits [B, V], by one softmax."""
-    scores = logits.float()
-    probabilities = scores.softmax(-1)
-    log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
-    entropy: Tensor = log_sum - torch.linalg.vecdot(probabilities, scores)
-    return entropy

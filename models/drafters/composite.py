@@ -50,8 +50,14 @@ class CompositeSession(Session):
     def commit(
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
+        spec = self.drafter.spec
         for part, session in zip(self.drafter.drafters, self.sessions, strict=True):
-            session.commit(tokens, counts, self._states_for(part, base_hidden), self.nodes_of(session, nodes))
+            hidden = base_hidden
+            if base_hidden is not None and part.spec != spec:
+                # The layers that this drafter reads, out of those that any drafter reads.
+                read = [base_hidden.layer(spec.layers.index(number)) for number in part.spec.layers]
+                hidden = HiddenStates(final=base_hidden.final, layers=torch.cat(read, -1) if read else None)
+            session.commit(tokens, counts, hidden, self.nodes_of(session, nodes))
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
@@ -67,12 +73,3 @@ class CompositeSession(Session):
         self.lengths = lengths
         for session in self.sessions:
             session.rollback(lengths)
-
-    def _states_for(self, drafter: Drafter, base_hidden: HiddenStates | None) -> HiddenStates | None:
-        """Return the layers that ``drafter`` reads, out of those that any drafter reads."""
-        spec = self.drafter.spec
-        if base_hidden is None or drafter.spec == spec:
-            return base_hidden
-        indices = [spec.layers.index(number) for number in drafter.spec.layers]
-        layers = torch.cat([base_hidden.layer(index) for index in indices], -1) if indices else None
-        return HiddenStates(final=base_hidden.final, layers=layers)

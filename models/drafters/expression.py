@@ -254,7 +254,13 @@ def _single(expression: Expression, base: BaseModel) -> Drafter:
     if kind == "suffix_memory":
         return PromptLookup(tokens, memory=numbers[1] if len(numbers) > 1 else DEFAULT_MEMORY)
     if kind == "max_gram":
-        return _max_gram(tokens, expression.name, base)
+        from drafthead.models.drafters.experimental.max_gram import MaxGram, bigram_table
+
+        if not expression.name:
+            return MaxGram(tokens)
+        # A run's corpus folder, or its folder ``answers``.
+        answers = open_answers(Path(expression.name)).read(with_hidden_states=False)
+        return MaxGram(tokens, bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size))
     if kind == "budget":
         from drafthead.models.drafters.experimental.triforce import TriForce
 
@@ -262,16 +268,6 @@ def _single(expression: Expression, base: BaseModel) -> Drafter:
     if kind == "early_exit":
         return early_exit(base, numbers[0], num_tokens=tokens)
     return ModelDrafter(BaseModel.load(BaseConfig(name=expression.name), base.device), base, num_tokens=tokens)
-
-
-def _max_gram(tokens: int, corpus: str, base: BaseModel) -> Drafter:
-    """Return Max-Gram with the bigrams of a corpus: a run's corpus folder, its folder ``answers``, or none."""
-    from drafthead.models.drafters.experimental.max_gram import MaxGram, bigram_table
-
-    if not corpus:
-        return MaxGram(tokens)
-    answers = open_answers(Path(corpus)).read(with_hidden_states=False)
-    return MaxGram(tokens, bigram_table((a.input_ids[a.boundary - 1 :].tolist() for a in answers), base.vocab_size))
 
 
 def _nested(

@@ -125,7 +125,11 @@ class PromptLookup(Drafter):
 
     def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return the tokens after the best matches, [B, M, K] int64, and which of them to draft, [B, M, K] bool."""
-        text = self._with_memory(text)
+        if earlier := self._remembered.shape[1]:
+            # Remembered answers stand before every row, so that their matches count as older than its own.
+            self._remembered = self._remembered.to(text.tokens.device)
+            tokens = torch.cat([self._remembered.expand(len(text.lengths), -1), text.tokens], 1)
+            text = TokenBuffer(tokens, [length + earlier for length in text.lengths])
         start, length = self._find(text)
         offsets = torch.arange(depth, device=last_token.device)
         positions = start[..., None] + offsets
@@ -135,15 +139,6 @@ class PromptLookup(Drafter):
         tokens = text.tokens.gather(1, positions.clamp(max=text.longest - 1).flatten(1)).view(positions.shape)
         valid &= (tokens != SEPARATOR).cumprod(-1, dtype=torch.int32).bool()
         return tokens.clamp(min=0), valid  # padding is embedded too, and must be a token id
-
-    def _with_memory(self, text: TokenBuffer) -> TokenBuffer:
-        """Put the remembered answers before every row, so that their matches count as older than its own."""
-        earlier = self._remembered.shape[1]
-        if earlier == 0:
-            return text
-        self._remembered = self._remembered.to(text.tokens.device)
-        tokens = torch.cat([self._remembered.expand(len(text.lengths), -1), text.tokens], 1)
-        return TokenBuffer(tokens, [length + earlier for length in text.lengths])
 
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """Return the starts of the best continuations and the lengths of their matches (0: no match), [B, M] each.

@@ -87,7 +87,12 @@ def grouped_sdpa(
     if s_aux is not None or softcap is not None:
         return _explicit(query, key, value, attention_mask, dropout, scaling, s_aux, softcap).transpose(1, 2), None
     if (lengths := getattr(attention_mask, _LENGTHS, None)) is not None and key.shape[2] == query.shape[2]:
-        return _per_document(module, query, key, value, lengths, dropout, scaling), None
+        # Attend within each document of packed rows, without computing scores across documents.
+        rows = []
+        for row, row_lengths in enumerate(lengths):
+            split = zip(*(torch.split(x[row : row + 1], row_lengths, 2) for x in (query, key, value)), strict=True)
+            rows.append(torch.cat([grouped_sdpa(module, q, k, v, None, dropout, scaling)[0] for q, k, v in split], 1))
+        return torch.cat(rows), None
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.device.type != "cpu":
         # CUDA's fused kernels take grouped heads only without a mask. Copying is cheaper than their fallback.
@@ -104,23 +109,6 @@ def grouped_sdpa(
         enable_gqa=grouped,
     )
     return out.transpose(1, 2), None
-
-
-def _per_document(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: list[list[int]],
-    dropout: float,
-    scaling: float | None,
-) -> Tensor:
-    """Return causal attention [B, T, H, F] within each document of packed rows, computing nothing across documents."""
-    rows = []
-    for row, row_lengths in enumerate(lengths):
-        documents = zip(*(torch.split(x[row : row + 1], row_lengths, 2) for x in (query, key, value)), strict=True)
-        rows.append(torch.cat([grouped_sdpa(module, q, k, v, None, dropout, scaling)[0] for q, k, v in documents], 1))
-    return torch.cat(rows)
 
 
 def _explicit(

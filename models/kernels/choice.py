@@ -97,13 +97,6 @@ def _restore(table: KernelTable, path: Path) -> bool:
 def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
     """Fill ``table`` by timing passes of the base and products of one layer."""
     wait_for_huge_pages()
-    table.by_rows = _fastest_kernels(table, run)
-    table.bfloat16_reads = _fastest(module, READ_ROWS, [torch.bfloat16]) == torch.bfloat16
-    # Heads draft between two passes of the base, which evict the head's weights from the CPU's caches.
-    table.drafts_in = _fastest(module, DRAFT_ROWS, DRAFT_DTYPES.values(), before=lambda: run(1))
-
-
-def _fastest_kernels(table: KernelTable, run: Pass) -> dict[int, Kernel]:
     before, compiles = table.by_rows, skinny_library() is not None
     default = dict.fromkeys(MEASURED_ROWS, Kernel.COMPILED) if compiles else before
     kernels = [kernel for kernel in Kernel if kernel is not (Kernel.PLAIN if compiles else Kernel.COMPILED)]
@@ -128,7 +121,10 @@ def _fastest_kernels(table: KernelTable, run: Pass) -> dict[int, Kernel]:
         best = min((kernel for n, kernel in medians if n == rows), key=lambda kernel: medians[rows, kernel])
         return best if medians[rows, best] < MARGIN * medians[rows, default[rows]] else default[rows]
 
-    return {rows: fastest(rows) for rows in MEASURED_ROWS}
+    table.by_rows = {rows: fastest(rows) for rows in MEASURED_ROWS}
+    table.bfloat16_reads = _fastest(module, READ_ROWS, [torch.bfloat16]) == torch.bfloat16
+    # Heads draft between two passes of the base, which evict the head's weights from the CPU's caches.
+    table.drafts_in = _fastest(module, DRAFT_ROWS, DRAFT_DTYPES.values(), before=lambda: run(1))
 
 
 def _fastest(

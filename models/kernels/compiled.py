@@ -120,21 +120,18 @@ def skinny_library() -> ctypes.CDLL | None:
 def _build(compiler: list[str], path: Path) -> None:
     """Compile in a folder next to ``path``, then move the file, so that no other process reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # torch's own OpenMP library, so that both use one pool of threads.
+    package = Path(torch.__file__).parent
+    bundled = sorted([*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")])
+    openmp = str(bundled[0]) if bundled else "-fopenmp"
     with TemporaryDirectory(dir=path.parent) as folder:
         compiled, linked = Path(folder, "skinny.o"), Path(folder, "skinny.so")
         for command in (
             [*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
-            [*compiler, "-shared", str(compiled), _openmp(), "-o", str(linked)],
+            [*compiler, "-shared", str(compiled), openmp, "-o", str(linked)],
         ):
             subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
         linked.replace(path)
-
-
-def _openmp() -> str:
-    """Return torch's own OpenMP library to link with, so that both use one pool of threads."""
-    package = Path(torch.__file__).parent
-    bundled = sorted([*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")])
-    return str(bundled[0]) if bundled else "-fopenmp"
 
 
 def _cpu_features() -> str:

@@ -8,7 +8,6 @@ runs eagerly, so tokens do not depend on graphs.
 
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,8 +53,12 @@ class GraphBackend:
                 for _ in range(WARM_UP):
                     run()
                 # A host read during the capture itself would leave the allocator and the generators in a bad state.
-                with _host_reads_refused():
+                sync_mode = torch.cuda.get_sync_debug_mode()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
                     run()
+                finally:
+                    torch.cuda.set_sync_debug_mode(sync_mode)
             current.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             try:
@@ -123,13 +126,3 @@ class StaticCalls:
 
     def __deepcopy__(self, memo: object) -> "StaticCalls":
         return StaticCalls(self._backend.device)
-
-
-@contextmanager
-def _host_reads_refused() -> Any:
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
