@@ -150,15 +150,14 @@ class NodeCache:
             return
         unread, counts, self._unread = self._unread, self._counts, None
         self._reserve(unread.shape[1])
-        if self.cache.rows == 1 or unread.shape[1] <= ROW_BY_ROW:
-            if unread.shape[1]:
-                self._last_out = last_valid(self._run(unread, self.cache, counts, None), counts)
-        else:
+        if unread.shape[1] > ROW_BY_ROW and self.cache.rows > 1:
             last = []
             for row, count in enumerate(counts):
                 inputs = unread[row : row + 1, : max(1, count)]  # a row may have nothing to read yet
                 last.append(self._run(inputs, self.cache.row(row), [count], None)[:, -1])
             self._last_out = torch.cat(last)
+        elif unread.shape[1]:
+            self._last_out = last_valid(self._run(unread, self.cache, counts, None), counts)
         self._advance(counts)
 
     def lend(self, room: int, nodes: int) -> TreeCache:

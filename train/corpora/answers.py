@@ -220,7 +220,10 @@ class AnswerGenerator:
                 self.progress,
                 config.max_prompt_tokens,
             )
-            prompts = _interleave(prompts, [user_turn(text) for text in written])
+            # Both lists are spread evenly, so that any prefix has the same mixture: item i of n stands at i / n.
+            lists = (prompts, [user_turn(text) for text in written])
+            keyed = [(i / len(items), item) for items in lists for i, item in enumerate(items)]
+            prompts = [item for _, item in sorted(keyed, key=lambda entry: entry[0])]
         if config.exclude_suites:
             # Imported here, so that training does not load the evaluation.
             from drafthead.eval.prompts.near_duplicates import NearDuplicates
@@ -239,12 +242,3 @@ def _is_conversation(value: Any) -> bool:
     turns = value if isinstance(value, list) else []
     texts = [turn.get(key) for turn in turns if isinstance(turn, dict) for key in ("role", "content")]
     return len(texts) == 2 * len(turns) > 0 and all(isinstance(text, str) for text in texts)
-
-
-def _interleave(first: list[Any], second: list[Any]) -> list[Any]:
-    """Return both lists spread evenly, so that any prefix has the same mixture.
-
-    Item i of n stands at i / n: [a, b, c, d] and [x, y] become [a, x, b, c, y, d].
-    """
-    keyed = [(i / len(items), item) for items in (first, second) for i, item in enumerate(items)]
-    return [item for _, item in sorted(keyed, key=lambda entry: entry[0])]

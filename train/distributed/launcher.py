@@ -121,10 +121,8 @@ def with_launcher_settings(environment: Mapping[str, str], shard: ShardConfig) -
         )
     if precision == "bf16":
         shard = replace(shard, precision="bfloat16")
-    return _with_fsdp(environment, shard) if _is_on(environment, "ACCELERATE_USE_FSDP") else shard
-
-
-def _with_fsdp(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfig:
+    if not _is_on(environment, "ACCELERATE_USE_FSDP"):
+        return shard
     settings = {k.removeprefix("FSDP_"): v.upper() for k, v in environment.items() if k.startswith("FSDP_")}
     # accelerate's launcher sets both; each FSDP version reads one of them.
     settings.pop("RESHARD_AFTER_FORWARD" if settings.get("VERSION", "1") == "1" else "SHARDING_STRATEGY", None)

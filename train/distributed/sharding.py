@@ -140,8 +140,15 @@ class Sharding:
         decoders = [head.base.model.model, *head.tuned_decoders()]
         frozen = {parameter for decoder in decoders for parameter in decoder.parameters()}
         if self.shards_base:
+            policy = OffloadPolicy()
+            if self.config.offload_base:
+                policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+            options: dict[str, Any] = {"offload_policy": policy, "ignored_params": set(head.parameters())}
             for decoder in decoders:
-                self._shard_layers(decoder, mesh, set(head.parameters()))
+                for layer in decoder.layers:
+                    fully_shard(layer, mesh=mesh, reshard_after_forward=True, **options)
+                # The root shards nothing itself. It makes FSDP gather the next layer while the current one computes.
+                fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()))
             drop_views(head.base)
         _shard_head(head, mesh, precision, frozen)
 
@@ -171,18 +178,6 @@ class Sharding:
             )
         return init_device_mesh(self.device.type, (world // local, local), mesh_dim_names=("replicate", "shard"))
 
-    def _shard_layers(self, decoder: Any, mesh: DeviceMesh, head_parameters: set[nn.Parameter]) -> None:
-        """Shard the layers of ``decoder``, without the parameters that belong to the head."""
-        policy = OffloadPolicy()
-        if self.config.offload_base:
-            policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        for layer in decoder.layers:
-            fully_shard(
-                layer, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=head_parameters
-            )
-        # The root shards nothing itself. It makes FSDP gather the next layer while the current one computes.
-        fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()))
-
 
 def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, frozen: set[nn.Parameter]) -> None:
     """Put the head under ``fully_shard`` as one unit: its loss reads all projections in turn, chunk by chunk."""
@@ -193,27 +188,20 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
     head.set_gradient_divide_factor(1.0)
     head.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
     head.set_reduce_scatter_unused_params(True)  # a process without targets leaves weights unused that others use
-    head.loss = _always_backward(head)  # type: ignore[method-assign]
-    for method in ("loss", "candidate_ranks"):
-        register_fsdp_forward_method(head, method)
-
-
-def _always_backward(head: DraftHead) -> Callable[..., LossOutput]:
-    """Return the head's loss with a gradient even if no token is trained: other processes wait for it.
-
-    The added term is 0 times a sharded weight.
-    """
     loss = head.loss
     sharded = [index for index, p in enumerate(head.parameters()) if isinstance(p, DTensor) and p.requires_grad]
 
     def with_gradient(*arguments: Any) -> LossOutput:
+        """Return a loss with a gradient even if no token is trained, because other processes wait for it."""
         out = loss(*arguments)
         if out.loss_sum.requires_grad or not torch.is_grad_enabled() or not sharded:
             return out
         gathered = list(head.parameters())[sharded[0]]
         return replace(out, loss_sum=out.loss_sum + 0.0 * gathered.flatten()[0])
 
-    return with_gradient
+    head.loss = with_gradient  # type: ignore[method-assign, assignment]
+    for method in ("loss", "candidate_ranks"):
+        register_fsdp_forward_method(head, method)
 
 
 def full_state_dict(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -41,7 +41,11 @@ def write_card(
 
     ``quality`` compares a trained base with the original one. ``processes`` is the number that the run started with.
     """
-    target, evaluation = folder / "head", published_evaluation(evaluation)
+    # Prompt and tree files are named without this machine's folders.
+    tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
+    evaluation = {**evaluation, "suite": suite_label(evaluation["suite"]), "tree": tree}
+    evaluation.pop("resumed", None)
+    target = folder / "head"
     write_json(target / "eval.json", evaluation)
     curve = folder / "plots" / LOSS_FIGURE
     if curve.exists():
@@ -93,13 +97,6 @@ def minimal_card(folder: Path) -> None:
         base=f"`{name if on_hub else Path(name).name}`",
     )
     write_atomic(folder / "README.md", str(card))
-
-
-def published_evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """Return an evaluation that names prompt and tree files without this machine's folders."""
-    published = {key: value for key, value in evaluation.items() if key != "resumed"}
-    tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
-    return {**published, "suite": suite_label(evaluation["suite"]), "tree": tree}
 
 
 def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licences: dict[str, Any]) -> ModelCardData:
@@ -220,17 +217,18 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats) -> list[tuple[s
 
 
 def _sources(sources: list[SourceConfig]) -> str:
-    return ", ".join(_source(s) + ("" if s.weight is None else f" (weight {s.weight:g})") for s in sources) or "none"
-
-
-def _source(source: SourceConfig) -> str:
-    """Return a data set's name for readers elsewhere; a local file is named without its folder."""
-    if source.kind != "hf":
-        return f"{source.kind} `{Path(source.name).name}`"
-    if Path(source.name).exists():
-        return f"local data set `{Path(source.name).name}`"
-    details = [source.subset or "", source.split, f"revision {source.revision}" if source.revision else ""]
-    return f"[{source.name}](https://huggingface.co/datasets/{source.name}) ({', '.join(filter(None, details))})"
+    """Return the names of data sets for readers elsewhere; a local file is named without its folder."""
+    names = []
+    for s in sources:
+        name, details = Path(s.name).name, [s.subset or "", s.split, f"revision {s.revision}" if s.revision else ""]
+        if s.kind != "hf":
+            name = f"{s.kind} `{name}`"
+        elif Path(s.name).exists():
+            name = f"local data set `{name}`"
+        else:
+            name = f"[{s.name}](https://huggingface.co/datasets/{s.name}) ({', '.join(filter(None, details))})"
+        names.append(name + ("" if s.weight is None else f" (weight {s.weight:g})"))
+    return ", ".join(names) or "none"
 
 
 def phase_row(name: str, phase: PhaseConfig, processes: int) -> tuple[str, ...]:

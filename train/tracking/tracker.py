@@ -108,16 +108,13 @@ class Tracker:
         kind = self.config.kind
         if not self.accelerator.log_with:  # accelerate drops trackers that are not installed
             raise UserError(f"the {kind} package is missing: pip install {kind}")
-        if kind == "wandb":
-            self._open_wandb(name, settings)
+        if kind == "tensorboard":
+            # TensorBoard takes plain values only.
+            flat = {key: value for key, value in flatten(settings).items() if value not in (None, {})}
+            plain = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in flat.items()}
+            self.accelerator.init_trackers(kind, {"name": name, **plain})  # the tracker's name becomes its folder
+            self._log(f"tensorboard: tensorboard --logdir {self.folder / kind}")
             return
-        # TensorBoard takes plain values only.
-        flat = {key: value for key, value in flatten(settings).items() if value not in (None, {})}
-        plain = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in flat.items()}
-        self.accelerator.init_trackers(kind, {"name": name, **plain})  # the tracker's name becomes its folder
-        self._log(f"tensorboard: tensorboard --logdir {self.folder / kind}")
-
-    def _open_wandb(self, name: str, settings: Row) -> None:
         import wandb  # takes seconds to import
 
         self.folder.mkdir(parents=True, exist_ok=True)

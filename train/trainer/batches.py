@@ -104,13 +104,6 @@ class RowOrder:
         return numbers
 
 
-def random_subset(rows: datasets.Dataset, tokens: int) -> np.ndarray:
-    """Return numbers of random rows with about ``tokens`` trained tokens; larger subsets contain smaller ones."""
-    trained = np.array([int(collate(rows, [row]).loss_mask.sum()) for row in range(len(rows))])
-    order = np.random.default_rng(0).permutation(len(rows))
-    return order[: 1 + np.searchsorted(np.cumsum(trained[order]), tokens)]
-
-
 def num_micro_batches(rows: int, micro_batch_size: int, processes: int) -> int:
     """Return the number of micro-batches of each process in a step of ``rows`` rows."""
     return -(-rows // (micro_batch_size * processes))
@@ -147,7 +140,12 @@ def open_phase(
             rows = rows.select(range(len(rows) - _rows_left_out(rows)))
     else:
         rows, prompts = corpora.answer_rows(phase.seq_len, held_out=False)
-    subset = np.arange(len(rows)) if phase.max_tokens is None else random_subset(rows, phase.max_tokens)
+    subset = np.arange(len(rows))
+    if phase.max_tokens is not None:
+        # Random rows with about this many trained tokens; larger subsets contain smaller ones.
+        trained = np.array([int(collate(rows, [row]).loss_mask.sum()) for row in range(len(rows))])
+        order = np.random.default_rng(0).permutation(len(rows))
+        subset = order[: 1 + np.searchsorted(np.cumsum(trained[order]), phase.max_tokens)]
     needed = len(subset) if num_rows is None else min(num_rows, len(subset))
     only = set(RowOrder(subset).numbers(seed, 0, needed))
     cache = corpora.stored_hidden_states(rows, name, spec, prompts, only) if phase.store_hidden_states else None

@@ -311,22 +311,17 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
         if path != best:
             # Rename first: a kill in the middle of rmtree must not leave a folder that looks like a checkpoint.
             path.rename(folder / f".replaced.{path.name}")
-    _link_best(folder, best)
-    _remove_leftovers(folder)
-
-
-def _link_best(folder: Path, best: Path | None) -> None:
-    """Point the link ``best`` at the folder ``best``, atomically."""
     link = folder / BEST
     if link.is_dir() and not link.is_symlink():  # the run was copied by a program that follows links
         link.rename(folder / f".replaced.{BEST}.copy")
     if best is None:
         link.unlink(missing_ok=True)
-        return
-    tmp_path = folder / f".replaced.{BEST}"
-    tmp_path.unlink(missing_ok=True)
-    tmp_path.symlink_to(best.name)
-    tmp_path.replace(link)
+    else:  # replaced atomically
+        tmp_path = folder / f".replaced.{BEST}"
+        tmp_path.unlink(missing_ok=True)
+        tmp_path.symlink_to(best.name)
+        tmp_path.replace(link)
+    _remove_leftovers(folder)
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -61,7 +61,12 @@ class Trainer:
             if self.tracker is not None:
                 self.tracker.replay(self.log.rows())
         names = list(self.run.phases)
-        self._shard(names[progress.phase :])
+        if self.sharding.shards_base:  # fill the caches while a process can still run the base
+            with self.launch.main_process_first(self.run.per_node_data):
+                for name in names[progress.phase :]:
+                    self._open(name)
+                open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached=True)
+        self.sharding.shard(self.head)
         while progress.phase < len(names):
             name = names[progress.phase]
             phase = self.run.phases[name]
@@ -77,15 +82,6 @@ class Trainer:
                 self._train_phase(name, phase, optimizer)
             checkpoint = None
             progress.phase, progress.step = progress.phase + 1, 0
-
-    def _shard(self, names: list[str]) -> None:
-        """Shard the weights. Before that, fill the caches of the phases ``names``, while a process can run the base."""
-        if self.sharding.shards_base:
-            with self.launch.main_process_first(self.run.per_node_data):
-                for name in names:
-                    self._open(name)
-                open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached=True)
-        self.sharding.shard(self.head)
 
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
         with undisturbed_rng(), self.launch.main_process_first(self.run.per_node_data):
@@ -123,7 +119,13 @@ class Trainer:
             if result.skip_reason is None:
                 unlogged = result if unlogged is None else unlogged + result
             else:
-                self._report_skipped(name, result.skip_reason)
+                config, skipped = self.run.loss_spikes, self.checkpoints.loss_spikes.skipped
+                self.display.line(
+                    f"warning: phase {name}, step {progress.step}: {result.skip_reason}; the update is skipped, "
+                    f"{skipped} of at most {config.limit} among the last {config.window}"
+                )
+                if skipped > config.limit:
+                    raise self.checkpoints.diverged(f"{result.skip_reason}, and {skipped} updates were skipped")
             stop = self.processes.all_reduce_max(signals.stop_signal())
             is_last = progress.step == phase.steps
             if unlogged is not None and (is_last or stop or progress.step % self.run.log_every == 0):
@@ -181,15 +183,6 @@ class Trainer:
         for step in range(progress.step, phase.steps):
             numbers = data.numbers(seed, step * rows, rows)
             yield from split_rows(numbers, phase.micro_batch_size, self.processes.count, self.processes.rank)
-
-    def _report_skipped(self, name: str, skip_reason: str) -> None:
-        config, skipped = self.run.loss_spikes, self.checkpoints.loss_spikes.skipped
-        self.display.line(
-            f"warning: phase {name}, step {self.checkpoints.progress.step}: {skip_reason}; the update is skipped, "
-            f"{skipped} of at most {config.limit} among the last {config.window}"
-        )
-        if skipped > config.limit:
-            raise self.checkpoints.diverged(f"{skip_reason}, and {skipped} updates were skipped")
 
     def _reduce(self, value: torch.Tensor) -> torch.Tensor:
         if self.processes.count == 1:
