@@ -76,7 +76,9 @@ class RunContext:
         """The corpora with the original base model, which is loaded on first use."""
         run, launch = self.run, self.launch
         with self.display.stage(f"base model {run.base.name or 'random'}"):
-            config = launch.sharding.base_config(run.base) if "train" in run.stages else run.base
+            # A sharded base has no packed weights, because they are not parameters.
+            sharded = "train" in run.stages and launch.sharding.shards_base
+            config = replace(run.base, prepack=False) if sharded else run.base
             base = BaseModel.load(config, launch.accelerator.device, self.display.line)
             if base.kernels is not None:
                 self.display.line(f"   fastest products here, by rows: {base.kernels}")

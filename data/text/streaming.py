@@ -157,18 +157,18 @@ class StreamedRows:
 
     def batch(self, numbers: Sequence[int]) -> TrainBatch:
         """Return the rows ``numbers`` as one batch [B, T], in that order."""
-        return collate_rows([self._row(number) for number in numbers], self.seq_len)
-
-    def _row(self, number: int) -> PackedRow:
-        micro_batch, offset = divmod(number, self.micro_batch_size)
-        round_, shard = divmod(micro_batch, len(self._shards))
-        window, row = divmod(round_ * self.micro_batch_size + offset, WINDOW)
-        for key in ((shard, window), (shard, window + 1)):  # a worker makes the next window ahead
-            if key not in self._windows:
-                self._windows[key] = self._workers.submit(self._shards[shard].window, key[1])
-        for passed in [key for key in self._windows if key[0] == shard and key[1] < window - 1]:
-            del self._windows[passed]
-        return self._windows[shard, window].result()[row]
+        rows = []
+        for number in numbers:
+            micro_batch, offset = divmod(number, self.micro_batch_size)
+            round_, shard = divmod(micro_batch, len(self._shards))
+            window, row = divmod(round_ * self.micro_batch_size + offset, WINDOW)
+            for key in ((shard, window), (shard, window + 1)):  # a worker makes the next window ahead
+                if key not in self._windows:
+                    self._windows[key] = self._workers.submit(self._shards[shard].window, key[1])
+            for passed in [key for key in self._windows if key[0] == shard and key[1] < window - 1]:
+                del self._windows[passed]
+            rows.append(self._windows[shard, window].result()[row])
+        return collate_rows(rows, self.seq_len)
 
 
 class _Shard:

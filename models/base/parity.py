@@ -36,7 +36,7 @@ TOLERANCE = {torch.float32: 1e-3}
 HALF_TOLERANCE = 0.25
 """Tolerance in 16 bits: random weights differ by about 0.1 between passes of different shapes."""
 READING = "reading"
-_passed: set[tuple[str, ...]] = set()
+PASSED: set[tuple[str, ...]] = set()
 
 
 class Base(Protocol):
@@ -83,7 +83,7 @@ class StockResults:
         tokens = torch.randint(3, min(base.vocab_size, 300), (3, LENGTH), generator=torch.Generator().manual_seed(0))
         tokens[1, : PREFIX + 1] = tokens[0, : PREFIX + 1]
         tokens[1, PREFIX + 1 :] = tokens[0, PREFIX + 1 :].flip(0)
-        known = has_passed(base, READING)
+        known = check_key(base, READING) in PASSED
         tokens = (tokens[:1, :4] if known else tokens).to(base.device)
         states: list[Tensor] = []
         hook = model.model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state[:1]))
@@ -176,7 +176,7 @@ def check_against_stock(base: Base) -> None:
                     )
     finally:
         base.windows = windows
-    note_passed(base, READING)
+    PASSED.add(check_key(base, READING))
 
 
 def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -257,17 +257,8 @@ def tolerance(base: Base) -> float:
     return TOLERANCE.get(base.rounds_to, HALF_TOLERANCE)
 
 
-def has_passed(base: Base, what: str) -> bool:
-    """Return True if a base with this config has passed the check ``what`` in this process."""
-    return _key(base, what) in _passed
-
-
-def note_passed(base: Base, what: str) -> None:
-    """Remember that bases with this config pass the check ``what``."""
-    _passed.add(_key(base, what))
-
-
-def _key(base: Base, what: str) -> tuple[str, ...]:
+def check_key(base: Base, what: str) -> tuple[str, ...]:
+    """Return the entry of ``PASSED`` for the check ``what`` of bases with this config."""
     config, settings = base.config, base.model.config
     build = str(base.dtype), base.device.type, str(config.prepack), str(base.max_context)
     return (what, type(base.model).__name__, settings.to_json_string(use_diff=False), *build)

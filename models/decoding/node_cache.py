@@ -108,7 +108,17 @@ class NodeCache:
         ``slots`` [B, T] int64 are their places in the order of reading, -1 for what was not read. Leading inputs that
         were read keep their keys and values. None: all are read again. The result is how many were kept in each row.
         """
-        kept = [0] * len(counts) if slots is None else self._keep(slots, counts)
+        kept = [0] * len(counts)
+        if slots is not None:
+            # Of each row's leading inputs, those that were read up to its count.
+            for row, row_slots in enumerate(slots.tolist()):  # the only wait for the device
+                kept[row] = next((n for n, slot in enumerate(row_slots[: counts[row]]) if slot < 0), counts[row])
+            in_tree = [max(0, keep - self._chain) for keep in kept]
+            if max(in_tree):
+                # Past a row's count, the path lists other nodes; they land behind the committed length.
+                path = slots[:, self._chain : self._chain + max(in_tree)] - self._chain
+                self.cache.commit_path(path.clamp(min=0), in_tree)
+            self._read = [read + keep for read, keep in zip(self._read, kept, strict=True)]
         self._catch_up()
         self._counts = [count - keep for count, keep in zip(counts, kept, strict=True)]
         width = max(self._counts)
@@ -121,19 +131,6 @@ class NodeCache:
         self._last_out = None
         if self._cache is None:
             self._catch_up()
-        return kept
-
-    def _keep(self, slots: Tensor, counts: list[int]) -> list[int]:
-        """Keep each row's leading nodes that were read, up to its count; return how many those are."""
-        kept = []
-        for row_slots, count in zip(slots.tolist(), counts, strict=True):  # the only wait for the device
-            kept.append(next((n for n, slot in enumerate(row_slots[:count]) if slot < 0), count))
-        in_tree = [max(0, keep - self._chain) for keep in kept]
-        if max(in_tree):
-            # Past a row's count, the path lists other nodes; they land behind the committed length.
-            path = slots[:, self._chain : self._chain + max(in_tree)] - self._chain
-            self.cache.commit_path(path.clamp(min=0), in_tree)
-        self._read = [read + keep for read, keep in zip(self._read, kept, strict=True)]
         return kept
 
     @torch.inference_mode()

@@ -24,7 +24,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import BelowOne, Positive, settings
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
-from drafthead.models.base.parity import has_passed, note_passed, relative_error, tolerance
+from drafthead.models.base.parity import PASSED, check_key, relative_error, tolerance
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, DynamicTree, Proposal
 from drafthead.models.decoding.growth import StepwiseSession
@@ -100,7 +100,7 @@ class ExitStates:
 def check_early_exit(base: BaseModel, first: BaseModel) -> None:
     """Raise a UserError if a base's pass differs when its first layers run alone and the others continue."""
     check = f"early exit after {first.num_layers}"
-    if base.device.type == "meta" or has_passed(base, check):
+    if base.device.type == "meta" or check_key(base, check) in PASSED:
         return
     shape = TokenTree.from_paths([(0,), (1,), (0, 0)]).shape_on(base.device)
     tokens = torch.arange(3, 15, device=base.device)[None]
@@ -116,7 +116,7 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
             f"the layers of {base.model.config.model_type} after the first {first.num_layers} give another result when "
             f"they run alone (by {error:.1%} of the largest state); choose a head without an exit layer"
         )
-    note_passed(base, check)
+    PASSED.add(check_key(base, check))
 
 
 @settings(kw_only=True)

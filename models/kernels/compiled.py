@@ -114,7 +114,15 @@ def skinny_library() -> ctypes.CDLL | None:
     library.width.restype = ctypes.c_int64
     for product in (library.product, library.product_int8):
         product.argtypes, product.restype = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3, None
-    return library if _is_right(library) else None
+    # Both products must agree with torch's.
+    generator = torch.Generator().manual_seed(0)  # leaves the program's own random numbers alone
+    weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((200, 96), (200,), (7, 96)))
+    for dtype in (torch.float32, torch.int8):
+        compiled = CompiledWeight(weight, bias, library, dtype)
+        expected = F.linear(x, compiled.dense(), bias)
+        if not (compiled(x) - expected).abs().max() <= TOLERANCE * expected.abs().max():
+            return None
+    return library
 
 
 def _build(compiler: list[str], path: Path) -> None:
@@ -141,15 +149,3 @@ def _cpu_features() -> str:
     except OSError:
         lines = []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
-
-
-def _is_right(library: ctypes.CDLL) -> bool:
-    """Check both products against torch's."""
-    generator = torch.Generator().manual_seed(0)  # leaves the program's own random numbers alone
-    weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((200, 96), (200,), (7, 96)))
-    for dtype in (torch.float32, torch.int8):
-        compiled = CompiledWeight(weight, bias, library, dtype)
-        expected = F.linear(x, compiled.dense(), bias)
-        if not (compiled(x) - expected).abs().max() <= TOLERANCE * expected.abs().max():
-            return False
-    return True

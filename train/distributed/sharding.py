@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import require, settings
-from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import drop_views
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -116,10 +115,6 @@ class Sharding:
             return PRECISIONS[self.config.precision]
         faster = base.kernels is not None and base.kernels.bfloat16_reads
         return torch.bfloat16 if faster and _wraps_heads() else torch.float32
-
-    def base_config(self, config: BaseConfig) -> BaseConfig:
-        """Return the base's settings for training. A sharded base has no packed weights: they are not parameters."""
-        return replace(config, prepack=False) if self.shards_base else config
 
     def shard(self, head: DraftHead) -> None:
         """Shard the head and its base. Call it after loading weights and before building the optimiser.

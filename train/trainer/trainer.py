@@ -92,7 +92,40 @@ class Trainer:
             self._check_common(name, digest_rows(data.rows))
         self.checkpoints.check_corpora()
         with signals.defer_signals():
-            self._train_steps(name, phase, optimizer, data, held_out)
+            progress, batches = self.checkpoints.progress, data.stream(self._rows(data, phase))
+            if phase.boost.head:
+                first_head = load_first(phase.boost.head, self.head)
+                batches = boosted(batches, first_head, self.head.depth, phase.boost.floor)
+            unlogged: StepResult | None = None
+            started, first = perf_counter(), progress.step
+            while progress.step < phase.steps:
+                lr = lr_at(phase.optim, progress.step, phase.steps)
+                result = self._step(phase, batches, optimizer, lr)
+                if result.skip_reason is None:
+                    unlogged = result if unlogged is None else unlogged + result
+                else:
+                    config, skipped = self.run.loss_spikes, self.checkpoints.loss_spikes.skipped
+                    self.display.line(
+                        f"warning: phase {name}, step {progress.step}: {result.skip_reason}; the update is skipped, "
+                        f"{skipped} of at most {config.limit} among the last {config.window}"
+                    )
+                    if skipped > config.limit:
+                        raise self.checkpoints.diverged(f"{result.skip_reason}, and {skipped} updates were skipped")
+                stop = self.processes.all_reduce_max(signals.stop_signal())
+                is_last = progress.step == phase.steps
+                if unlogged is not None and (is_last or stop or progress.step % self.run.log_every == 0):
+                    waited, data.waited_s = data.waited_s, 0.0
+                    self._record(name, unlogged, lr, started, waited, progress.step - first)
+                    unlogged, started, first = None, perf_counter(), progress.step
+                paused = perf_counter()
+                is_best = False
+                if is_last or (not stop and progress.step % self.run.validate_every == 0):
+                    is_best = self._validate(name, phase, held_out)
+                if is_last or stop or is_best or progress.step % self.run.checkpoint.every_steps == 0:
+                    self.checkpoints.save(optimizer, end_of_phase=is_last)
+                if stop:
+                    raise signals.Stopped(stop, f"after step {progress.total_steps} (over all phases), which is saved")
+                started += perf_counter() - paused  # logged speed leaves out validation and saving
 
     def _check_common(self, name: str, digest: str) -> None:
         """Reject rows that differ between nodes, because steps choose rows by number."""
@@ -103,44 +136,6 @@ class Trainer:
                 "made different corpora. Copy data.folder from one node to the others, or share one folder "
                 "with per_node_data=false"
             )
-
-    def _train_steps(
-        self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer, data: PhaseData, held_out: PhaseData
-    ) -> None:
-        progress, batches = self.checkpoints.progress, data.stream(self._rows(data, phase))
-        if phase.boost.head:
-            first_head = load_first(phase.boost.head, self.head)
-            batches = boosted(batches, first_head, self.head.depth, phase.boost.floor)
-        unlogged: StepResult | None = None
-        started, first = perf_counter(), progress.step
-        while progress.step < phase.steps:
-            lr = lr_at(phase.optim, progress.step, phase.steps)
-            result = self._step(phase, batches, optimizer, lr)
-            if result.skip_reason is None:
-                unlogged = result if unlogged is None else unlogged + result
-            else:
-                config, skipped = self.run.loss_spikes, self.checkpoints.loss_spikes.skipped
-                self.display.line(
-                    f"warning: phase {name}, step {progress.step}: {result.skip_reason}; the update is skipped, "
-                    f"{skipped} of at most {config.limit} among the last {config.window}"
-                )
-                if skipped > config.limit:
-                    raise self.checkpoints.diverged(f"{result.skip_reason}, and {skipped} updates were skipped")
-            stop = self.processes.all_reduce_max(signals.stop_signal())
-            is_last = progress.step == phase.steps
-            if unlogged is not None and (is_last or stop or progress.step % self.run.log_every == 0):
-                waited, data.waited_s = data.waited_s, 0.0
-                self._record(name, unlogged, lr, started, waited, progress.step - first)
-                unlogged, started, first = None, perf_counter(), progress.step
-            paused = perf_counter()
-            is_best = False
-            if is_last or (not stop and progress.step % self.run.validate_every == 0):
-                is_best = self._validate(name, phase, held_out)
-            if is_last or stop or is_best or progress.step % self.run.checkpoint.every_steps == 0:
-                self.checkpoints.save(optimizer, end_of_phase=is_last)
-            if stop:
-                raise signals.Stopped(stop, f"after step {progress.total_steps} (over all phases), which is saved")
-            started += perf_counter() - paused  # logged speed leaves out validation and saving
 
     def _step(
         self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
