@@ -32,6 +32,8 @@ class TrainBatch:
     weights: Tensor | None = None
     """[B, T, K] float >= 0: extra weight of a token as the target of draft position k, in column k - 1. A weight of 0
     leaves the target out; None stands for 1 everywhere."""
+    host: "TrainBatch | None" = None
+    """The batch in host memory that this one was copied from; indices of targets are made there, without a wait."""
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 0) -> "TrainBatch":
@@ -63,9 +65,9 @@ class TrainBatch:
         return targets, valid
 
     def to(self, device: torch.device | str) -> "TrainBatch":
-        """Return the batch on ``device``."""
-        moved = {k: v.to(device) for k, v in vars(self).items() if v is not None}
-        return TrainBatch(**moved)
+        """Return the batch on ``device``; the copy is not waited for."""
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return TrainBatch(**moved, host=self if self.input_ids.device.type == "cpu" else self.host)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -301,7 +301,7 @@ class BaseModel:
     @torch.no_grad()
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
         """Return hidden states of packed rows, detached; a token attends to its own document only."""
-        if self._limited and (last := int(batch.position_ids.max())) >= self.max_context:
+        if self._limited and (last := int((batch.host or batch).position_ids.max())) >= self.max_context:
             raise UserError(
                 f"a document of {last + 1} tokens exceeds the context of {self.max_context}; shorten the rows"
             )

@@ -190,16 +190,22 @@ class Medusa2Head(MedusaHead):
     ) -> tuple[Tensor, Tensor]:
         """Return the base's own loss, summed over the trained tokens, and its ``STATS`` [1, len(STATS)]."""
         assert self._tuned is not None
-        next_ids, valid = batch.draft_targets(0)
+        next_ids, valid = (batch.host or batch).draft_targets(0)
+        device, chosen = tuned_hidden.final.device, valid.flatten().nonzero()[:, 0]
+        ids = next_ids.flatten()[chosen].to(device, non_blocking=True)
+        chosen = chosen.to(device, non_blocking=True)
         distils = self.config.base_loss == SELF_DISTILLATION
         targets = Targets(
-            ids=next_ids[valid],
-            valid=torch.ones_like(next_ids[valid], dtype=torch.bool)[None],
-            target_hidden=original.final[valid] if distils else None,
+            ids=ids,
+            valid=torch.ones_like(ids, dtype=torch.bool)[None],
+            target_hidden=original.final.flatten(0, 1)[chosen] if distils else None,
             target_lm_head=self.base.lm_head if distils else None,
         )
         return heads_loss(
-            tuned_hidden.final[valid][None], [self._tuned.output_head()], targets, BASE_LOSSES[self.config.base_loss]
+            tuned_hidden.final.flatten(0, 1)[chosen][None],
+            [self._tuned.output_head()],
+            targets,
+            BASE_LOSSES[self.config.base_loss],
         )
 
     def saved_weights(self) -> dict[str, Tensor]:

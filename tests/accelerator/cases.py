@@ -5,6 +5,7 @@
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,9 +22,12 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.loop import DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, Step
+from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
-from support import TINY, noisy_head, random_ids
+from drafthead.train.trainer.step import train_step
+from support import TINY, noisy_head, random_ids, row_of, stacked
 
 DEVICES = ("cpu", "cuda")
 STEP_WAITS, STEP_WAITS_OF_LM = 1, 2
@@ -46,7 +50,10 @@ def head_on(kind: str, device: str) -> DraftHead:
     """Return the same noisy head on either device."""
     folder = Path(mkdtemp())
     if device == "cpu":
-        return noisy_head(HEADS[kind], base_on("cpu"), 0.05, torch.arange(0, 300, 2))
+        config = HEADS[kind]
+        if isinstance(config, Medusa2Config):  # devices draw other random numbers
+            config = replace(config, lora_dropout=0.0)
+        return noisy_head(config, base_on("cpu"), 0.05, torch.arange(0, 300, 2))
     head_on(kind, "cpu").save_pretrained(folder)
     return DraftHead.from_pretrained(folder, base_on(device)).eval()
 
@@ -128,3 +135,48 @@ def test_decoding(kind: str, way: str) -> None:
     answers, waits = decoded(head_on(kind, "cuda"), "cuda", config, rows)
     assert answers == expected
     assert_few(waits, STEP_WAITS_OF_LM, f"{kind} {way}")
+
+
+Waits = list[Counter[tuple[str, str]]]
+LOSS = LossConfig(kl=0.1, tv=0.1, decay="dpace")
+
+
+def trained(kind: str, device: str, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor], Waits]:
+    """Return losses and final weights of a few steps, and the waits of each step but the first."""
+    torch.manual_seed(0)
+    base = base_on(device)
+    head = head_on.__wrapped__(kind, device).train()
+    if isinstance(head, Medusa2Head):
+        head.train_base(now=True)
+        with torch.no_grad():
+            for n, (_, parameter) in enumerate(sorted(head.adapter.items())):
+                generator = torch.Generator().manual_seed(n)
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-3)
+    rows = stacked([row_of([random_ids(20, 1), random_ids(11, 2)], 3), row_of([random_ids(31, 4)], 3)])
+    losses, waits = [], []
+    for _ in range(steps):
+        with simulated.waits() as counted:
+            batch = rows.to(base.device)
+            result = train_step(
+                head,
+                optimizer,
+                [(batch, base.hidden_states(batch, head.spec))],
+                LOSS,
+                lr=1e-3,
+                clip_norm=1.0,
+                reduce=lambda value: value,
+            )
+        losses.append(result.metrics()["loss"])
+        waits.append(counted)
+    return losses, {name: weight.cpu() for name, weight in head.state_dict().items()}, waits[1:]
+
+
+@every_head
+def test_training(kind: str) -> None:
+    expected, weights, _ = trained(kind, "cpu")
+    losses, moved, waits = trained(kind, "cuda")
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(moved[name], weight, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: name + text)
+    assert_few(waits, 1, f"a training step of {kind}")

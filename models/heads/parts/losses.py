@@ -271,6 +271,8 @@ class Targets:
     """[K, n] float weight of each prediction in the loss; None: all 1."""
     source_idx: Tensor | None = None
     """[K, n] int64 flat index of the anchor that position k predicts each target from; D-PACE needs it."""
+    positions: int = 0
+    """Number of tokens in the batch, which is above all of ``source_idx``."""
     target_hidden: Tensor | None
     """[n, D] the base's ``h`` one token before each target; None if only ``ce`` is computed."""
     target_lm_head: LMHead | None
@@ -354,10 +356,8 @@ def dpace_weights(probs: Tensor, targets: Targets) -> Tensor:
     depth, source = len(probs), targets.source_idx
     floored = (1 - DPACE_FLOOR) * probs + DPACE_FLOOR
     # By anchor, because a product runs over the positions of one anchor, whose targets are different tokens.
-    by_anchor = probs.new_zeros(depth, int(source.max()) + 1 if source.numel() else 0)
-    for k in range(depth):
-        valid = targets.valid[k]
-        by_anchor[k, source[k, valid]] = floored[k, valid]
+    by_anchor = probs.new_zeros(depth, targets.positions + 1)
+    by_anchor.scatter_(1, torch.where(targets.valid, source, targets.positions), floored)
     reached = by_anchor.cumprod(0)
     weights = reached.flip(0).cumsum(0).flip(0) / depth
     return weights.gather(1, source)

@@ -107,7 +107,7 @@ class MultiPositionHead(DraftHead):
         target_ids = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
         ranks = torch.full((batch.input_ids.numel(), self.depth), -1, dtype=torch.int64, device=target_ids.device)
         for k in range(self.depth):
-            valid = draft_targets.valid[k].nonzero()[:, 0]
+            valid = (draft_targets.host or draft_targets).valid[k].nonzero()[:, 0].to(ranks.device, non_blocking=True)
             position_ranks = rank_of(hidden[k, valid], self.output_head(k), target_ids[valid], top)
             ranks[draft_targets.source_idx[k, valid], k] = position_ranks
         return ranks.view(*batch.input_ids.shape, self.depth)
@@ -253,7 +253,7 @@ class RecurrentHead(CopyingHead):
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         ids, hidden = batch.input_ids.flatten(), self.sources(batch, base_hidden).flatten(0, 1)
         # Each anchor is computed once, although the targets of up to K positions read it.
-        anchors = torch.unique(draft_targets.source_idx[draft_targets.valid])
+        anchors = draft_targets.anchors
         index = torch.zeros_like(ids)
         index[anchors] = torch.arange(len(anchors), device=ids.device)
         states, outputs = self.first_states(hidden[anchors].to(self.dtype)), []

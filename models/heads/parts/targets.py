@@ -33,6 +33,8 @@ class DraftTargets:
     """[K, n] int64 flat index of the anchor t; any index in range where ``valid`` is false."""
     weights: Tensor | None = None
     """[K, n] float weight of each prediction; None: all 1."""
+    host: "DraftTargets | None" = None
+    """The targets in host memory that these were copied from; lists of anchors are made there, without a wait."""
 
     @classmethod
     def of(cls, batch: TrainBatch, depth: int) -> "DraftTargets":
@@ -41,6 +43,8 @@ class DraftTargets:
         If the batch has weights, only predictions with a positive weight count. Positions deeper than the weights
         have none. A head with one prediction for all positions (``depth`` 1) takes a token's largest weight.
         """
+        if batch.host is not None:
+            return cls.of(batch.host, depth).to(batch.input_ids.device)
         valid = batch.loss_mask.new_zeros((depth, *batch.input_ids.shape))
         for k in range(1, depth + 1):
             _, at_source = batch.draft_targets(k)
@@ -63,7 +67,9 @@ class DraftTargets:
 
     def subset(self, count: int) -> "DraftTargets":
         """Return the targets of at most ``count`` anchors, drawn at random."""
-        anchors = torch.unique(self.source_idx[self.valid])
+        if self.host is not None:
+            return self.host.subset(count).to(self.target_idx.device)
+        anchors = self.anchors
         if len(anchors) <= count:
             return self
         drawn = anchors[torch.randperm(len(anchors), device=anchors.device)[:count]]
@@ -75,6 +81,19 @@ class DraftTargets:
             source_idx=self.source_idx[:, used],
             weights=None if self.weights is None else self.weights[:, used],
         )
+
+    def to(self, device: torch.device) -> "DraftTargets":
+        """Return the targets on ``device``; the copy is not waited for."""
+        if device == self.target_idx.device:
+            return self
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return DraftTargets(**moved, host=self)
+
+    @property
+    def anchors(self) -> Tensor:
+        """Flat indices of the anchors from which some position is trained, ascending."""
+        host = self.host or self
+        return torch.unique(host.source_idx[host.valid]).to(self.target_idx.device, non_blocking=True)
 
     def at_sources(self, values: Tensor) -> Tensor:
         """Return values [B, T, D] at each position's anchor, [K, n, D].
@@ -98,6 +117,7 @@ class DraftTargets:
             valid=self.valid,
             weights=self.weights,
             source_idx=self.source_idx,
+            positions=batch.input_ids.numel(),
             target_hidden=base_hidden.final.flatten(0, 1)[self.target_idx - 1],
             target_lm_head=target_lm_head,
         )
@@ -136,11 +156,12 @@ def anchors_of(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor
         [B, S] int64 positions in the rows, and [B * T] int64 indices into the flattened [B * S] anchors.
     """
     rows, time = ids.shape
-    used = torch.zeros(rows * time, dtype=torch.bool, device=ids.device)
-    used[draft_targets.source_idx[draft_targets.valid]] = True
+    host = draft_targets.host or draft_targets
+    used = torch.zeros(rows * time, dtype=torch.bool, device=host.valid.device)
+    used[host.source_idx[host.valid]] = True
     used = used.view(rows, time)
     most = int(used.sum(1).max())
     anchors = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
     slots = torch.zeros_like(used, dtype=torch.int64)
-    slots.scatter_(1, anchors, torch.arange(rows * most, device=ids.device).view(rows, most))
-    return anchors, slots.flatten()
+    slots.scatter_(1, anchors, torch.arange(rows * most, device=used.device).view(rows, most))
+    return anchors.to(ids.device, non_blocking=True), slots.flatten().to(ids.device, non_blocking=True)
