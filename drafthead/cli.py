@@ -41,6 +41,7 @@ usage: drafthead COMMAND [key=value ...]
   drafthead push head=outputs/medusa_smollm2/head repo=user/medusa-smollm2
 
 Every command takes settings as key=value, and knows --cfg job (print the settings, start nothing) and --help.
+device=NAME (cpu, cuda:1, mps) computes there instead of on the accelerator that torch finds.
 Several GPUs: accelerate launch train/run.py recipe=...  takes the same settings as drafthead train.
 
   --version  print the version

@@ -130,7 +130,8 @@ def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
 
 def _batch(columns: dict[str, _Array]) -> TrainBatch:
     kinds = {"loss_mask": np.bool_}
-    return TrainBatch(**{n: torch.from_numpy(array.astype(kinds.get(n, np.int64))) for n, array in columns.items()})
+    tensors: Any = {n: torch.from_numpy(array.astype(kinds.get(n, np.int64))) for n, array in columns.items()}
+    return TrainBatch(**tensors)
 
 
 def text_documents(

@@ -119,6 +119,16 @@ def hydra_task(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], Non
     return guarded
 
 
+def take_device() -> None:
+    """Apply and remove ``device=NAME`` from the arguments; every command accepts it."""
+    for argument in [argument for argument in sys.argv[1:] if argument.startswith("device=")]:
+        from drafthead.data.utils.devices import choose_device  # imports torch, which --help does not need
+
+        sys.argv.remove(argument)
+        with one_line_errors():
+            choose_device(argument.removeprefix("device="))
+
+
 def run_main(main: Callable[[], None], cls: type[Any], usage: str = "") -> None:
     """Run a Hydra entry point whose settings are checked by ``cls``; ``--help`` prints ``usage`` and the settings."""
     if usage and {"--help", "-h"} & {*sys.argv[1:]}:
@@ -127,6 +137,7 @@ def run_main(main: Callable[[], None], cls: type[Any], usage: str = "") -> None:
     for argument in sys.argv[1:]:
         if argument.startswith("="):
             raise SystemExit(f"error: {argument!r} names no setting; settings are key=value, see --help")
+    take_device()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra ends the process itself, with its own traceback
     with one_line_errors(cls):
         main()

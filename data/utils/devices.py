@@ -5,6 +5,7 @@ rules are tested on a simulated device (``tests/accelerator``). ROCm, XPU, MPS a
 are untested.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ def choose_device(name: str) -> None:
         UserError: torch cannot compute on it.
     """
     _chosen[:] = [device_of(name)]
+    if _chosen[0].index is not None:  # accelerate, which places each process's work, follows it too
+        os.environ["ACCELERATE_TORCH_DEVICE"] = name
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
@@ -35,7 +38,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
         wanted = torch.device(device)
     except RuntimeError:
         wanted = None
-    if wanted is None or (wanted.type != "cpu" and (found is None or wanted.type != found.type)):
+    if wanted is None or (wanted.type not in ("cpu", "meta") and (found is None or wanted.type != found.type)):
         has = "no accelerator" if found is None else f"{torch.accelerator.device_count()} of type {found.type}"
         raise UserError(f"device={device} cannot be used; torch finds {has} here, and cpu")
     return wanted
@@ -93,7 +96,7 @@ def accelerator_name() -> str | None:
     return str(name_of()) if name_of else device.type
 
 
-def peak_memory() -> int | None:
+def peak_allocated() -> int | None:
     """Return the most bytes allocated on the accelerator so far; None without one or if its backend does not say."""
     if (device := device_of(None)).type in ("cpu", "mps"):
         return None

@@ -10,6 +10,7 @@ from typing import Any, Self
 import psutil
 import torch
 
+from drafthead.data.utils.devices import accelerator_name
 from drafthead.version import __version__
 
 BUSY_CORES = 0.2
@@ -31,7 +32,7 @@ def hardware() -> dict[str, Any]:
         "cores": usable,
         "torch_threads": torch.get_num_threads(),
         "ram_gb": round(ram / 1e9, 1),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": accelerator_name(),
     }
 
 

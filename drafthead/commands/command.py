@@ -13,7 +13,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
-from drafthead.data.utils.compose import hydra_task, one_line_errors, parse, run_main, schema
+from drafthead.data.utils.compose import hydra_task, one_line_errors, parse, run_main, schema, take_device
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
 from drafthead.data.utils.help import help_text
@@ -69,6 +69,7 @@ def command(
 
         def main() -> None:
             """Entry point."""
+            take_device()
             arguments = sys.argv[1:]
             if {"--help", "-h"} & {*arguments} or (not arguments and required(cls)):
                 sys.stdout.write(help_text(usage, cls, REGISTERED[name].spelled))

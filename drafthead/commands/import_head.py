@@ -15,7 +15,6 @@ from drafthead.models.formats import FORMATS, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
-from drafthead.models.heads.parts.loading import default_device
 
 USAGE = f"""\
 Convert a published head to a head folder, attached to the base that it drafts for.
@@ -65,7 +64,7 @@ def main(config: ImportConfig) -> None:
     display = Display()
     with new_folder(Path(config.out)) as tmp_path:
         with display.stage(f"base {config.base.name or 'random'}"):
-            base = BaseModel.load(config.base, default_device(), display.line)
+            base = BaseModel.load(config.base, progress=display.line)
         with display.stage(f"{file_format.title} from {config.source}"):
             head = file_format.attach(checkpoint, base)
             read_trees(folder, head)

@@ -34,7 +34,6 @@ from drafthead.models.base.meta import meta_base
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.loading import default_device
 from drafthead.models.token_tree import TokenTree
 
 USAGE = """\
@@ -87,7 +86,7 @@ def main(config: StudyConfig) -> None:
     make_folder(out, "out=...")
     display = Display()
     with display.stage(f"base {config.base.name}"):
-        base = BaseModel.load(config.base, default_device())
+        base = BaseModel.load(config.base)
     widths = config.widths or [equal_width(base, config.reference, depth) for depth in config.depths]
     folders = [out / f"depth{depth}-width{width}" for depth, width in zip(config.depths, widths, strict=True)]
     for depth, width, folder in zip(config.depths, widths, folders, strict=True):

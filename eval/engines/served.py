@@ -159,7 +159,11 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
     settings = config.engine
     check_drafts(drafter, _chain(drafter, config))
     formats = {name: format_for(name, drafter) for name in config.engines}
-    if "vllm" in formats and formats["vllm"].name == "dspark" and not (settings.vllm.url or torch.cuda.is_available()):
+    if (
+        "vllm" in formats
+        and formats["vllm"].name == "dspark"
+        and not (settings.vllm.url or torch.accelerator.is_available())
+    ):
         raise UserError(
             "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head: "
             "head.markov_rank=0 head.confidence=false head.anchor_predicts=false"
@@ -250,7 +254,7 @@ class EngineStart:
         dtype = str(self.base.dtype).removeprefix("torch.")
         arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, *VLLM_OPTIONS]
         arguments += ["--max-model-len", str(self._context), "--no-enable-prefix-caching", "--seed", "0"]
-        if torch.cuda.is_available():
+        if torch.accelerator.is_available():
             arguments += ["--gpu-memory-utilization", "0.3"]
         if not plain:
             spoken = {"method": self.method, "model": str(self.published), "num_speculative_tokens": self.drafts}

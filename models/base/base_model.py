@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Message, prompt_ids, user_turn
-from drafthead.data.utils.devices import graphs_of, synchronise
+from drafthead.data.utils.devices import device_of, graphs_of, synchronise
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_weights
@@ -122,11 +122,14 @@ class BaseModel:
     def load(
         cls,
         config: BaseConfig,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         progress: Callable[[str], None] = lambda line: None,
     ) -> "BaseModel":
-        """Load or build the base that ``config`` names; ``progress`` gets a line about slow first-time work."""
-        model, tokenizer = load_weights(config, torch.device(device), progress)
+        """Load or build the base that ``config`` names on ``device``, by default the process's (``devices.py``).
+
+        ``progress`` gets a line about slow first-time work.
+        """
+        model, tokenizer = load_weights(config, device_of(device), progress)
         base = cls(model, tokenizer, config)
         tune_for_cpu(base)
         check_against_stock(base)  # after the fused modules have replaced stock ones, so that it covers them

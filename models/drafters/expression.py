@@ -24,7 +24,7 @@ from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.loading import default_device, load_base_and_head
+from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 
 
@@ -298,7 +298,7 @@ def load_base_and_drafter(spec: str, config: BaseConfig) -> tuple[BaseModel, Dra
     if folders and folders[0] and not config.name:
         base, _ = load_base_and_head(folders[0], config)
     elif config.name or config.random:
-        base = BaseModel.load(config, default_device())
+        base = BaseModel.load(config)
     else:
         raise UserError(f"{spec} does not name a base; give one, such as base=embedded:smollm2")
     return base, *build_drafter(expression, base)

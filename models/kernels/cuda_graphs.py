@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafthead.data.utils.devices import graphs_of
+
 Outputs = tuple[Tensor, ...]
 WARM_UP = 3
 """Runs on the capture's stream before the capture: some libraries initialise themselves when first used."""
@@ -28,7 +30,8 @@ class GraphBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.enabled = device.type == "cuda"
+        self._module = graphs_of(device)
+        self.enabled = self._module is not None
         """False without CUDA or after a failed capture: calls then run eagerly."""
         self._pool: Any = None
         self._stream: Any = None
@@ -44,27 +47,28 @@ class GraphBackend:
             return None
 
     def _record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        with torch.cuda.device(self.device):
+        cuda = self._module
+        with cuda.device(self.device):
             if self._stream is None:
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream, current = self._stream, torch.cuda.current_stream()
+                self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream()
+            stream, current = self._stream, cuda.current_stream()
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):
+            with cuda.stream(stream):
                 for _ in range(WARM_UP):
                     run()
                 # A host read during the capture itself would leave the allocator and the generators in a bad state.
-                sync_mode = torch.cuda.get_sync_debug_mode()
-                torch.cuda.set_sync_debug_mode("error")
+                sync_mode = cuda.get_sync_debug_mode()
+                cuda.set_sync_debug_mode("error")
                 try:
                     run()
                 finally:
-                    torch.cuda.set_sync_debug_mode(sync_mode)
+                    cuda.set_sync_debug_mode(sync_mode)
             current.wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
+            graph = cuda.CUDAGraph()
             try:
                 # Other threads, such as those of a data loader, may continue to allocate.
                 mode = "thread_local"
-                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
+                with cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
                     outputs = run()
             except Exception:
                 graph.reset()

@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from drafthead.data.answers.backend import ProcessGroup
+from drafthead.data.utils.devices import device_of
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.train.config import RunConfig
@@ -79,7 +79,7 @@ def launched(run: RunConfig) -> Iterator[Launch]:
     """Join the other processes. Inside the block, each one ends if another fails. Call it once per program."""
     shard = follow_launcher(run.shard)
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
+        cpu=device_of(None).type == "cpu",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
         log_with=None if run.tracker.kind == "none" else run.tracker.kind,
         project_dir=run.out,

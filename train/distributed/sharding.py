@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import LossOutput
+from drafthead.data.utils.devices import can_pin, collective_backend
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import require, settings
 from drafthead.models.base.base_model import BaseModel
@@ -128,8 +129,7 @@ class Sharding:
         if self.config.mode == "none" and precision == torch.float32:
             return
         if not dist.is_initialized():  # a single process becomes a mesh of one
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            dist.init_process_group(collective_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
             self._made_group = True
         mesh = self._mesh()
         decoders = [head.base.model.model, *head.tuned_decoders()]
@@ -137,7 +137,7 @@ class Sharding:
         if self.shards_base:
             policy = OffloadPolicy()
             if self.config.offload_base:
-                policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+                policy = CPUOffloadPolicy(pin_memory=can_pin(self.device))
             options: dict[str, Any] = {"offload_policy": policy, "ignored_params": set(head.parameters())}
             for decoder in decoders:
                 for layer in decoder.layers:

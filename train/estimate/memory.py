@@ -141,7 +141,7 @@ class Estimate:
         if (name, accumulates) not in self._steps:
             if self.trains_base:
                 self.head.train_base(now=self.phases[name].train_base)
-            CHUNK_BYTES["meta"] = CHUNK_BYTES[self.device]
+            CHUNK_BYTES["meta"] = CHUNK_BYTES.get(self.device, CHUNK_BYTES["accelerator"])
             self._steps[name, accumulates] = StepMemory(self.head, self.phases[name], self._fake, accumulates)
         return self._steps[name, accumulates]
 

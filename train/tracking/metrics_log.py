@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from drafthead.data.utils.devices import peak_allocated
 from drafthead.data.utils.display import duration
 from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.data.utils.floats import finite
@@ -64,8 +63,8 @@ def console_line(row: Row, steps: int) -> str:
 
 
 def peak_memory() -> int:
-    """Return the peak of memory in bytes: allocated on the GPU if torch uses one, else resident in this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    """Return the peak of memory in bytes: allocated on the accelerator if it says, else resident in this process."""
+    if (allocated := peak_allocated()) is not None:
+        return allocated
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

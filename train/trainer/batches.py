@@ -13,6 +13,7 @@ from drafthead.data.answers.hidden_states import StoredHiddenStates
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.text.streaming import StreamedRows
+from drafthead.data.utils.devices import pinned
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.config import PhaseConfig
@@ -69,7 +70,7 @@ class PhaseData:
             return batch, None
         values = self.cache.read(numbers)
         # Pinned memory is copied to the device without waiting.
-        return batch, values.pin_memory() if self.base.device.type == "cuda" else values
+        return batch, pinned(values, self.base.device)
 
     def with_hidden_states(self, batch: TrainBatch, cached: Tensor | None) -> Batch:
         """Move a result of ``read`` to the base's device; the base computes hidden states that were not cached."""

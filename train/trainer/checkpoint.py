@@ -31,6 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafthead.data.utils.devices import rng_states, set_rng_states
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
@@ -105,19 +106,18 @@ def capture_rng() -> dict[str, Any]:
         "python": [version, torch.tensor(words), gauss],
         "numpy": [str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": rng_states(),
     }
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore a state of ``capture_rng``. CUDA states are restored only if the number of devices is the same."""
+    """Restore a state of ``capture_rng``. States of accelerators are restored if there are as many."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    set_rng_states(state["cuda"])
 
 
 @contextmanager

@@ -12,30 +12,39 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
 
 
-def load_base(name: str, **settings: Any) -> BaseModel:
-    """Load a frozen base onto the GPU if there is one, else the CPU.
+def load_base(name: str, device: torch.device | str | None = None, **settings: Any) -> BaseModel:
+    """Load a frozen base.
 
     Args:
         name: a Hub id, a folder or ``embedded:smollm2``.
+        device: device to load it onto, such as "cuda:1"; None is the machine's accelerator, else the CPU.
         **settings: fields of ``BaseConfig``.
     """
-    return BaseModel.load(BaseConfig(name=name, **settings), default_device())
+    return BaseModel.load(BaseConfig(name=name, **settings), device)
 
 
-def load_head(name: str | Path, base: BaseModel | None = None, revision: str | None = None) -> DraftHead:
+def load_head(
+    name: str | Path,
+    base: BaseModel | None = None,
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+) -> DraftHead:
     """Load a head from a folder or a Hub repository.
 
     Args:
         name: folder or repository.
         base: base to attach the head to; None loads the base that the head names.
         revision: branch, tag or commit of the repository; None is its newest commit.
+        device: device to load the head's base onto, if it is not given; see :func:`load_base`.
     """
     folder = resolve_folder(name, revision)
-    return DraftHead.from_pretrained(folder, base) if base else load_base_and_head(folder)[1]
+    return DraftHead.from_pretrained(folder, base) if base else load_base_and_head(folder, None, device)[1]
 
 
-def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tuple[BaseModel, DraftHead]:
-    """Load a head from a folder or a Hub repository, and its base, onto the GPU if there is one.
+def load_base_and_head(
+    name: str | Path, base: BaseConfig | None = None, device: torch.device | str | None = None
+) -> tuple[BaseModel, DraftHead]:
+    """Load a head from a folder or a Hub repository, and its base, onto ``device`` (see :func:`load_base`).
 
     ``base`` has settings that override the saved ones. If it has no name and is not random, the base that the head
     was trained for is loaded.
@@ -54,10 +63,5 @@ def load_base_and_head(name: str | Path, base: BaseConfig | None = None) -> tupl
             saved_settings["adapter"] = str(folder / ADAPTER)
         unset = {k: v for k, v in saved_settings.items() if getattr(config, k) == getattr(default, k)}
         config = replace(config, **unset)
-    model = BaseModel.load(config, default_device())
+    model = BaseModel.load(config, device)
     return model, DraftHead.from_pretrained(folder, model)
-
-
-def default_device() -> str:
-    """Return ``cuda`` if there is a GPU, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -34,7 +34,7 @@ DPACE_FLOOR = 0.5
 """alpha of D-PACE: the lower bound of a position's probability, so that later positions have weight from the start."""
 
 
-CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+CHUNK_BYTES = {"cpu": 4 * 2**20, "accelerator": 64 * 2**20}
 """Size of one chunk's float32 logits: within a CPU's last-level cache, or large enough to fill a GPU. The peak memory
 is about three such matrices."""
 
@@ -287,7 +287,7 @@ class Targets:
 
 def chunk_rows(vocabulary: int, device: str) -> int:
     """Return the number of targets per chunk for a draft vocabulary of that size."""
-    return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+    return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["accelerator"]) // (4 * vocabulary))
 
 
 def heads_loss(

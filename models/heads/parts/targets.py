@@ -93,7 +93,8 @@ class DraftTargets:
     def anchors(self) -> Tensor:
         """Flat indices of the anchors from which some position is trained, ascending."""
         host = self.host or self
-        return torch.unique(host.source_idx[host.valid]).to(self.target_idx.device, non_blocking=True)
+        anchors: Tensor = torch.unique(host.source_idx[host.valid])
+        return anchors.to(self.target_idx.device, non_blocking=True)
 
     def at_sources(self, values: Tensor) -> Tensor:
         """Return values [B, T, D] at each position's anchor, [K, n, D].
