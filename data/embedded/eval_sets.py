@@ -93,7 +93,7 @@ def spec_bench_like() -> list[EvalItem]:
         ("rag", _on_held_out_passages(boolq), PER_TASK // 2),
     ]
     trained = _Trained()
-    return [EvalItem(task, turns) for task, texts, most in candidates for turns in _choose(texts, trained, most)]
+    return [EvalItem(task, turns) for task, texts, most in candidates for turns in trained.choose(texts, most)]
 
 
 class _Trained:
@@ -104,9 +104,14 @@ class _Trained:
         self._texts = {content_hash(text) for text in texts}
         self._sentences = {sentence for text in texts for sentence in _sentences(text)}
 
-    def holds(self, text: str) -> bool:
-        """Return True if the training sets have ``text`` or a long sentence of it."""
-        return content_hash(text) in self._texts or not self._sentences.isdisjoint(_sentences(text))
+    def choose(self, candidates: Iterable[_Candidate], most: int) -> list[tuple[str, ...]]:
+        """Return up to ``most`` distinct candidates that share no text or long sentence with them, in their order."""
+        unseen: dict[str, tuple[str, ...]] = {}
+        for text, turns in candidates:
+            if content_hash(text) not in self._texts and self._sentences.isdisjoint(_sentences(text)):
+                unseen.setdefault(content_hash(text), turns)
+        chosen = set(sorted(unseen)[:most])
+        return [turns for key, turns in unseen.items() if key in chosen]
 
 
 def _sentences(text: str) -> Iterator[int]:
@@ -115,16 +120,6 @@ def _sentences(text: str) -> Iterator[int]:
         words = re.findall(r"\w+", sentence)
         if len(words) >= _SENTENCE_WORDS:
             yield hash(" ".join(words))
-
-
-def _choose(candidates: Iterable[_Candidate], trained: _Trained, most: int) -> list[tuple[str, ...]]:
-    """Return at most ``most`` distinct candidates that are not in the training sets, in their order."""
-    unseen: dict[str, tuple[str, ...]] = {}
-    for text, turns in candidates:
-        if not trained.holds(text):
-            unseen.setdefault(content_hash(text), turns)
-    chosen = set(sorted(unseen)[:most])
-    return [turns for key, turns in unseen.items() if key in chosen]
 
 
 def long_context() -> list[EvalItem]:

@@ -169,8 +169,10 @@ def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRo
     for number, document in enumerate(documents):
         start = 0
         while start < len(document):
-            take = _cut(len(document) - start, row.space)
-            if not take:
+            # Of 20 tokens, a space of 15 takes 12: both pieces have at least ``MIN_PIECE`` tokens.
+            rest = len(document) - start
+            take = rest if rest <= row.space else min(row.space, rest - MIN_PIECE)
+            if rest > row.space and take < MIN_PIECE:
                 yield row
                 row = PackedRow(seq_len)
                 continue
@@ -178,17 +180,6 @@ def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRo
             start += take
     if row.pieces:
         yield row
-
-
-def _cut(rest: int, space: int) -> int:
-    """Return how many of ``rest`` tokens to put into ``space``; 0 opens a new row.
-
-    Both pieces have at least ``MIN_PIECE`` tokens: of 20 tokens, a space of 15 takes 12 and leaves 8 for the next row.
-    """
-    if rest <= space:
-        return rest
-    take = min(space, rest - MIN_PIECE)
-    return take if take >= MIN_PIECE else 0
 
 
 def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:

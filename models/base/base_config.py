@@ -308,6 +308,7 @@ def _stored(
     if config.gguf_file:
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    verbosity = transformers_logging.get_verbosity()
     try:
         settings = config.stored_config(folder)  # before the tokenizer, whose errors are less clear
         check_architecture(settings, config.max_context)
@@ -320,7 +321,9 @@ def _stored(
             options |= {"config": inner, "key_mapping": INNER_NAMES}
         elif config.gguf_file:
             options["config"] = settings
-        with own_attention_code(settings.model_type), _quiet(loader is not AutoModelForCausalLM):
+        if loader is not AutoModelForCausalLM:  # it reports the weights of other parts as not loaded
+            transformers_logging.set_verbosity_error()
+        with own_attention_code(settings.model_type):
             model, report = loader.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -328,6 +331,8 @@ def _stored(
         raise  # the files are not to blame
     except LOAD_ERRORS as error:
         raise UserError(could_not_load(config.name, error)) from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UserError(
             f"{config.name} holds a base and an adapter; move adapter_config.json and the adapter's weights to another "
@@ -345,15 +350,3 @@ def _stored(
             f"{name}: {list(stored)} instead of {list(expected)}; copy or download it again"
         )
     return model, tokenizer
-
-
-@contextmanager
-def _quiet(expected: bool) -> Iterator[None]:
-    """Hide transformers' report of weights that were not loaded, if that is ``expected``."""
-    level = transformers_logging.get_verbosity()
-    if expected:
-        transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)

@@ -122,24 +122,6 @@ def _can_join(module: nn.Module, *names: str) -> bool:
     return plain and len({child.bias is None for child in children}) == 1
 
 
-def _fused(stock: Any, dtype: torch.dtype | None, table: KernelTable | None) -> nn.Module | None:
-    """Return the fused equivalent of one stock module, or None if it has none."""
-    name = stock_part(stock)
-    if name == "RMSNorm" and stock.weight.device.type == "cpu" and stock.weight.dtype == torch.float32:
-        return FusedRMSNorm(stock)
-    if name == "MLP" and _can_join(stock, "gate_proj", "up_proj") and _can_join(stock, "down_proj"):
-        return FusedMLP(stock, dtype, table)
-    if (
-        name == "Attention"
-        and stock.is_causal
-        and stock.config._attn_implementation == attention.NAME
-        and _can_join(stock, "q_proj", "k_proj", "v_proj")
-        and _can_join(stock, "o_proj")
-    ):
-        return FusedAttention(stock, dtype, table)
-    return None
-
-
 def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Replace stock attention, MLP and norm modules below ``module`` by fused ones, in place.
 
@@ -147,8 +129,22 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
     for ``prepack_linears``. Returns the number of ``nn.Linear`` layers replaced.
     """
     replaced = 0
-    for name, child in list(module.named_children()):
-        fused = _fused(child, dtype, table)
+    for name, stock in list(module.named_children()):
+        child: Any = stock
+        part = stock_part(child)
+        fused: nn.Module | None = None
+        if part == "RMSNorm" and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
+            fused = FusedRMSNorm(child)
+        elif part == "MLP" and _can_join(child, "gate_proj", "up_proj") and _can_join(child, "down_proj"):
+            fused = FusedMLP(child, dtype, table)
+        elif (
+            part == "Attention"
+            and child.is_causal
+            and child.config._attn_implementation == attention.NAME
+            and _can_join(child, "q_proj", "k_proj", "v_proj")
+            and _can_join(child, "o_proj")
+        ):
+            fused = FusedAttention(child, dtype, table)
         if fused is None:
             replaced += fuse_modules(child, dtype, table)
         else:

@@ -89,7 +89,22 @@ class Tracker:
             if self._active:
                 if evaluation is not None:
                     self.accelerator.log(_numbers(evaluation, "evaluation/"), step=self._step)
-                    self._send_results(evaluation)
+                if evaluation is not None and self._wandb_run is not None:
+                    import wandb
+
+                    tables = {
+                        f"evaluation/by_{table.columns[0]}": wandb.Table(
+                            columns=list(table.columns), data=list(table.rows)
+                        )
+                        for table in (task_table(dict(evaluation)), method_table(dict(evaluation)))
+                    }
+                    html = self.folder / "report.html"
+                    report = {"report": wandb.Html(html.read_text(), inject=False)} if html.exists() else {}
+                    self._wandb_run.log(tables | report, step=self._step)
+                    results = wandb.Artifact(f"evaluation-{self._wandb_run.id}", type="evaluation")
+                    for path in (path for pattern in RESULT_FILES for path in sorted(self.folder.glob(pattern))):
+                        results.add_file(str(path), name=str(path.relative_to(self.folder)))
+                    self._wandb_run.log_artifact(results)
                 # end_training() would also destroy the process group, which heartbeats still use.
                 for tracker in self.accelerator.trackers:
                     tracker.finish()
@@ -151,23 +166,6 @@ class Tracker:
             self._log(f"wandb: {run.url}")
         for phase in settings.get("phases", {}):
             run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
-
-    def _send_results(self, evaluation: Row) -> None:
-        if self._wandb_run is None:
-            return
-        import wandb
-
-        tables = {
-            f"evaluation/by_{table.columns[0]}": wandb.Table(columns=list(table.columns), data=list(table.rows))
-            for table in (task_table(dict(evaluation)), method_table(dict(evaluation)))
-        }
-        html = self.folder / "report.html"
-        report = {"report": wandb.Html(html.read_text(), inject=False)} if html.exists() else {}
-        self._wandb_run.log(tables | report, step=self._step)
-        results = wandb.Artifact(f"evaluation-{self._wandb_run.id}", type="evaluation")
-        for path in (path for pattern in RESULT_FILES for path in sorted(self.folder.glob(pattern))):
-            results.add_file(str(path), name=str(path.relative_to(self.folder)))
-        self._wandb_run.log_artifact(results)
 
 
 def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
