@@ -13,7 +13,6 @@ import datasets
 from accelerate.utils import set_seed
 
 from drafthead.data.answers.backend import ProcessGroup
-from drafthead.data.answers.draft_vocab import coverage
 from drafthead.data.answers.store import AnswerStore
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.packing import collate
@@ -176,7 +175,7 @@ def train(context: RunContext) -> None:
     head = context.new_head()
     if len(head.d2t) < head.vocab_size:
         counts = corpora.answers().token_counts(head.vocab_size)
-        share = 100 * coverage(counts, head.d2t.cpu().numpy())
+        share = 100 * counts[head.d2t.cpu().numpy()].sum() / counts.sum()
         context.display.line(
             f"   draft vocabulary: {len(head.d2t):,} of {head.vocab_size:,} ids, {share:.2f} % of the answers' tokens"
         )

@@ -12,7 +12,7 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
     """Return the ``size`` most frequent token ids, ``always`` among them.
 
     A head that scores W ids instead of V reads W / V of the projection. Other ids are never drafted, so the output
-    stays exact and only acceptance can suffer (see ``coverage``). Ties go to the lower id.
+    stays exact and only acceptance can suffer. Ties go to the lower id.
 
     Args:
         counts: [V] occurrences of each id, for instance in the base's own answers.
@@ -29,9 +29,3 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
     frequent = by_count[counts[by_count] > 0]
     frequent = frequent[~np.isin(frequent, required)][: size - len(required)]
     return np.sort(np.concatenate([required, frequent])).astype(np.int64)
-
-
-def coverage(counts: npt.NDArray[np.integer], ids: npt.NDArray[np.integer]) -> float:
-    """Return the share of the counted tokens with an id among ``ids``, in [0, 1]; nan if nothing was counted."""
-    total = int(counts.sum())
-    return float(counts[ids].sum()) / total if total else float("nan")

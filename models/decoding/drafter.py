@@ -237,11 +237,6 @@ class Drafter(ABC):
     early_exit_layers: int = 0
     """First layers of the target that it runs in the target's own cache; verification runs the others."""
 
-    def tree_of(self, rows: int) -> TokenTree | None:
-        """Return the default tree for a batch of ``rows`` rows."""
-        fitting = [n for n in self.batch_trees if n <= rows]
-        return self.batch_trees[max(fitting)] if fitting else self.tree
-
     @property
     @abstractmethod
     def depth(self) -> int:

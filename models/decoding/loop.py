@@ -34,9 +34,9 @@ def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
     """Return a config with the drafter's tree for ``rows`` rows, else a chain; without a drafter only the root."""
     if drafter is None:
         return ROOT_ONLY
-    return DraftConfig(
-        tree=drafter.tree_of(rows) or TokenTree.chain(drafter.depth), confidence_threshold=drafter.confidence_threshold
-    )
+    sizes = [n for n in drafter.batch_trees if n <= rows]
+    tree = (drafter.batch_trees[max(sizes)] if sizes else drafter.tree) or TokenTree.chain(drafter.depth)
+    return DraftConfig(tree=tree, confidence_threshold=drafter.confidence_threshold)
 
 
 @dataclass(kw_only=True)

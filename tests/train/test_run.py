@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.eval.trees.cost_model import CostModel
-from drafthead.models.decoding.loop import decode_batch
+from drafthead.models.decoding.loop import decode_batch, default_draft_config
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
@@ -189,9 +189,9 @@ def test_batches_have_their_own_trees(finished: Path, step_costs: Any) -> None:
     settings = ("tree_batches=[2,8]", "stages=[tree]")
     base, head = load_base_and_head(train(finished, *settings) / "head")
     assert step_costs.rows == [1, 2, 8]
-    one, two, eight = (head.tree_of(rows) for rows in (1, 2, 8))
-    assert one is not None and two is not None and len(one) > len(two) and eight == TokenTree.chain(0)
-    assert head.tree_of(7) == two and head.tree_of(16) == eight
+    one, two, seven, eight, many = (default_draft_config(head, rows).tree for rows in (1, 2, 7, 8, 16))
+    assert isinstance(one, TokenTree) and isinstance(two, TokenTree)
+    assert len(one) > len(two) and seven == two and eight == many == TokenTree.chain(0)
     results = decode_batch(base, head, [[5, 6, 7]] * 8, max_new_tokens=4, ignore_eos=True)
     assert {step.proposed for result in results for step in result.steps} == {0}
     train(finished, *settings)

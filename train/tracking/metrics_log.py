@@ -48,6 +48,9 @@ def console_line(row: Row, steps: int) -> str:
     """
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
     terms = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
+    if (peak := peak_allocated()) is None:  # the accelerator, if any, does not say
+        kib = sys.platform != "darwin"
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if kib else 1)
     columns = (
         f"{row['phase']} {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}" + (f" ({terms})" if terms else ""),
@@ -56,15 +59,7 @@ def console_line(row: Row, steps: int) -> str:
         f"grad {row['grad_norm']:.3f}",
         f"{row['tokens_per_second']:,.0f} tok/s",
         f"{row['step_ms']:.0f} ms",
-        f"{peak_memory() / 2**30:.2f} GiB",
+        f"{peak / 2**30:.2f} GiB",
         f"eta {duration((steps - row['step']) * row['step_ms'] / 1e3)}",
     )
     return "   " + "  ".join(columns)
-
-
-def peak_memory() -> int:
-    """Return the peak of memory in bytes: allocated on the accelerator if it says, else resident in this process."""
-    if (allocated := peak_allocated()) is not None:
-        return allocated
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from drafthead.train.tracking.metrics_log import MetricsLog, console_line, peak_memory
+from drafthead.train.tracking.metrics_log import MetricsLog, console_line
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -56,13 +56,12 @@ def test_console_line_has_a_fixed_order() -> None:
     row = {"phase": "distill", "step": 40, "lr": 1e-3, "loss": 2.5, "loss_1": 3.0, "base_loss": 0.25}
     row |= {"accept_10": 0.01, "accept_2": 0.2, "accept_1": 0.4, "accept_rate": 9.0, "base_accept": 0.9}
     row |= {"grad_norm": 0.5, "tokens_per_second": 12345.6, "step_ms": 10000.0}
-    line = re.sub(r"\d+\.\d\d GiB", "3.00 GiB", console_line(row, 410))
+    line = console_line(row, 410)
+    peak = re.search(r"\d+\.\d\d GiB", line)
+    # A process with torch loaded takes between 50 MiB and the machine; a unit error is a factor of 1024.
+    assert peak and 0.05 <= float(peak[0].removesuffix(" GiB")) < 64
+    line = line.replace(peak[0], "3.00 GiB")
     assert line == (
         "   distill  40/410  loss 2.5000 (base 0.2500)  accept 0.400 0.200 0.010  lr 1.00e-03  grad 0.500"
         "  12,346 tok/s  10000 ms  3.00 GiB  eta 1:01:40"
     )
-
-
-def test_peak_memory_is_plausible() -> None:
-    """A process with torch loaded takes between 50 MiB and the machine; a unit error is a factor of 1024."""
-    assert 50 * 2**20 < peak_memory() < 64 * 2**30
