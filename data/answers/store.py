@@ -163,25 +163,21 @@ class AnswerStore:
         require_space(self.folder, 1_000_000 + size, "the next shard of answers")
         try:
             with disk_errors("the next shard of answers", self.folder):
-                self._add(shard, self._write(shard, answers, hidden_states))
+                width, checksum = 0, ""
+                if hidden_states is not None:
+                    with new_file(self._path(shard, "safetensors")) as tmp_path:
+                        save_file({"features": hidden_states}, tmp_path)
+                        width, checksum = hidden_states.shape[1], file_digest(tmp_path)
+                columns = {n: pa.array([getattr(g, n) for g in answers], type=kind) for n, kind in _COLUMNS.items()}
+                metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
+                table = pa.table(columns).replace_schema_metadata(metadata)
+                table = table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
+                with new_file(path) as tmp_path:  # last, because a table means a complete shard
+                    pq.write_table(table, tmp_path, compression="zstd")
+                self._add(shard, table)
         except UserError:
             self.remove_leftovers(shard)  # a partial shard would keep the disk full
             raise
-
-    def _write(self, shard: int, answers: list[Answer], hidden_states: npt.NDArray[np.float16] | None) -> pa.Table:
-        """Write a shard's files, the parquet last."""
-        width, checksum = 0, ""
-        if hidden_states is not None:
-            with new_file(self._path(shard, "safetensors")) as tmp_path:
-                save_file({"features": hidden_states}, tmp_path)
-                width, checksum = hidden_states.shape[1], file_digest(tmp_path)
-        columns = {name: pa.array([getattr(g, name) for g in answers], type=kind) for name, kind in _COLUMNS.items()}
-        metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
-        table = pa.table(columns).replace_schema_metadata(metadata)
-        table = table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
-        with new_file(self._path(shard, "parquet")) as tmp_path:
-            pq.write_table(table, tmp_path, compression="zstd")
-        return table
 
     def read(self, with_hidden_states: bool = True) -> Iterator[Answer]:
         """Yield all answers in the order of their prompt numbers."""

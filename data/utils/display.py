@@ -55,24 +55,19 @@ class Display:
 
     def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
         """Advance the bar ``label``; without a terminal print a line every 10 seconds, from ``after`` seconds on."""
-        if not self.console.is_terminal:
-            self._progress_line(label, done, total, after)
+        if self.console.is_terminal:
+            if self._bar is None:
+                columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn())
+                times = (TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+                self._bar = Progress(*columns, *times, console=self.console)
+                self._bar.start()
+            if label not in self._tasks:
+                self._tasks[label] = self._bar.add_task(label, total=total, completed=done)
+            self._bar.update(self._tasks[label], completed=done, total=total)
             return
-        if self._bar is None:
-            columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn())
-            times = (TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-            self._bar = Progress(*columns, *times, console=self.console)
-            self._bar.start()
-        if label not in self._tasks:
-            self._tasks[label] = self._bar.add_task(label, total=total, completed=done)
-        self._bar.update(self._tasks[label], completed=done, total=total)
-
-    def _progress_line(self, label: str, done: int, total: int, after: float) -> None:
         now = monotonic()
         first, previous = self._tasks.setdefault(label, TaskID(int(now))), self._last_line.get(label)
-        if now - first < after:
-            return
-        if previous is not None and now - previous < 10 and done < total:
+        if now - first < after or (previous is not None and now - previous < 10 and done < total):
             return
         if previous is None or done < total or now - previous >= 1:
             elapsed = now - first

@@ -59,7 +59,16 @@ def main(config: CertifyConfig) -> None:
         write_json(Path(config.json), [asdict(row) for row in rows])
     if not display.console.is_terminal:  # a pipe says that it has 80 columns, which would fold every cell
         display.console.width = max(display.console.width, 160)
-    display.console.print(table(rows if config.each else worst_samplers(rows)))
+    shown = rows
+    if not config.each:
+        # The worst row of each rule, draft sampling and shape, with the outcomes of its whole group.
+        shown = []
+        for _, group in groupby(rows, lambda row: (row.rule, row.draft_sampling, row.shape, row.vocabulary)):
+            alike = list(group)
+            worst = max(alike, key=lambda row: (row.result == "FAILED", row.total_variation or 0.0))
+            several = worst.sampler if len(alike) == 1 or worst.result == "FAILED" else f"{len(alike)} samplers"
+            shown.append(replace(worst, sampler=several, outcomes=sum(row.outcomes for row in alike)))
+    display.console.print(table(shown))
     for row in rows:
         if row.reason:
             display.line(f"refused, {row.rule}, {row.draft_sampling}, {row.shape}: {row.reason}")
@@ -72,17 +81,6 @@ def main(config: CertifyConfig) -> None:
         )
     if any(row.result == "FAILED" for row in rows):
         raise SystemExit(1)
-
-
-def worst_samplers(rows: Sequence[Row]) -> list[Row]:
-    """Return the worst row of each rule, draft sampling and shape, with the outcomes of its whole group."""
-    worst_rows = []
-    for _, group in groupby(rows, lambda row: (row.rule, row.draft_sampling, row.shape, row.vocabulary)):
-        alike = list(group)
-        worst = max(alike, key=lambda row: (row.result == "FAILED", row.total_variation or 0.0))
-        several = worst.sampler if len(alike) == 1 or worst.result == "FAILED" else f"{len(alike)} samplers"
-        worst_rows.append(replace(worst, sampler=several, outcomes=sum(row.outcomes for row in alike)))
-    return worst_rows
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -107,7 +107,20 @@ def skinny_library() -> ctypes.CDLL | None:
     path = cache_dir() / "kernels" / f"skinny-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.so"
     try:
         if not path.exists():
-            _build(compiler, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # torch's own OpenMP library, so that both use one pool of threads.
+            package = Path(torch.__file__).parent
+            bundled = sorted([*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")])
+            # Built in a folder next to ``path`` and moved, so that no other process reads half of a file.
+            with TemporaryDirectory(dir=path.parent) as folder:
+                compiled, linked = Path(folder, "skinny.o"), Path(folder, "skinny.so")
+                openmp = str(bundled[0]) if bundled else "-fopenmp"
+                for command in (
+                    [*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
+                    [*compiler, "-shared", str(compiled), openmp, "-o", str(linked)],
+                ):
+                    subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
+                linked.replace(path)
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):
         return None
@@ -118,28 +131,11 @@ def skinny_library() -> ctypes.CDLL | None:
     generator = torch.Generator().manual_seed(0)  # leaves the program's own random numbers alone
     weight, bias, x = (torch.randn(*shape, generator=generator) for shape in ((200, 96), (200,), (7, 96)))
     for dtype in (torch.float32, torch.int8):
-        compiled = CompiledWeight(weight, bias, library, dtype)
-        expected = F.linear(x, compiled.dense(), bias)
-        if not (compiled(x) - expected).abs().max() <= TOLERANCE * expected.abs().max():
+        packed = CompiledWeight(weight, bias, library, dtype)
+        expected = F.linear(x, packed.dense(), bias)
+        if not (packed(x) - expected).abs().max() <= TOLERANCE * expected.abs().max():
             return None
     return library
-
-
-def _build(compiler: list[str], path: Path) -> None:
-    """Compile in a folder next to ``path``, then move the file, so that no other process reads half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # torch's own OpenMP library, so that both use one pool of threads.
-    package = Path(torch.__file__).parent
-    bundled = sorted([*package.glob("lib/libgomp*.so*"), *package.parent.glob("torch.libs/libgomp*.so*")])
-    openmp = str(bundled[0]) if bundled else "-fopenmp"
-    with TemporaryDirectory(dir=path.parent) as folder:
-        compiled, linked = Path(folder, "skinny.o"), Path(folder, "skinny.so")
-        for command in (
-            [*compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)],
-            [*compiler, "-shared", str(compiled), openmp, "-o", str(linked)],
-        ):
-            subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS)
-        linked.replace(path)
 
 
 def _cpu_features() -> str:

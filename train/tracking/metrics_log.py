@@ -48,9 +48,8 @@ def console_line(row: Row, steps: int) -> str:
     """
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
     terms = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
-    if (peak := peak_allocated()) is None:  # the accelerator, if any, does not say
-        kib = sys.platform != "darwin"
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if kib else 1)
+    if (peak := peak_allocated()) is None:  # none used: the process's resident memory, which Linux counts in KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     columns = (
         f"{row['phase']} {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}" + (f" ({terms})" if terms else ""),
