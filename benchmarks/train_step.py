@@ -188,7 +188,7 @@ def operations_per_token(head: DraftHead, phase: PhaseConfig) -> float:
     trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     width = config.num_attention_heads * attention_sizes(config)[1]
     forward = 2.0 * (layers + config.num_hidden_layers * phase.seq_len * width)
-    own_projection = head.output_head(0).trained.requires_grad
+    own_projection = head.output_head(0).weight.requires_grad
     shared = 0 if own_projection else head.config.trained_positions * len(head.d2t) * config.hidden_size
     passes = (not phase.store_hidden_states) + 2 * phase.train_base
     return passes * forward + 6.0 * trained + 4.0 * shared

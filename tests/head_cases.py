@@ -19,6 +19,7 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "hydra": {"num_layers": 2, "projection_bias": True},
         "hydra_pp": {"prefix_layer": True, "own_lm_head": False},
         "hydra_induction": INDUCTION,
+        "hydra_bias_induction": {"induction_rank": 6, "projection_bias": True},
         "hydra_pp_induction": {**INDUCTION, "prefix_layer": True},
     },
     "mlp_speculator": {
@@ -32,10 +33,12 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "medusa_last": {"own_lm_head": False, "reads_last_token": True},
         "medusa_tied": {"num_layers": 3, "tie_blocks": True},
         "medusa_induction": {**INDUCTION, "reads_last_token": True},
+        "medusa_own_induction": {"induction_rank": 6},
     },
     "eagle3": {
         "eagle3": {"ttt_steps": 3},
         "eagle3_induction": {**INDUCTION, "ttt_steps": 2},
+        "eagle3_own_induction": {"ttt_steps": 2, "induction_rank": 6},
         "eagle3_late": {
             **{"ttt_steps": 2, "layers": [1, 2], "intermediate_size": 40},
             **{"norm_before_fc": True, "norm_output": True, "own_lm_head": False},
@@ -57,7 +60,11 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "dflash_induction": {"markov_rank": 0, "induction_rank": 6, "anchor_predicts": False},
     },
     "medusa2": {"medusa2": {"num_layers": 2}},
-    "kangaroo": {"kangaroo": {"exit_layer": 2, "confidence_threshold": 0.0}},
+    "kangaroo": {
+        "kangaroo": {"exit_layer": 2, "confidence_threshold": 0.0},
+        "kangaroo_induction": {"exit_layer": 2, "confidence_threshold": 0.0, "induction_rank": 6},
+    },
+    "draft_lm": {"draft_lm": {}, "draft_lm_induction": {"induction_rank": 6}},
 }
 """Head type -> name of a case -> settings; a type that is not listed is tested with its defaults."""
 

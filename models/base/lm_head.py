@@ -11,20 +11,28 @@ class LMHead:
     """The base's output head, or some of its rows: logits = softcap * tanh(scale * h @ weight.T / softcap)."""
 
     weight: Tensor
-    """[V, D], frozen."""
+    """[V, D], frozen in the base's own."""
     scale: float = 1.0
     softcap: float | None = None
     low_rank: Tensor | None = None
     """[V, r] trained, or None. It multiplies the last r columns of the input, and ``weight`` the others."""
 
     @property
-    def trained(self) -> Tensor:
-        """The weights that may be trained."""
-        return self.weight if self.low_rank is None else self.low_rank
+    def trained(self) -> tuple[Tensor, ...]:
+        """The weights that may be trained: ``low_rank``, and ``weight`` unless that is frozen."""
+        if self.low_rank is None:
+            return (self.weight,)
+        return (self.weight, self.low_rank) if self.weight.requires_grad else (self.low_rank,)
+
+    @property
+    def trained_columns(self) -> tuple[slice, ...]:
+        """The columns of the input that each of ``trained`` multiplies."""
+        width = self.weight.shape[1]
+        return (slice(width), slice(width, None))[-len(self.trained) :] if self.low_rank is not None else (slice(None),)
 
     def at_most(self, dtype: torch.dtype) -> "LMHead":
         """Return the head with frozen weights in at most ``dtype``, the head's dtype, for faster products."""
-        if self.trained is self.weight and self.weight.requires_grad or self.weight.itemsize <= dtype.itemsize:
+        if self.weight.requires_grad or self.weight.itemsize <= dtype.itemsize:
             return self
         return replace(self, weight=self.weight.to(dtype))
 

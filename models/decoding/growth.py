@@ -10,13 +10,14 @@ Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary,
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from drafthead.data.utils.devices import on_device, reads_freely, wide_dtype
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
@@ -124,18 +125,21 @@ def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[
     return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
 
-class StepwiseDrafter(Drafter):
+@runtime_checkable
+class StepwiseDrafter(Protocol):
     """A drafter whose session computes next-token logits level by level."""
 
     d2t: Tensor
     """[W] int64: target id of every draft id."""
 
     @property
-    @abstractmethod
+    def depth(self) -> int:
+        """The most drafts on a path."""
+
+    @property
     def vocab_size(self) -> int:
         """Size V of the target's vocabulary, which probs cover."""
 
-    @abstractmethod
     def open(self, rows: int, cache: TreeCache | None = None) -> "StepwiseSession": ...
 
 

@@ -14,7 +14,6 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import Drafter
-from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.node_cache import LMSession
 
 
@@ -50,7 +49,7 @@ class LMDrafter(Drafter):
         return self._vocabulary
 
 
-class ModelDrafter(LMDrafter, StepwiseDrafter):
+class ModelDrafter(LMDrafter):
     """A smaller model with the target's tokenizer."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:

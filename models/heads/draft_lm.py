@@ -21,15 +21,17 @@ from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.drafter import DraftConfig, Proposal
 from drafthead.models.decoding.node_cache import LMSession
-from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig, AutoregressiveHead
-from drafthead.models.heads.parts.draft_head import DraftPositions
+from drafthead.models.decoding.random_source import RandomSource
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions, HeadSession
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears
 
 
 @settings(kw_only=True)
-class DraftLMConfig(AutoregressiveConfig):
+class DraftLMConfig(DraftHeadConfig):
     """Settings of :class:`DraftLM`."""
 
     num_draft_tokens: DraftPositions = 5
@@ -48,6 +50,10 @@ class DraftLMConfig(AutoregressiveConfig):
                 f"head.from_layers must name {self.num_layers} layers (head.num_layers), got {self.from_layers}"
             )
 
+    @property
+    def trained_positions(self) -> int:
+        return 1
+
     def check_layers(self, num_layers: int) -> None:
         if self.from_layers is not None and not all(0 <= source < num_layers for source in self.from_layers):
             raise UserError(f"head.from_layers must be in [0, {num_layers}), got {list(self.from_layers)}")
@@ -56,11 +62,12 @@ class DraftLMConfig(AutoregressiveConfig):
         return DraftLM(self, base, d2t)
 
 
-class DraftLM(AutoregressiveHead):
+class DraftLM(DraftHead):
     """A few decoder layers between the base's embedding and output head."""
 
     config: DraftLMConfig
     reads_base = False
+    one_prediction = True
 
     def __init__(self, config: DraftLMConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
@@ -74,28 +81,22 @@ class DraftLM(AutoregressiveHead):
                 resize_mlp(layer.mlp, config.intermediate_size)
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32, self._sources)
-        self._inference_trunk: BaseModel | None = None
+        self.projections = self.lm_heads(0)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(layer, "forward") for layer in self.layers]
 
-    def invalidate(self) -> None:
-        super().invalidate()
-        self._inference_trunk = None
+    def open(self, rows: int, cache: TreeCache | None = None) -> "DraftLMSession":
+        return DraftLMSession(self, rows)
 
-    def open(self, rows: int, cache: TreeCache | None = None) -> LMSession:
-        return LMSession(self, self._inference_model(), rows, self.projection.logits)
-
-    def _inference_model(self) -> BaseModel:
+    def inference_trunk(self) -> BaseModel:
         """Return the trunk to draft with; its layers are fused and packed if the base's are."""
-        if self._inference_trunk is None:
-            self._inference_trunk = self._trunk
-            if self.base.prepacked:
-                layers = deepcopy(self.layers).requires_grad_(False)
-                fuse_modules(layers, self.config.inference_dtype(self.base))
-                prepack_linears(layers, self.config.inference_dtype(self.base))
-                self._inference_trunk = with_layers(self.base, layers, self.norm, torch.float32, self._sources)
-        return self._inference_trunk
+        if not self.base.prepacked:
+            return self._trunk
+        layers = deepcopy(self.layers).requires_grad_(False)
+        fuse_modules(layers, self.config.inference_dtype(self.base))
+        prepack_linears(layers, self.config.inference_dtype(self.base))
+        return with_layers(self.base, layers, self.norm, torch.float32, self._sources)
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         """Return the states after the final norm, [B, T, D], in the layers' dtype."""
@@ -108,6 +109,58 @@ class DraftLM(AutoregressiveHead):
         )
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        return draft_targets.before_targets(self.hidden_states(batch, base_hidden))
+
+    def sink_states(
+        self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
+    ) -> list[Tensor]:
+        """Return the state after the root for all positions, because a draft LM reads nothing of the base."""
+        return [draft_targets.to_sources(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
+
+
+class DraftLMSession(HeadSession):
+    """A session of the causal LM, whose logits the parts add to."""
+
+    def __init__(self, head: DraftLM, rows: int) -> None:
+        super().__init__(head, rows)
+        self._trunk = head.packed.get("trunk", head.inference_trunk)
+        self._lm = LMSession(head, self._trunk, rows, lambda hidden: hidden)
+
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        super().commit(tokens, counts, None)
+        self._lm.commit(tokens, counts, None, nodes)
+
+    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
+        room = self._trunk.max_context - max(self.lengths) - 1
+        proposal = super().draft(last_token, draft_config.at_most(max(0, room)), rng)
+        self._lm.drafted(proposal)
+        return proposal
+
+    def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        self._lm.start(last_token, draft_config)
+
+    def sink_states(self) -> None:
+        return None
+
+    def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+        x = self._lm.expand(tokens, parents)
+        if k == 0 and self.copied is not None:
+            self.copied.start(x)
+        return x, self.model.draft_logits(x, k)
+
+    def select(self, rows: list[int]) -> None:
+        super().select(rows)
+        self._lm.select(rows)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self._lm.rollback(lengths)
+        if self.copied is not None:
+            self.copied.rollback(lengths)
 
 
 @torch.no_grad()

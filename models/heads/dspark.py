@@ -24,29 +24,23 @@ D width, r Markov rank, W draft vocabulary.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig
-from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
-from drafthead.models.heads.parts.draft_head import DraftHeadConfig, DraftPositions
-from drafthead.models.heads.parts.induction import InductionAnchors, InductionHead
+from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, Layer
+from drafthead.models.heads.parts.copied_layer import copy_layer
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions, HeadSession
 from drafthead.models.heads.parts.layer_cache import LayerCache
-from drafthead.models.heads.parts.lm_heads import DraftLMHeads
-from drafthead.models.heads.parts.multi_position import HeadSession, MultiPositionHead
-from drafthead.models.heads.parts.targets import DraftTargets, anchors_of, has_next
-from drafthead.models.kernels.attention import document_mask
+from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
 from drafthead.models.kernels.linear import joined_linear, reads_in
 from drafthead.models.token_tree import causal_mask
@@ -66,8 +60,6 @@ class DSparkConfig(DraftHeadConfig):
     """Rank of the Markov head's correction by the previous token. 0 turns it off, as in DFlash. DeepSpec uses 256."""
     tied_markov: bool = True
     """Make the Markov table a projection [D, r] of the base's embedding. With false, it is a separate table [V, r]."""
-    induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Rank of an additional induction head (our addition; no format has it). 0 turns it off."""
     causal: bool = False
     """Let each slot attend to earlier slots only, as in JetSpec."""
     anchor_predicts: bool = True
@@ -105,11 +97,6 @@ class DSparkConfig(DraftHeadConfig):
             )
 
     @property
-    def low_rank(self) -> int:
-        """Columns of what the Markov and the induction head add to the logits."""
-        return self.markov_rank + self.induction_rank
-
-    @property
     def slots(self) -> int:
         """Rows P of a block."""
         return self.num_draft_tokens + (not self.anchor_predicts)
@@ -118,17 +105,20 @@ class DSparkConfig(DraftHeadConfig):
         return DSparkHead(self, base, d2t)
 
 
-class DSparkHead(MultiPositionHead):
+class DSparkHead(DraftHead):
     """N Qwen3-like layers over a block, the base's output head, a Markov head and a confidence head."""
 
     config: DSparkConfig
+    reads_drafts = False
+    attends = True
+    low_rank_name = "markov_out"
 
     def __init__(self, config: DSparkConfig, base: BaseModel, d2t: Tensor | None) -> None:
         config.check_layers(base.num_layers)
         if config.mask_token is None:
             config = replace(config, mask_token=base.unused_token)
         super().__init__(config, base, d2t)
-        width, count, rank = base.hidden_size, config.num_layers, config.markov_rank
+        width, count = base.hidden_size, config.num_layers
         layers = spread_layers(base.num_layers, count) if config.layers is None else tuple(config.layers)
         self.spec = HiddenStatesSpec(layers=layers)
         self.fc = nn.Linear(len(layers) * width, width, bias=False, device=base.device)
@@ -141,23 +131,8 @@ class DSparkHead(MultiPositionHead):
         if config.reads_state:
             self.slot_state = nn.Linear(width, width, bias=False, device=base.device)
             self.slot_offset = nn.Parameter(torch.zeros(config.slots, width, device=base.device))
-        self.markov_out: nn.Linear | None = None
-        if rank:
-            self.markov_in = (
-                TiedMarkov(base, rank)
-                if config.tied_markov
-                else nn.Embedding(base.vocab_size, rank, device=base.device)
-            )
-        if config.induction_rank:
-            self.induction = InductionHead(base, config.induction_rank)
-        if config.low_rank:
-            self.markov_out = nn.Linear(config.low_rank, len(self.d2t), bias=False, device=base.device)
-        self.confidence: nn.Linear | None = None
-        if config.confidence:
-            self.confidence = nn.Linear(width + config.low_rank, 1, device=base.device)
         self._start(layers.index(max(layers)))
-        self._projections = DraftLMHeads(self.target_lm_head, 0, config.inference_dtype(base))
-        self._context_reader: Layer | None = None
+        self.projections = self.lm_heads(0)
 
     @torch.no_grad()
     def _start(self, deepest: int) -> None:
@@ -175,43 +150,14 @@ class DSparkHead(MultiPositionHead):
         if self.slot_state is not None:
             self.slot_state.weight.zero_()
             self.norm.weight.fill_(scale.square().mean().sqrt())  # the final state has been normed once already
-        if self.markov_out is not None:
-            self.markov_out.weight.zero_()
-        if self.markov_out is not None and self.induction is not None:
-            self.markov_out.weight[:, self.config.markov_rank :] = self.induction.start_projection(
-                self.d2t, self.target_lm_head.scale
-            )
-        if self.config.markov_rank:
-            nn.init.normal_(self.markov_in.weight, std=width**-0.5 if self.config.tied_markov else 0.02)
-        if self.confidence is not None:
-            self.confidence.weight.zero_()
-            self.confidence.bias.zero_()
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
         """Decoder layers, in order."""
         return [cast(HeadDecoderLayer, layer) for layer in self.layers]
 
-    def invalidate(self) -> None:
-        super().invalidate()
-        self._context_reader = None
-
-    def context_reader(self) -> Layer:
-        """Return ``context_reader`` of the layers, made once."""
-        if self._context_reader is None:
-            self._context_reader = context_reader(self.decoder_layers, self.config.inference_dtype(self.base))
-        return self._context_reader
-
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(layer, method) for layer in self.layers for method in ("states", "add_mlp")]
-
-    def output_head(self, k: int) -> LMHead:
-        low_rank = None if self.markov_out is None else self.markov_out.weight
-        return replace(self.target_lm_head, low_rank=low_rank)
-
-    def confidence_logits(self, hidden: Tensor) -> Tensor | None:
-        # Detached, so that the confidence loss cannot change the drafts.
-        return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
 
     def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
         limit = self.config.places
@@ -243,10 +189,6 @@ class DSparkHead(MultiPositionHead):
         return hidden[..., None, :].to(projected.dtype) + projected + self.slot_offset
 
     @property
-    def says_confidence(self) -> bool:
-        return self.confidence is not None
-
-    @property
     def first_slot(self) -> int:
         """Index of the slot that drafts the first token."""
         return int(not self.config.anchor_predicts)
@@ -259,64 +201,39 @@ class DSparkHead(MultiPositionHead):
     def open(self, rows: int, cache: TreeCache | None = None) -> "DSparkSession":
         return DSparkSession(self, rows)
 
-    # Training ------------------------------------------------------------------------------------------------
+    # The block has two passes: training runs the blocks of all anchors, which must not see each other, and drafting
+    # one block over the cache.
 
-    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        depth, width = len(draft_targets.valid), self.base.hidden_size
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        depth = len(draft_targets.valid)
         if len(draft_targets.target_idx) == 0:
-            return self.fc.weight.new_zeros(depth, 0, width + self.config.low_rank)
+            return self.fc.weight.new_zeros(depth, 0, self.base.hidden_size)
         assert base_hidden.layers is not None
         # Nothing is drafted after the last token of a document, and its states may be NaN.
-        context = self.fuse(torch.where(has_next(batch.document_ids)[..., None], base_hidden.layers, 0.0))
-        anchors, anchor_index = anchors_of(draft_targets, batch.input_ids)
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        next_idx = (anchors + 1).clamp(max=batch.input_ids.shape[1] - 1)
-        final = base_hidden.final[rows, anchors].nan_to_num()
-        x = self.block(batch.input_ids[rows, next_idx], final).flatten(1, 2)  # [B, S P, D]: all blocks in one pass
-        offsets = torch.arange(1, self.config.slots + 1, device=anchors.device)
-        positions = (batch.position_ids[rows, anchors][..., None] + offsets).flatten(1, 2)
-        context_seen = document_mask(batch.document_ids, context.dtype)[:, 0][rows, anchors][:, None]
-        slots_seen = self.seen_slots(anchors.device)
-        block = (-1, self.config.slots)
+        fused = self.fuse(torch.where(has_next(batch.document_ids)[..., None], base_hidden.layers, 0.0))
+        context = AnchorContext(batch, draft_targets, fused.dtype)
+        first_tokens = context.at_anchors(batch.input_ids.roll(-1, 1))
+        x = self.block(first_tokens, context.at_anchors(base_hidden.final).nan_to_num()).flatten(1, 2)  # [B, S P, D]
+        positions = context.block_positions(torch.arange(1, self.config.slots + 1, device=x.device))
         for layer in self.decoder_layers:
             # The context is not changed by the layers: each makes keys and values of the same fused states.
-            context_key, context_value = layer.self_attn.keys_values(context, batch.position_ids)
-            query, key, value = (torch.unflatten(states, 2, block) for states in layer.states(x, positions))
-            context_kv = context_key, context_value, context_seen
-            x = layer.add_mlp(x, layer.self_attn.output_of_blocks(query, *context_kv, key, value, slots_seen))
-        x = self.norm(torch.unflatten(x, 1, block))
-        induction = None if self.induction is None else InductionAnchors(self.induction, batch, anchors)
-        inputs = []
-        for k in range(depth):
-            at_slot = x[:, :, self.first_slot + k]
-            if induction is not None:
-                at_slot = torch.cat([at_slot, induction.read(k, at_slot)], -1)
-            hidden = at_slot.flatten(0, 1)[anchor_index[draft_targets.source_idx[k]]]
-            if self.config.markov_rank:
-                before = self.markov_in(draft_targets.tokens(batch.input_ids, k + 1)[k])
-                hidden = torch.cat([hidden[:, :width], before, hidden[:, width:]], -1)
-            inputs.append(hidden)
-        return torch.stack(inputs)
+            key, value = layer.self_attn.keys_values(fused, batch.position_ids)
+            x = context.read_block(layer, x, key, value, positions, self.seen_slots(x.device))
+        slots = self.norm(x).unflatten(1, (-1, self.config.slots)).flatten(0, 1)[:, self.first_slot :]
+        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.source_idx)])
 
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int, context: LayerCache | None) -> Tensor:
+        assert context is not None
+        slots = self.block(last_token, hidden)
+        out = context.read_block(slots, self.seen_slots(slots.device)[None], self.decoder_layers)
+        normed: Tensor = self.norm(out[:, self.first_slot : self.first_slot + depth])
+        return normed
 
-class TiedMarkov(nn.Linear):
-    """The Markov table as a projection of the base's embedding at unit RMS; an inference copy stores the table."""
-
-    def __init__(self, base: BaseModel, rank: int) -> None:
-        super().__init__(base.hidden_size, rank, bias=False, device=base.device)
-        self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens [...] int64 to [..., r]."""
-        embedded = F.embedding(tokens, self._embedding[0]).to(self.weight.dtype)
-        return super().forward(F.rms_norm(embedded, embedded.shape[-1:]))
-
-    @torch.no_grad()
-    def inference(self, dtype: torch.dtype | None = None) -> nn.Embedding:
-        """Return the table of all ids, [V, r]."""
-        ids = torch.arange(len(self._embedding[0]), device=self.weight.device)
-        table = torch.cat([self(chunk) for chunk in torch.split(ids, 8192)])
-        return nn.Embedding(len(table), table.shape[1], _weight=table)
+    def sink_states(
+        self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
+    ) -> list[Tensor]:
+        """Return the slots: each position has its own state."""
+        return [draft_targets.to_sources(hidden[k], k, batch.input_ids.shape) for k in range(len(hidden))]
 
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
@@ -341,17 +258,16 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
 
 
 class DSparkSession(HeadSession):
-    """A session that runs the block when a step starts; a level adds the Markov and induction heads' terms."""
+    """A session with the keys and values of the fused context."""
 
-    drafter: DSparkHead
-    model: DSparkHead
     context: LayerCache
 
     def __init__(self, head: DSparkHead, rows: int) -> None:
         super().__init__(head, rows)
-        weight = head.fc.weight
+        weight, dtype = head.fc.weight, head.config.inference_dtype(head.base)
+        reader = head.packed.get("context", lambda: context_reader(head.decoder_layers, dtype))
         shape = head.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(head.layers))
-        self.context = LayerCache(head.context_reader(), shape, rows)
+        self.context = LayerCache(reader, shape, rows)
 
     @torch.inference_mode()
     def commit(
@@ -361,33 +277,8 @@ class DSparkSession(HeadSession):
         assert base_hidden is not None and base_hidden.layers is not None
         self.context.commit(self.model.fuse(base_hidden.layers), counts)
 
-    def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        model = self.model
-        slots = model.block(last_token, self.hidden)
-        out = self.context.read_block(slots, model.seen_slots(slots.device)[None], list(model.layers))
-        self._slots = model.norm(out[:, model.first_slot : model.first_slot + draft_config.depth])
-        if self.copied is not None:
-            self.copied.start(self._slots)
-        self._products = model._projections.product(self._slots)
-        self._level = -1
-
-    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        model = self.model
-        self._level += 1
-        product, self._inputs = self._products[:, self._level, None], self._slots[:, self._level, None]
-        if model.markov_out is not None:
-            state = self._inputs.expand(-1, tokens.shape[1], -1)
-            added = [model.markov_in(tokens)] if model.config.markov_rank else []
-            if self.copied is not None:
-                added.append(self.copied.read(tokens, parents))
-            product = product + model.markov_out(torch.cat(added, -1))
-            self._inputs = torch.cat([state, *added], -1)  # [B, F, D + r] of the level expanded last
-        return model.target_lm_head.scale_and_cap(product)
-
-    def confidence(self) -> Tensor:
-        assert self.model.confidence is not None
-        confidence: Tensor = self.model.confidence(self._inputs)[..., 0].sigmoid()
-        return confidence
+    def sink_states(self) -> Tensor:
+        return self._inputs
 
 
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:
@@ -399,46 +290,3 @@ def spread_layers(layers: int, count: int) -> tuple[int, ...]:
         return (layers // 2 + 1,)
     spread = (round(1 + n * (layers - 4) / (count - 1)) + 1 for n in range(count))
     return tuple(sorted(min(layers, max(1, layer)) for layer in spread))
-
-
-@torch.no_grad()
-def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
-    """Copy the weights of a base's decoder layer into ``layer``, in float32 and without biases.
-
-    Query and key norms that the base lacks start with the average size of its queries and keys.
-
-    Raises:
-        UserError: the base's layer is not like Llama's.
-    """
-    if not _is_llama_like(stock):
-        raise UserError(
-            f"head.copy_layers=true copies layers like Llama's, which {type(stock).__name__} is not; set "
-            "head.copy_layers=false"
-        )
-    attention = layer.self_attn
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        norm = getattr(stock, name)
-        getattr(layer, name).weight.copy_(norm.weight + 1 if isinstance(norm, GemmaRMSNorm) else norm.weight)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        getattr(attention, name).weight.copy_(getattr(stock.self_attn, name).weight)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(layer.mlp, name).weight.copy_(getattr(stock.mlp, name).weight)
-    for name in ("q", "k"):
-        norm = getattr(attention, f"{name}_norm")
-        if hasattr(stock.self_attn, f"{name}_norm"):
-            norm.weight.copy_(getattr(stock.self_attn, f"{name}_norm").weight)
-        else:
-            rows = getattr(attention, f"{name}_proj").weight * layer.input_layernorm.weight
-            norm.weight.fill_(rows.square().sum(1).mean().sqrt())
-
-
-def _is_llama_like(stock: Any) -> bool:
-    """Return True if a base's decoder layer has the modules that ``copy_layer`` copies, and no others."""
-    modules = {name: {child for child, _ in module.named_children()} for name, module in stock.named_children()}
-    norms = ("input_layernorm", "post_attention_layernorm")
-    return (
-        set(modules) == {*norms, "self_attn", "mlp"}
-        and {"q_proj", "k_proj", "v_proj", "o_proj"} <= modules["self_attn"]
-        and {"gate_proj", "up_proj", "down_proj"} <= modules["mlp"]
-        and not any(getattr(getattr(stock, name), "bias", None) is not None for name in norms)
-    )

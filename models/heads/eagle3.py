@@ -20,7 +20,6 @@ the paper samples depths.
 Shape legend: B batch, T time, S anchors, F frontier nodes, K draft positions, n targets, D width, W draft vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -34,121 +33,45 @@ from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, last_valid, take_rows
-from drafthead.models.heads.parts.attention_layer import (
-    HeadAttention,
-    HeadDecoderLayer,
-    HeadMLP,
-    HeadRMSNorm,
+from drafthead.models.decoding.drafter import last_valid, take_rows
+from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm
+from drafthead.models.heads.parts.draft_head import (
+    Attend,
+    DraftHead,
+    DraftHeadConfig,
+    DraftPositions,
+    HeadSession,
+    States,
 )
-from drafthead.models.heads.parts.draft_head import DraftPositions
 from drafthead.models.heads.parts.layer_cache import LayerCache
-from drafthead.models.heads.parts.multi_position import CopyingConfig, CopyingHead, CopyingSession
-from drafthead.models.heads.parts.targets import DraftTargets, anchors_of, has_next
-from drafthead.models.kernels.attention import document_mask
+from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.linear import reads_in
 from drafthead.models.token_tree import causal_mask
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(HeadDecoderLayer):
     """Layer with attention over [norm(embedding), norm(feature)] and an MLP, both added to the feature.
 
-    Weights have the names of published checkpoints.
+    Its inputs [..., 2 D] are embeddings and features. It starts as the feature, unchanged. Weights have the names of
+    published checkpoints.
     """
 
-    def __init__(self, base: BaseModel, inner: int | None, qk_norm: bool, norm_before_residual: bool) -> None:
-        """Create a layer that initially returns the feature unchanged.
-
-        Args:
-            base: model that the head drafts for.
-            inner: width of the MLP; None: the base's.
-            qk_norm: see ``HeadAttention``.
-            norm_before_residual: add to the normed feature instead of the feature.
-        """
-        super().__init__()
-        self.norm_before_residual = norm_before_residual
-        self.self_attn = HeadAttention(base, 2 * base.hidden_size, qk_norm)
-        self.mlp = HeadMLP(base, inner)
-        self.input_layernorm = HeadRMSNorm(base)
+    def __init__(self, base: BaseModel, config: "Eagle3Config") -> None:
+        super().__init__(base, config.intermediate_size, config.qk_norm, input_width=2 * base.hidden_size)
         self.hidden_norm = HeadRMSNorm(base)
-        self.post_attention_layernorm = HeadRMSNorm(base)
-        for last in (self.self_attn.o_proj, self.mlp.down_proj):
-            nn.init.zeros_(last.weight)
+        self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
-        """Map concatenated embeddings and features [B, F, 2 D] to [B, F, D]; see ``HeadAttention.forward``."""
-        embedded, feature = pairs.chunk(2, -1)
-        return self.add_mlp(feature, self.self_attn(self.normed(embedded, feature), positions, mask, cache))
-
-    def normed(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """Return the attention's input from embeddings and features [B, T, D]: [B, T, 2 D]."""
+    def normed(self, x: Tensor) -> Tensor:
+        embedded, feature = x.chunk(2, -1)
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
 
-    def unroll(
-        self,
-        feature: Tensor,
-        embedded: Callable[[int, Tensor], Tensor],
-        positions: Tensor,
-        mask: Tensor,
-        anchors: Tensor,
-        steps: int,
-        between: Callable[[Tensor], Tensor],
-    ) -> list[Tensor]:
-        """Run the training-time test: draft ``steps`` tokens from every anchor at once.
-
-        Step 0 is causal attention over the context. Step i reads the true token and the layer's output of step i - 1,
-        one position later. It sees the context up to its anchor, which step 0 has made keys and values of, and the
-        earlier steps of the same anchor. With ``a0`` the query at anchor t = 1 of step 0, and ``a1, a2`` its next
-        steps::
-
-            keys:   context 0  1  2  3    a1 a2
-            a0              x  x  .  .    .  .
-            a1              x  x  .  .    x  .
-            a2              x  x  .  .    x  x
-
-        Args:
-            feature: [B, T, D] features of the context.
-            embedded: (i, anchors [B, S]) -> [B, S, D], the embedding of the token that step i reads.
-            positions: [B, T] int64.
-            mask: [B, 1, T, T] additive.
-            anchors: [B, S] int64 positions to draft from; keys and values of the context are made for all T.
-            steps: at least 1.
-            between: output of a step [B, S, D] -> the next step's feature.
-
-        Returns:
-            The outputs [B, S, D] of each step.
-        """
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        everywhere = torch.arange(feature.shape[1], device=anchors.device).expand(len(anchors), -1)
-        query, context_key, context_value = self.step_states(embedded(0, everywhere), feature, positions)
-        seen = mask[:, 0][rows, anchors][:, None]
-        query = query.transpose(1, 2)[rows, anchors].transpose(1, 2)
-        attended = self.self_attn.output(query, context_key, context_value, seen)
-        outputs = [self.add_mlp(feature[rows, anchors], attended)]
-        step_kv: list[tuple[Tensor, Tensor]] = []
-        for step in range(1, steps):
-            feature = between(outputs[-1])
-            query, *kv = self.step_states(embedded(step, anchors), feature, positions[rows, anchors] + step)
-            step_kv.append((kv[0], kv[1]))
-            keys, values = (torch.stack(states, 3) for states in zip(*step_kv, strict=True))
-            block_query = query[:, :, :, None]  # one query per anchor
-            attended = self.self_attn.output_of_blocks(block_query, context_key, context_value, seen, keys, values)
-            outputs.append(self.add_mlp(feature, attended))
-        return outputs
-
-    def step_states(self, embedded: Tensor, feature: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of embeddings and features [B, T, D]; see ``HeadAttention.states``."""
-        return self.self_attn.states(self.normed(embedded, feature), positions)
-
-    def add_mlp(self, feature: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output from its feature and the attention's output: [B, S, D]."""
-        hidden = (self.hidden_norm(feature) if self.norm_before_residual else feature) + attended
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+    def residual(self, x: Tensor) -> Tensor:
+        feature = x.chunk(2, -1)[1]
+        return self.hidden_norm(feature) if self.norm_before_residual else feature
 
 
 @settings(kw_only=True)
-class Eagle3Config(CopyingConfig):
+class Eagle3Config(DraftHeadConfig):
     """Settings of :class:`Eagle3Head`."""
 
     num_draft_tokens: DraftPositions = 7
@@ -183,7 +106,6 @@ class Eagle3Config(CopyingConfig):
     chosen from the base's tokenizer."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("head.fc_norm and head.norm_before_fc exclude each other; leave one of them out")
         if self.parallel and self.norm_output:
@@ -209,10 +131,11 @@ class Eagle3Config(CopyingConfig):
         return Eagle3Head(self, base, d2t)
 
 
-class Eagle3Head(CopyingHead):
+class Eagle3Head(DraftHead):
     """EAGLE-3's fused features, decoder layer, final norm and projection; weights have the names of its checkpoints."""
 
     config: Eagle3Config
+    attends = True
 
     def __init__(self, config: Eagle3Config, base: BaseModel, d2t: Tensor | None) -> None:
         if config.parallel and config.mask_token is None:
@@ -226,7 +149,7 @@ class Eagle3Head(CopyingHead):
         self.input_norm = HeadRMSNorm(base, sources * width) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(HeadRMSNorm(base) for _ in range(sources)) if config.fc_norm else None
         self.fc = nn.Linear(sources * width, width, bias=False, device=base.device)
-        self.midlayer = EagleLayer(base, config.intermediate_size, config.qk_norm, config.norm_before_residual)
+        self.midlayer = EagleLayer(base, config)
         self.layers = nn.ModuleDict(
             {
                 str(n): HeadDecoderLayer(base, config.intermediate_size, config.qk_norm, layer_idx=n)
@@ -243,7 +166,8 @@ class Eagle3Head(CopyingHead):
             # Checkpoints have neither a scale nor a soft-cap, so the scale goes into the weight.
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
         self._start_as_base(layers.index(max(layers)) if layers else None)
-        self.projections = self.shared_projection()
+        self.projections = self.lm_heads(0)
+        self.reads_drafts = not config.parallel
 
     @torch.no_grad()
     def _start_as_base(self, deepest: int | None) -> None:
@@ -261,8 +185,11 @@ class Eagle3Head(CopyingHead):
         self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        upper = [(layer, method) for layer in self.layers.values() for method in ("states", "add_mlp")]
-        return [(self.midlayer, "step_states"), (self.midlayer, "add_mlp"), *upper]
+        return [(layer, method) for layer in self.decoder_layers for method in ("states", "add_mlp")]
+
+    @property
+    def scaling(self) -> LMHead:
+        return LMHead(weight=self.target_lm_head.weight) if self.config.own_lm_head else self.target_lm_head
 
     def projection(self, k: int) -> LMHead:
         return super().projection(k) if self.lm_head is None else LMHead(weight=self.lm_head.weight)
@@ -291,83 +218,64 @@ class Eagle3Head(CopyingHead):
         """Return the base's embeddings, frozen: [...] -> [..., D]."""
         return F.embedding(tokens, self.base.embedding).to(reads_in(self.fc))
 
-    def project(self, normed: Tensor) -> Tensor:
-        """Return draft logits for inference, unscaled if an induction head adds to them: [..., D] -> [..., W]."""
-        logits: Tensor = self.projections.logits(normed) if self.lm_head is None else self.lm_head(normed)
+    def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
+        logits: Tensor = super().draft_logits(x, k) if self.lm_head is None else self.lm_head(x)
         return logits
 
     def open(self, rows: int, cache: TreeCache | None = None) -> "EagleSession":
         return EagleSession(self, rows)
 
-    # Training ------------------------------------------------------------------------------------------------
+    @property
+    def decoder_layers(self) -> list[HeadDecoderLayer]:
+        """All layers, in order."""
+        return [cast(HeadDecoderLayer, layer) for layer in (self.midlayer, *self.layers.values())]
+
+    def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
+        out = attend(torch.cat([self.embed(tokens), states[0]], -1))
+        normed: Tensor = self.norm(out)
+        return normed, (normed if self.config.norm_output else out,)
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        steps, (_, time) = len(draft_targets.valid), batch.input_ids.shape
+        steps = len(draft_targets.valid)
         if len(draft_targets.target_idx) == 0:
             return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
         # The last token of a document has no next token to pair with, and its states may be NaN.
         sources = torch.where(has_next(batch.document_ids)[..., None], self._sources(base_hidden), 0.0)
-        feature = self.fuse(sources)
-        anchors, slots = anchors_of(draft_targets, batch.input_ids)
-        row_starts = torch.arange(len(anchors), device=anchors.device)[:, None] * time
-        flat = batch.input_ids.flatten()
+        feature, context = self.fuse(sources), AnchorContext(batch, draft_targets, self.dtype)
+        pairs = torch.cat([self.embed(batch.input_ids.flatten().roll(-1).view_as(batch.input_ids)), feature], -1)
+        if not self.config.parallel:
+            step = context.start(self.midlayer, pairs)
+            return self.unroll(context.at_anchors(feature), context.flat, context.index, batch, draft_targets, step)
+        x = self._at_once(context, pairs, steps).flatten(0, 1)[context.index[draft_targets.source_idx]]
+        return torch.stack([self.norm(x[k, :, k]) for k in range(steps)])
 
-        def embedded(step: int, at: Tensor) -> Tensor:
-            return self.embed(flat[(row_starts + at + 1 + step).clamp(max=len(flat) - 1)])
+    # P-EAGLE has two passes: training drafts from all anchors, and drafting from one, whose cache is causal anyway.
 
-        mask = document_mask(batch.document_ids, feature.dtype)
-        if self.config.parallel:
-            everywhere = torch.arange(time, device=anchors.device).expand(len(anchors), -1)
-            outputs = self._at_once(feature, embedded(0, everywhere), batch.position_ids, mask, anchors, steps)
-        else:
-            unroll = self.midlayer.unroll
-            outputs = unroll(feature, embedded, batch.position_ids, mask, anchors, steps, self._next_feature)
-        pairs = zip(outputs, draft_targets.source_idx, strict=True)
-        return torch.stack([self.norm(out.flatten(0, 1)[slots[sources]]) for out, sources in pairs])
-
-    def _at_once(
-        self, feature: Tensor, embedded: Tensor, positions: Tensor, mask: Tensor, anchors: Tensor, steps: int
-    ) -> list[Tensor]:
-        """Return the outputs [B, S, D] of ``steps`` draft positions at ``anchors`` in P-EAGLE's single pass.
+    def _at_once(self, context: AnchorContext, pairs: Tensor, steps: int) -> Tensor:
+        """Return the last layer's outputs for ``steps`` draft positions at all anchors, [B, S, K, D].
 
         The first position is causal attention over the context. Position i (from 0) is i tokens later and reads the
-        mask input. It sees the context up to its anchor and the positions of its anchor from 1 to i.
-
-        So every layer runs twice: over the context [B, T], and over the P = steps - 1 masked positions of all anchors
-        [B, S P]. The second run also attends to the keys and values of the first. See ``EagleLayer.unroll`` for the
-        arguments and a drawing of the mask.
+        mask input. It sees the context up to its anchor and the positions of its anchor from 1 to i. So every layer
+        runs twice: over the context [B, T], and over the K - 1 masked positions of all anchors.
         """
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        count, block = steps - 1, (-1, steps - 1)
-        masked = self.masked(count).expand(*anchors.shape, -1, -1).flatten(1, 2)  # [B, S P, 2 D]
-        mask_token, drafted = masked.chunk(2, -1)
-        later = positions[rows, anchors][..., None] + torch.arange(1, steps, device=anchors.device)
-        order = causal_mask(count, anchors.device)
-        seen = mask[:, 0][rows, anchors][:, None]
-        context = feature
-        layers: list[EagleLayer | HeadDecoderLayer] = [self.midlayer]
-        layers += [cast(HeadDecoderLayer, layer) for layer in self.layers.values()]
+        anchors = context.anchors
+        masked = self.masked(steps - 1).expand(*anchors.shape, -1, -1).flatten(1, 2)  # [B, S (K - 1), 2 D]
+        positions = context.block_positions(torch.arange(1, steps, device=anchors.device))
+        order = causal_mask(steps - 1, anchors.device)
+        for layer in self.decoder_layers:
+            query, key, value = layer.states(pairs, context.positions)
+            pairs = layer.add_mlp(pairs, layer.self_attn.output(query, key, value, context.mask))
+            if steps > 1:
+                masked = context.read_block(layer, masked, key, value, positions, order)
+        first = context.at_anchors(pairs)[:, :, None]
+        return first if steps == 1 else torch.cat([first, torch.unflatten(masked, 1, (-1, steps - 1))], 2)
 
-        def states(layer: nn.Module, tokens: Tensor, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            assert isinstance(layer, EagleLayer | HeadDecoderLayer)
-            return layer.step_states(tokens, x, at) if isinstance(layer, EagleLayer) else layer.states(x, at)
-
-        for layer in layers:
-            query, key, value = states(layer, embedded, context, positions)
-            context = layer.add_mlp(context, layer.self_attn.output(query, key, value, mask))
-            if not count:
-                continue
-            masked_states = states(layer, mask_token, drafted, later.flatten(1))
-            query, block_key, block_value = (torch.unflatten(x, 2, block) for x in masked_states)
-            attended = layer.self_attn.output_of_blocks(query, key, value, seen, block_key, block_value, order)
-            drafted = layer.add_mlp(drafted, attended)
-        first = context[rows, anchors]
-        return [first, *(torch.unflatten(drafted, 1, block).unbind(2) if count else ())]
-
-    def _next_feature(self, out: Tensor) -> Tensor:
-        """Return the feature of the next step from an output [B, S, D]."""
-        feature: Tensor = self.norm(out) if self.config.norm_output else out
-        return feature
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int, context: LayerCache | None) -> Tensor:
+        assert context is not None
+        root = torch.cat([self.embed(last_token), hidden], -1)[:, None]
+        masked = self.masked(depth - 1).expand(len(last_token), -1, -1)
+        normed: Tensor = self.norm(context.start(torch.cat([root, masked], 1)))
+        return normed
 
 
 def published_layers(count: int) -> tuple[int, int, int]:
@@ -379,29 +287,21 @@ def published_layers(count: int) -> tuple[int, int, int]:
     return min(2, count), count // 2, max(0, count - 3)
 
 
-class EagleSession(CopyingSession):
-    """A session that pairs each token ``x_{t+1}`` with the feature ``f_t`` before it.
-
-    A level reads its parents' outputs as features. In P-EAGLE, all levels are one pass.
-    """
-
-    drafter: Eagle3Head
-    model: Eagle3Head
-    context: LayerCache
+class EagleSession(HeadSession):
+    """A session that pairs each token ``x_{t+1}`` with the feature ``f_t`` before it."""
 
     def __init__(self, head: Eagle3Head, rows: int) -> None:
         super().__init__(head, rows)
         weight, width = head.fc.weight, head.base.hidden_size
         shape = head.midlayer.self_attn.cache_shape(weight.dtype, weight.device, head.config.num_layers)
-        first, *upper = self.model.midlayer, *self.model.layers.values()
+        stack = self.model.decoder_layers
 
-        def layers(pairs: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
-            x: Tensor = first(pairs, positions, mask, cache)
-            for layer in upper:
+        def layers(x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
+            for layer in stack:
                 x = layer(x, positions, mask, cache)
             return x
 
-        self.context = LayerCache(layers, shape, rows)
+        self.context: LayerCache = LayerCache(layers, shape, rows)
         self._feature = weight.new_full((rows, width), torch.nan)
         """[B, D] feature of the last token that the base has read; its next token is not committed yet."""
 
@@ -424,25 +324,5 @@ class EagleSession(CopyingSession):
         super().select(rows)
         self._feature = take_rows(self._feature, rows)
 
-    def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        self._above: Tensor | None = None  # [B, F, D] features of the level above
-        if self.drafter.config.parallel:
-            model = self.model
-            root = torch.cat([model.embed(last_token), self._feature], -1)[:, None]
-            masked = model.masked(draft_config.depth - 1).expand(len(last_token), -1, -1)
-            out = self.context.start(torch.cat([root, masked], 1))
-            self._logits, self._position = model.project(model.norm(out)), 0
-
-    def level(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        model = self.model
-        if model.config.parallel:
-            self._position += 1
-            return self._logits[:, self._position - 1, None]
-        if self._above is None:
-            out = self.context.start(torch.cat([model.embed(tokens), self._feature[:, None]], -1))
-        else:
-            rows = torch.arange(len(parents), device=parents.device)[:, None]
-            out = self.context.expand(torch.cat([model.embed(tokens), self._above[rows, parents]], -1), parents)
-        normed: Tensor = model.norm(out)
-        self._above = normed if model.config.norm_output else out
-        return model.project(normed)
+    def source(self) -> Tensor:
+        return self._feature

@@ -30,18 +30,26 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
-from drafthead.models.heads.parts.draft_head import DraftPositions
+from drafthead.models.heads.parts.draft_head import (
+    Attend,
+    DraftHead,
+    DraftHeadConfig,
+    DraftPositions,
+    HeadSession,
+    States,
+)
 from drafthead.models.heads.parts.layer_cache import LayerCache
-from drafthead.models.heads.parts.lm_heads import DraftLMHeads
-from drafthead.models.heads.parts.multi_position import CopyingConfig, RecurrentHead, RecurrentSession, States
 from drafthead.models.kernels.attention import document_mask
 
 
 @settings(kw_only=True)
-class HydraConfig(CopyingConfig):
+class HydraConfig(DraftHeadConfig):
     """Settings of :class:`HydraHead`."""
 
     num_draft_tokens: DraftPositions = 4
+    own_lm_head: bool = True
+    """Train a projection to the vocabulary for each head, which starts as the base's. With false, all heads share the
+    base's, frozen."""
     num_layers: Annotated[int, Field(ge=1, le=8)] = 1
     """Blocks per head. Hydra++ has 4."""
     prefix_layer: bool = False
@@ -56,7 +64,6 @@ class HydraConfig(CopyingConfig):
     """Scale embeddings to unit RMS (our addition). This learns sooner if the base's embeddings are small."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.projection_bias and not self.own_lm_head:
             raise ValueError("head.projection_bias needs head.own_lm_head: true; the base's projection has none")
 
@@ -119,7 +126,7 @@ class PrefixLayer(HeadDecoderLayer):
         return cast(Tensor, self.norm(super().forward(x, positions, mask, cache)))
 
 
-class HydraHead(RecurrentHead):
+class HydraHead(DraftHead):
     """K Hydra heads. A node's state is the next head's input: ``h`` and the embeddings on the node's path."""
 
     config: HydraConfig
@@ -130,14 +137,11 @@ class HydraHead(RecurrentHead):
         self.blocks = nn.ModuleList(
             HydraBlocks(base.hidden_size, 2 + k, config) for k in range(config.num_draft_tokens)
         ).to(base.device)
-        if not config.own_lm_head:
-            self.projections = self.shared_projection()
-            return
         first = self.target_lm_head
         if config.projection_bias:
             # The bias is one more column of the weight, whose input is always 1.
             first = replace(first, weight=F.pad(first.weight, (0, 1)))
-        self.projections = DraftLMHeads(first, config.num_draft_tokens, config.inference_dtype(base))
+        self.projections = self.lm_heads(config.num_draft_tokens if config.own_lm_head else 0, first)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [] if self.prefix is None else [(self.prefix, "forward")]
@@ -147,19 +151,13 @@ class HydraHead(RecurrentHead):
         embedded = F.embedding(tokens, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.unit_embeddings else embedded
 
-    def _projection_input(self, x: Tensor) -> Tensor:
-        """Return a projection's input from a head's output [..., D]; a projection with a bias also reads a 1."""
-        return F.pad(x, (0, 1), value=1.0) if self.config.projection_bias else x
-
     def open(self, rows: int, cache: TreeCache | None = None) -> "HydraSession":
         return HydraSession(self, rows)
 
-    def first_states(self, hidden: Tensor) -> States:
-        return (hidden,)
-
-    def advance(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
+    def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
         x = torch.cat([states[0], self._embed(tokens)], -1)
-        return self._projection_input(self.blocks[k](x)), (x,)
+        out: Tensor = self.blocks[k](x)
+        return F.pad(out, (0, 1), value=1.0) if self.config.projection_bias else out, (x,)
 
     def sources(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         final = base_hidden.final.to(self.dtype)
@@ -171,7 +169,7 @@ class HydraHead(RecurrentHead):
         return prefixed
 
 
-class HydraSession(RecurrentSession):
+class HydraSession(HeadSession):
     """A session that with Hydra++ runs the prefix layer over the committed tokens."""
 
     model: HydraHead

@@ -27,13 +27,12 @@ from drafthead.models.base.layers import first_layers
 from drafthead.models.base.parity import PASSED, check_key, relative_error, tolerance
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, DynamicTree, Proposal
-from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.node_cache import LMSession, PendingNodes
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm
-from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig, AutoregressiveHead
-from drafthead.models.heads.parts.draft_head import DraftPositions
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions, HeadSession
 from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.token_tree import TokenTree
 
@@ -120,7 +119,7 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
 
 
 @settings(kw_only=True)
-class KangarooConfig(AutoregressiveConfig):
+class KangarooConfig(DraftHeadConfig):
     """Settings of :class:`KangarooHead`."""
 
     exit_layer: Positive = 2
@@ -130,6 +129,10 @@ class KangarooConfig(AutoregressiveConfig):
     """Stop drafting after a draft with a lower probability. 0 never stops. The setting of the same name in decoding
     overrides it."""
 
+    @property
+    def trained_positions(self) -> int:
+        return 1
+
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:
             raise UserError(f"head.exit_layer must be below the base's {num_layers} layers, got {self.exit_layer}")
@@ -138,10 +141,11 @@ class KangarooConfig(AutoregressiveConfig):
         return KangarooHead(self, base, d2t)
 
 
-class KangarooHead(AutoregressiveHead):
+class KangarooHead(DraftHead):
     """Adapter over an exit state of the base."""
 
     config: KangarooConfig
+    one_prediction = True
 
     def __init__(self, config: KangarooConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
@@ -152,17 +156,18 @@ class KangarooHead(AutoregressiveHead):
         self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base)
         self.norm = HeadRMSNorm(base)
+        self.projections = self.lm_heads(0)
         self.first_layers = first_layers(base, config.exit_layer)
         check_early_exit(base, self.first_layers)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(self.self_attn, "forward")]
 
-    def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         # Features of positions that were not stored are NaN; zeros there carry no value and no gradient.
         x = base_hidden.layer(0).to(self.dtype).nan_to_num()
         mask = document_mask(batch.document_ids, x.dtype)
-        return self.adapter(x, batch.position_ids, mask)
+        return draft_targets.before_targets(self.adapter(x, batch.position_ids, mask))
 
     def adapter(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
         """Map exit states [B, T, D] to [B, T, D]. See ``HeadAttention.forward`` for the other arguments."""
@@ -178,29 +183,28 @@ class KangarooHead(AutoregressiveHead):
         return tree.width * tree.depth + 1 if isinstance(tree, DynamicTree) else 0
 
 
-class KangarooSession(StepwiseSession):
+class KangarooSession(HeadSession):
     """A session whose levels run the shallow layers, the adapter over their exit states, and the output head.
 
     The shallow layers write into the target's cache. Without one (replay, calibration) they have a cache of their own.
     """
 
+    context: LayerCache
+
     def __init__(self, head: KangarooHead, rows: int, target: TreeCache | None) -> None:
-        self.drafter, self._first, self._target = head, head.first_layers, target
-        self._logits = head.projection.logits
-        adapter, shape = head.inference().adapter, head.self_attn.cache_shape(torch.float32, head.base.device)
+        super().__init__(head, rows)
+        self._first, self._target = head.first_layers, target
+        adapter, shape = self.model.adapter, head.self_attn.cache_shape(torch.float32, head.base.device)
         self.context = LayerCache(lambda x, *rest: adapter(x.float(), *rest), shape, rows)
         self._shallow = LMSession(head, self._first, rows, lambda hidden: hidden) if target is None else None
         self._exit: ExitStates | LMSession
-
-    @property
-    def lengths(self) -> list[int]:  # type: ignore[override]
-        return self.context.lengths
 
     @torch.inference_mode()
     def commit(
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
         assert base_hidden is not None
+        super().commit(tokens, counts, base_hidden)
         self.context.commit(base_hidden.layer(0), counts)
         if self._shallow is not None:
             self._shallow.commit(tokens, counts, base_hidden, nodes)
@@ -217,8 +221,7 @@ class KangarooSession(StepwiseSession):
                 )
         return proposal
 
-    def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        self._starts = True
+    def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
         if self._shallow is None:
             assert self._target is not None
             self._exit = ExitStates(self._first, self._target)
@@ -226,12 +229,12 @@ class KangarooSession(StepwiseSession):
             self._exit = self._shallow
             self._shallow.start(last_token, draft_config)
 
-    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        starts, self._starts = self._starts, False
+    def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         states = self._exit.expand(tokens, parents)
-        return self._logits(self.context.start(states) if starts else self.context.expand(states, parents))
+        x = self.context.expand(states, parents) if k else self.context.start(states)
+        return x, self.model.draft_logits(x, k)
 
     def select(self, rows: list[int]) -> None:
-        self.context.select(rows)  # the decoder selects the rows of the target's cache
+        super().select(rows)  # the decoder selects the rows of the target's cache
         if self._shallow is not None:
             self._shallow.select(rows)

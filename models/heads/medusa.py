@@ -24,15 +24,18 @@ from torch import Tensor, nn
 
 from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.parts.lm_heads import DraftLMHeads
-from drafthead.models.heads.parts.multi_position import CopyingConfig, RecurrentHead, States
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
+from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.kernels.linear import inference_copy, joined_linear
 
 
 @settings(kw_only=True)
-class MedusaConfig(CopyingConfig):
+class MedusaConfig(DraftHeadConfig):
     """Settings of :class:`MedusaHead`."""
 
+    own_lm_head: bool = True
+    """Train a projection to the vocabulary for each head, which starts as the base's. With false, all heads share the
+    base's, frozen."""
     num_layers: Annotated[int, Field(ge=1, le=8)] = 1
     """Residual blocks per head."""
     tie_blocks: bool = False
@@ -41,7 +44,6 @@ class MedusaConfig(CopyingConfig):
     """Also read the embedding of the last committed token (our addition)."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.tie_blocks and self.reads_last_token:
             raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
 
@@ -85,7 +87,7 @@ class Blocks(nn.ModuleList):
         return x
 
 
-class MedusaHead(RecurrentHead):
+class MedusaHead(DraftHead):
     """K Medusa heads."""
 
     config: MedusaConfig
@@ -97,31 +99,24 @@ class MedusaHead(RecurrentHead):
             Blocks(base.hidden_size, config.num_layers, config.reads_last_token, config.tie_blocks)
             for _ in range(config.num_draft_tokens)
         ).to(base.device)
-        self.projections = (
-            DraftLMHeads(self.target_lm_head, config.num_draft_tokens, config.inference_dtype(base))
-            if config.own_lm_head
-            else self.shared_projection()
-        )
-        self._packed: tuple[int, list[list[nn.Module]]] = 0, []
-
-    def invalidate(self) -> None:
-        super().invalidate()
-        self._packed = 0, []
+        self.projections = self.lm_heads(config.num_draft_tokens if config.own_lm_head else 0)
 
     def _condition(self, last_token: Tensor) -> Tensor:
         """Return the last committed token's embedding at unit RMS, [...] -> [..., D]."""
         embedded = F.embedding(last_token, self.base.embedding).to(self.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
-    def advance(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
+    def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
         if k == 0 and self.config.reads_last_token:
             states = (*states, self._condition(tokens))
         x: Tensor = self.blocks[k](*states)
         return x, states
 
-    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Run ``advance`` for all heads, with fewer and larger products; see ``RecurrentHead.all_inputs``."""
-        heads, (first, *deeper) = self._packed_blocks(depth)
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int, context: LayerCache | None) -> Tensor:
+        """Run ``advance`` for all heads; drafting has its own pass because fewer, larger products are faster."""
+        most = self.packed.get("most", lambda: [0])
+        most[0] = heads = max(most[0], depth)  # the end of an answer needs fewer heads, and uses a part of the copies
+        first, *deeper = self.packed.get(heads, lambda: self._packed_blocks(heads))
         inputs = torch.cat([hidden, self._condition(last_token)], -1) if self.config.reads_last_token else hidden
         x = hidden[:, None] + F.silu(first[0](inputs).unflatten(-1, (heads, -1))[:, :depth])
         for linears in deeper:
@@ -129,16 +124,9 @@ class MedusaHead(RecurrentHead):
             x = x + F.silu(torch.stack(outputs, 1))
         return x
 
-    def _packed_blocks(self, depth: int) -> tuple[int, list[list[nn.Module]]]:
-        """Return the number of packed heads, at least ``depth``, and their linear layers by block.
-
-        The first blocks of all heads read the same input, so they are packed as one layer. The end of an answer needs
-        fewer heads than the tree, and uses a part of the same copies.
-        """
-        if self._packed[0] < depth:
-            dtype = self.config.inference_dtype(self.base)
-            by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
-            first, *deeper = zip(*by_head[:depth], strict=True)
-            joined = [joined_linear(list(first), dtype)]
-            self._packed = depth, [joined, *([inference_copy(linear, dtype) for linear in block] for block in deeper)]
-        return self._packed
+    def _packed_blocks(self, heads: int) -> list[list[nn.Module]]:
+        """Return the linear layers of each block; the first ones are one layer, because they read the same input."""
+        dtype = self.config.inference_dtype(self.base)
+        by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
+        first, *deeper = zip(*by_head[:heads], strict=True)
+        return [[joined_linear(list(first), dtype)], *([inference_copy(x, dtype) for x in block] for block in deeper)]

@@ -147,7 +147,9 @@ class Medusa2Head(MedusaHead):
         adapter = any(parameter is other for other in self.adapter.values())
         return 1.0 if adapter or not self._joint else self.config.heads_lr_mult
 
-    def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
+    def loss(
+        self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, progress: float = 1.0
+    ) -> LossOutput:
         """Return the heads' loss, and in phases that train the base its sum with the base's loss.
 
         The latter reads the tuned base's states; ``base_hidden`` is always the original base's. It has the further
@@ -158,7 +160,7 @@ class Medusa2Head(MedusaHead):
         tuned_hidden = self._tuned_hidden_states(batch)
         heads = super().loss(batch, tuned_hidden, config)
         base_sum, stats = self._base_loss(batch, tuned_hidden, base_hidden)
-        weight = self.config.heads_weight * HEAD_SCHEDULES[self.config.heads_schedule](self.progress)
+        weight = self.config.heads_weight * HEAD_SCHEDULES[self.config.heads_schedule](progress)
         column = dict(zip(STATS, stats[0].double(), strict=True))
         metrics = {
             "base_loss": (base_sum.detach(), column["count"]),

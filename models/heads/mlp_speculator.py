@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from drafthead.data.utils.settings import NonNegative, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.parts.lm_heads import DraftLMHeads
-from drafthead.models.heads.parts.multi_position import CopyingConfig, RecurrentHead, States
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
 from drafthead.models.kernels.linear import reads_in
 
 NORM_EPS = 1e-6
@@ -146,10 +145,13 @@ def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
 
 
 @settings(kw_only=True)
-class MLPSpeculatorConfig(CopyingConfig):
+class MLPSpeculatorConfig(DraftHeadConfig):
     """Settings of :class:`MLPSpeculatorHead`."""
 
     num_draft_tokens: Annotated[int, Field(ge=1, le=8)] = 3
+    own_lm_head: bool = True
+    """Train a projection to the vocabulary for each position, from the state. With false, all positions share the
+    base's, frozen, over ``h`` and a trained matrix of the state (our addition)."""
     inner_dim: NonNegative = 0
     """Width of the state. 0 takes the base's hidden size."""
     tie_weights: bool = False
@@ -164,7 +166,6 @@ class MLPSpeculatorConfig(CopyingConfig):
     """Train an embedding. With false, use the base's, frozen, through a trained matrix (our addition)."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.cell == "lstm" and not self.tie_weights:
             raise ValueError("head.cell: lstm needs head.tie_weights: true; its positions share their weights")
         if self.tie_lstm_embs and self.cell != "lstm":
@@ -178,7 +179,7 @@ class MLPSpeculatorConfig(CopyingConfig):
         return MLPSpeculatorHead(self, base, d2t)
 
 
-class MLPSpeculatorHead(RecurrentHead):
+class MLPSpeculatorHead(DraftHead):
     """K positions, each one step of a recurrent cell."""
 
     config: MLPSpeculatorConfig
@@ -205,11 +206,15 @@ class MLPSpeculatorHead(RecurrentHead):
         if config.own_lm_head:
             # The width differs from the base's, so the base's projection cannot be copied.
             blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
-            self.projections = DraftLMHeads(LMHead(weight=blank), stages, config.inference_dtype(base))
+            self.projections = self.lm_heads(stages, LMHead(weight=blank))
             for weight in self.projections.weights:
                 nn.init.normal_(weight, 0, min(width, len(self.d2t) if config.cell == "lstm" else width) ** -0.5)
         else:
-            self.projections = self.shared_projection()
+            self.projections = self.lm_heads(0)
+
+    @property
+    def scaling(self) -> LMHead:
+        return LMHead(weight=self.target_lm_head.weight) if self.config.own_lm_head else self.target_lm_head
 
     def first_states(self, hidden: Tensor) -> States:
         if self.config.scale_input:
@@ -219,7 +224,7 @@ class MLPSpeculatorHead(RecurrentHead):
         states = self.cells.first(scaled)
         return states if self.config.own_lm_head else (*states, hidden)
 
-    def advance(self, k: int, states: States, tokens: Tensor) -> tuple[Tensor, States]:
+    def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
         if not len(self.outputs):
             states = self.cells(k, states, tokens)
             return states[0], states

@@ -11,7 +11,7 @@ from copy import copy
 from enum import StrEnum
 from functools import partial
 from itertools import groupby
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,28 +21,41 @@ from drafthead.models.kernels import private_apis
 from drafthead.models.kernels.compiled import CompiledWeight, skinny_library
 from drafthead.models.kernels.huge_pages import use_huge_pages
 
+T = TypeVar("T")
 
-class InferenceWeights(nn.Module):
-    """A module with cached inference weights.
 
-    ``.train()``, ``.eval()``, ``.to()``, ``.float()`` and ``load_state_dict`` drop the cache.
+class PackedCopies(nn.Module):
+    """What a module makes of its weights for inference, by key; a submodule without weights.
+
+    ``.train()``, ``.eval()``, ``.to()``, ``.float()`` and ``load_state_dict`` of the module drop all copies.
     """
 
-    def invalidate(self) -> None:
-        """Drop packed copies of weights, and CUDA graphs that hold the addresses of weights."""
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[object, Any] = {}
 
-    def train(self, mode: bool = True) -> Self:
-        self.invalidate()
-        super().train(mode)
+    def get(self, key: object, make: Callable[[], T]) -> T:
+        """Return the copy of this key, which ``make`` returns if there is none."""
+        if key not in self._copies:
+            self._copies[key] = make()
+        made: T = self._copies[key]
+        return made
+
+    def inference(self, dtype: torch.dtype | None = None) -> Self:
+        """Return this object: an inference copy of the module shares it."""
         return self
 
+    def train(self, mode: bool = True) -> Self:
+        self._copies.clear()
+        return super().train(mode)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.invalidate()
+        self._copies.clear()
         moved: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return moved
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.invalidate()
+        self._copies.clear()
         super()._load_from_state_dict(*args, **kwargs)
 
 

@@ -145,7 +145,7 @@ def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
 
     Muon takes the weights of the head's linear layers, except projections to the vocabulary.
     """
-    projections = {id(head.output_head(k).trained) for k in range(head.depth)}
+    projections = {id(weight) for k in range(head.depth) for weight in head.output_head(k).trained}
     linears = (module for module in head.modules() if isinstance(module, nn.Linear) and config.name == "muon")
     matrices = [m.weight for m in linears if id(m.weight) not in projections and min(m.weight.shape) > 1]
     return build_optimizer(head.parameters(), config, head.lr_mult, matrices)

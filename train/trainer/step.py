@@ -52,6 +52,7 @@ def train_step(
     *,
     lr: float,
     clip_norm: float,
+    progress: float = 1.0,
     reduce: Callable[[Tensor], Tensor],
     should_skip: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     profile_hook: Callable[[str], None] = lambda part: None,
@@ -64,6 +65,7 @@ def train_step(
         micro_batches: Batches and their hidden states [B, T, D], at least one.
         lr: Learning rate of this step; a parameter group multiplies it by its ``lr_mult``.
         clip_norm: Largest norm of the mean loss's gradient; 0 turns clipping off.
+        progress: Share of the phase that is done after this step, in (0, 1].
         reduce: Sums a tensor over processes. Sharded gradients are already summed by their backward pass.
         should_skip: Returns the reason to skip the update for (mean loss, gradient norm), or None to apply it. It is
             not called if no token is trained.
@@ -72,7 +74,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     outputs = []
     for batch, base_hidden in micro_batches:
-        out = head.loss(batch, base_hidden, loss)
+        out = head.loss(batch, base_hidden, loss, progress)
         if out.loss_sum.requires_grad:
             torch.autograd.backward(out.loss_sum)
         outputs.append(replace(out, loss_sum=out.loss_sum.detach()))  # its graph holds the projections' gradients

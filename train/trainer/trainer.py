@@ -141,7 +141,6 @@ class Trainer:
         self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
     ) -> StepResult:
         progress = self.checkpoints.progress
-        self.head.progress = (progress.step + 1) / phase.steps
         count = num_micro_batches(self._rows_per_step(phase), phase.micro_batch_size, self.processes.count)
         result = train_step(
             self.head,
@@ -150,6 +149,7 @@ class Trainer:
             phase.loss,
             lr=lr,
             clip_norm=phase.optim.clip_norm,
+            progress=(progress.step + 1) / phase.steps,
             reduce=self._reduce,
             should_skip=self.checkpoints.loss_spikes.skip_reason,
         )

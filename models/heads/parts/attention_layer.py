@@ -6,6 +6,7 @@ Shape legend: B batch, T time, H query heads, G key/value heads, E head width, I
 """
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from drafthead.data.batch import TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes, smallest
 from drafthead.models.cache.kv_cache import CacheShape, TreeCache
+from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
+from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, rotate
 from drafthead.models.kernels.linear import can_prepack
 
@@ -213,29 +217,118 @@ def head_rope(base: BaseModel) -> dict[str, Any]:
 class HeadDecoderLayer(nn.Module):
     """Pre-norm decoder layer: norm, attention, residual; norm, MLP, residual. It starts as the identity."""
 
-    def __init__(self, base: BaseModel, inner: int | None = None, qk_norm: bool = False, layer_idx: int = 0) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        inner: int | None = None,
+        qk_norm: bool = False,
+        layer_idx: int = 0,
+        input_width: int | None = None,
+    ) -> None:
         """Create the layer with an MLP of width ``inner`` (None: the base's); see ``HeadAttention`` for the rest."""
         super().__init__()
         self.input_layernorm = HeadRMSNorm(base)
-        self.self_attn = HeadAttention(base, qk_norm=qk_norm, layer_idx=layer_idx)
+        self.self_attn = HeadAttention(base, input_width, qk_norm, layer_idx)
         self.post_attention_layernorm = HeadRMSNorm(base)
         self.mlp = HeadMLP(base, inner)
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
-        """Map [B, T, D] to [B, T, D]; the arguments are those of ``HeadAttention.forward``."""
-        return self.add_mlp(x, self.self_attn(self.input_layernorm(x), positions, mask, cache))
+        """Map inputs [B, T, I] to [B, T, D]; the arguments are those of ``HeadAttention.forward``."""
+        return self.add_mlp(x, self.self_attn(self.normed(x), positions, mask, cache))
 
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of inputs [B, T, D]; see ``HeadAttention.states``."""
-        return self.self_attn.states(self.input_layernorm(x), positions)
+        """Return queries, keys and values of inputs [B, T, I]; see ``HeadAttention.states``."""
+        return self.self_attn.states(self.normed(x), positions)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return the attention's input from the layer's input [B, T, I]."""
+        normed: Tensor = self.input_layernorm(x)
+        return normed
+
+    def residual(self, x: Tensor) -> Tensor:
+        """Return the term that the attention's output is added to, [B, T, D], from the layer's input."""
+        return x
 
     def add_mlp(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the layer's output from its input and the attention's output: [B, T, D]."""
-        x = x + attended
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        hidden = self.residual(x) + attended
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
+
+
+class AnchorContext:
+    """Attention of the draft positions of all anchors at once: in training what ``LayerCache`` is in drafting.
+
+    The context is read causally. The draft positions of an anchor see the context up to it and each other. With ``a0``
+    the query at anchor t = 1 of position 0, and ``a1, a2`` the positions after it::
+
+        keys:   context 0  1  2  3    a1 a2
+        a0              x  x  .  .    .  .
+        a1              x  x  .  .    x  .
+        a2              x  x  .  .    x  x
+    """
+
+    def __init__(self, batch: TrainBatch, draft_targets: DraftTargets, dtype: torch.dtype) -> None:
+        self.anchors, self.index = anchors_of(draft_targets, batch.input_ids)
+        self.rows = torch.arange(len(self.anchors), device=self.anchors.device)[:, None]
+        self.positions = batch.position_ids
+        self.mask = document_mask(batch.document_ids, dtype)
+        """[B, 1, T, T] additive: the context."""
+        self.seen = self.mask[:, 0][self.rows, self.anchors][:, None]
+        """[B, 1, S, T] additive: the context of each anchor."""
+
+    @property
+    def flat(self) -> Tensor:
+        """[B, S] int64 flat index of each anchor."""
+        return self.rows * self.positions.shape[1] + self.anchors
+
+    def at_anchors(self, values: Tensor) -> Tensor:
+        """Return values [B, T, ...] at the anchors, [B, S, ...]."""
+        return values[self.rows, self.anchors]
+
+    def start(self, layer: HeadDecoderLayer, inputs: Tensor) -> Callable[[Tensor], Tensor]:
+        """Read the context's ``inputs`` [B, T, I] with ``layer``; return its step along the draft positions.
+
+        Each call of the step maps the inputs of the next position at all anchors, [B, S, I] -> [B, S, D]. Those of the
+        first one are the context's own, whose queries are known.
+        """
+        query, key, value = layer.states(inputs, self.positions)
+        query = self.at_anchors(query.transpose(1, 2)).transpose(1, 2)
+        block: list[tuple[Tensor, Tensor]] = []
+        steps = count()
+
+        def step(x: Tensor) -> Tensor:
+            if not (n := next(steps)):
+                return layer.add_mlp(x, layer.self_attn.output(query, key, value, self.seen))
+            new_query, *new = layer.states(x, self.at_anchors(self.positions) + n)
+            block.append((new[0], new[1]))
+            keys, values = (torch.stack(states, 3) for states in zip(*block, strict=True))
+            one_query = new_query[:, :, :, None]  # per anchor
+            return layer.add_mlp(x, layer.self_attn.output_of_blocks(one_query, key, value, self.seen, keys, values))
+
+        return step
+
+    def block_positions(self, offsets: Tensor) -> Tensor:
+        """Return positions [B, S P] of the blocks whose slots are ``offsets`` [P] after their anchors."""
+        return (self.at_anchors(self.positions)[..., None] + offsets).flatten(1, 2)
+
+    def read_block(
+        self, layer: HeadDecoderLayer, x: Tensor, key: Tensor, value: Tensor, positions: Tensor, seen: Tensor
+    ) -> Tensor:
+        """Run ``layer`` over the blocks of all anchors, [B, S P, I] -> [B, S P, D].
+
+        Args:
+            layer: the layer.
+            x: its inputs.
+            key: [B, G, T, E] of the context, and so is ``value``.
+            value: see ``key``.
+            positions: [B, S P] int64.
+            seen: [P, P] bool, the slots of its block that a slot sees.
+        """
+        query, *block = (torch.unflatten(states, 2, (-1, len(seen))) for states in layer.states(x, positions))
+        return layer.add_mlp(x, layer.self_attn.output_of_blocks(query, key, value, self.seen, *block, seen))
 
 
 def attend_block(

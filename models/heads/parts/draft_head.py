@@ -1,20 +1,24 @@
-"""The contract of every draft head, with saving and loading.
+"""The base class of all draft heads: loss, drafting, optional parts, saving and loading.
 
 A head is one file under ``models/heads/`` with a ``DraftHeadConfig`` and a ``DraftHead`` subclass, plus one YAML under
-``recipes/head/``. Its type is the name of that file. Training, decoding and evaluation use only this contract.
+``recipes/head/``. Its type is the name of that file. It is a recurrence over draft positions, ``advance``, which
+training runs along the true tokens of all anchors, and drafting along a tree.
 
-Shape legend: B batch, T time, N tree nodes, D base width, V target vocabulary, W draft vocabulary.
+Any head can have three parts, which only this file adds: an induction head, a Markov correction and a confidence.
+
+Shape legend: B batch, T time, A anchors, K draft positions, F frontier nodes, n targets, D base width, V target
+vocabulary, W draft vocabulary, r rank of the parts.
 """
 
 import hashlib
 import json
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 import torch
 from pydantic import Field
@@ -31,7 +35,9 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.lora import LoraSettings
 from drafthead.models.base.meta import meta_base
-from drafthead.models.decoding.growth import StepwiseDrafter
+from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.decoding.drafter import DraftConfig, Drafter, last_valid, take_rows
+from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.heads.parts.head_folder import (
     FORMAT,
     check_base,
@@ -43,9 +49,14 @@ from drafthead.models.heads.parts.head_folder import (
     resolve_folder,
     write_trees,
 )
-from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.models.kernels.linear import DRAFT_DTYPES, InferenceWeights, inference_copy
-from drafthead.models.token_tree import TokenTree
+from drafthead.models.heads.parts.induction import InductionContext, InductionHead
+from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.lm_heads import DraftLMHeads
+from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
+from drafthead.models.heads.parts.markov import TiedMarkov
+from drafthead.models.heads.parts.targets import DraftTargets, rank_of
+from drafthead.models.kernels.cuda_graphs import StaticCalls
+from drafthead.models.kernels.linear import DRAFT_DTYPES, PackedCopies, inference_copy
 
 PACKAGE = "drafthead.models.heads"
 DraftPositions = Annotated[int, Field(ge=1, le=16)]
@@ -65,6 +76,18 @@ class DraftHeadConfig(ABC):
     quarter of the time. Verification does not use them, so exact rules stay exact; near-ties may be drafted
     differently. ``auto`` takes what was faster when the base was loaded. Null drafts with the trained weights, in
     float32."""
+    induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Rank of an induction head that all draft positions share (our addition; no format has it). 0 turns it off."""
+    markov_rank = 0
+    """Rank of the correction by the previous token. A setting of heads that do not read their drafts."""
+    tied_markov = True
+    confidence = False
+    """True: a confidence head predicts each draft's acceptance."""
+
+    @property
+    def low_rank(self) -> int:
+        """Columns of what the Markov correction and the induction head add to the logits."""
+        return self.markov_rank + self.induction_rank
 
     @property
     def head_type(self) -> str:
@@ -110,22 +133,35 @@ class DraftHeadConfig(ABC):
             return self.build(base, d2t)
 
 
-class DraftHead(InferenceWeights, StepwiseDrafter):
+States = tuple[Tensor, ...]
+"""State that a node passes on to its children: tensors [..., width], [B, F, width] while drafting."""
+Attend = Callable[[Tensor], Tensor]
+"""Runs the head's own attention layers over one more token of every path: inputs [..., I] -> [..., D]."""
+
+
+class DraftHead(nn.Module, Drafter):
     """A draft head, attached to the frozen base that it drafts for."""
 
+    config: DraftHeadConfig
+    projections: DraftLMHeads
+    """Projections to the vocabulary, made by ``lm_heads``."""
     reads_base = True
+    reads_drafts = True
+    """False: no position reads drafts, so that ``all_inputs`` computes all positions at once."""
+    attends = False
+    """True: the head's own layers attend to the context."""
+    one_prediction = False
+    """True: a token is predicted like any next token, whichever position drafts it. It is trained once."""
+    low_rank_name = "induction_out"
+    """Name of the low-rank projection in saved heads."""
 
     def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__()
         self.config = config
         self.base = base
         self.base_identity = base.identity()
-        self.tree: TokenTree | None = None
-        """Tree calibrated for this head; None before calibration."""
-        self.batch_trees: Mapping[int, TokenTree] = {}
-        self.progress = 0.0
-        """Share of the phase that is done after the current step, in (0, 1]; set by the trainer."""
-        self._inference: tuple[Self] | None = None  # in a tuple, so that it is not a submodule
+        self.batch_trees = {}
+        self.packed = PackedCopies()
         self._copied_dtype: torch.dtype | None = None
         ids = torch.arange(base.vocab_size, device="cpu") if d2t is None else d2t.to(torch.int64)
         if len(ids) == 0 or int(ids.max()) >= base.vocab_size or int(ids.min()) < 0:
@@ -139,6 +175,30 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         self.t2d: Tensor
         self.register_buffer("t2d", t2d.to(base.device), persistent=False)
         self.target_lm_head = base.lm_head if d2t is None else base.lm_head.rows(self.d2t)
+        self._add_parts()
+
+    def _add_parts(self) -> None:
+        """Create the induction head, the Markov correction and the confidence that the settings ask for."""
+        config, base, device = self.config, self.base, self.base.device
+        self.induction = InductionHead(base, config.induction_rank) if config.induction_rank else None
+        if config.markov_rank:
+            tied = config.tied_markov
+            self.markov_in = (
+                TiedMarkov(base, config.markov_rank)
+                if tied
+                else nn.Embedding(base.vocab_size, config.markov_rank, device=device)
+            )
+            nn.init.normal_(self.markov_in.weight, std=base.hidden_size**-0.5 if tied else 0.02)
+        if config.low_rank:
+            low_rank = nn.Linear(config.low_rank, len(self.d2t), bias=False, device=device)
+            nn.init.zeros_(low_rank.weight)
+            if self.induction is not None:
+                start = self.induction.start_projection(self.d2t, self.scaling.scale)
+                low_rank.weight.data[:, config.markov_rank :] = start
+            self.add_module(self.low_rank_name, low_rank)
+        self.confidence = nn.Linear(base.hidden_size + config.low_rank, 1, device=device) if config.confidence else None
+        for parameter in [] if self.confidence is None else self.confidence.parameters():
+            nn.init.zeros_(parameter)
 
     @property
     def depth(self) -> int:
@@ -151,6 +211,10 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
     @property
     def vocab_size(self) -> int:
         return self.base.vocab_size
+
+    @property
+    def says_confidence(self) -> bool:
+        return self.confidence is not None
 
     def identity(self) -> tuple[object, ...]:
         digest = hashlib.sha256()
@@ -166,31 +230,197 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
 
     def inference(self) -> Self:
         """Return a copy with packed weights to draft with; the copy is renewed after training."""
-        if self._inference is None:
-            twin = inference_copy(self, self.config.inference_dtype(self.base))
-            twin._copied_dtype = self.dtype
-            self._inference = (twin,)
-        return self._inference[0]
+        return self.packed.get("head", self._inference_copy)
 
-    def invalidate(self) -> None:
-        self._inference = None
+    def _inference_copy(self) -> Self:
+        twin: Self = inference_copy(self, self.config.inference_dtype(self.base))
+        twin._copied_dtype = self.dtype
+        return twin
 
-    @abstractmethod
+    @property
+    def static_calls(self) -> StaticCalls | None:
+        """CUDA graphs of the head's passes, if the base uses graphs."""
+        if not self.base.uses_graphs or self.attends:
+            return None
+        return self.packed.get("graphs", lambda: StaticCalls(self.base.device))
+
+    # The forward pass ------------------------------------------------------------------------------------------
+
+    def first_states(self, hidden: Tensor) -> States:
+        """Return the state before any token is read, from the base's ``h`` [..., D]."""
+        return (hidden,)
+
+    def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
+        """Return the projection's input of position k (0-based), and the states after it.
+
+        Args:
+            k: draft position, from 0.
+            states: states of the nodes' parents, [..., width].
+            tokens: [...] int64 target ids; the last committed token for k = 0, then drafts.
+            attend: runs the attention layers of a head with ``attends``.
+        """
+        raise NotImplementedError
+
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int, context: LayerCache | None) -> Tensor:
+        """Return the projection's inputs of the first ``depth`` positions, [B, K, D], if none reads drafts.
+
+        Args:
+            hidden: [B, D] the session's ``source``.
+            last_token: [B] int64.
+            depth: K.
+            context: keys and values of the head's own layers, with ``attends``.
+        """
+        states, inputs = self.first_states(hidden), []
+        for k in range(depth):
+            x, states = self.advance(k, states, last_token, _no_attention)
+            inputs.append(x)
+        return torch.stack(inputs, 1)
+
+    def sources(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
+        """Return the inputs [B, T, D] of ``first_states``."""
+        return base_hidden.final
+
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        """Return the input of every position's projection for every target, without the parts, [K, n, width].
+
+        It may be any finite value where ``draft_targets.valid`` is false.
+        """
+        # Each anchor is computed once, although the targets of up to K positions read it.
+        anchors, index = draft_targets.anchors, torch.zeros_like(batch.input_ids.flatten())
+        index[anchors] = torch.arange(len(anchors), device=index.device)
+        hidden = self.sources(batch, base_hidden).flatten(0, 1)[anchors]
+        return self.unroll(hidden, anchors, index, batch, draft_targets, _no_attention)
+
+    def unroll(
+        self,
+        hidden: Tensor,
+        anchors: Tensor,
+        index: Tensor,
+        batch: TrainBatch,
+        draft_targets: DraftTargets,
+        attend: Attend,
+    ) -> Tensor:
+        """Run ``advance`` from all ``anchors`` along the true tokens; see ``hidden_at_positions``.
+
+        Args:
+            hidden: [..., D] inputs of ``first_states`` at the anchors.
+            anchors: [...] int64 flat index of each anchor.
+            index: [B * T] int64, the place of an anchor among ``anchors``, flattened.
+            batch: packed rows.
+            draft_targets: targets of the batch.
+            attend: the attention of draft positions at the anchors.
+        """
+        ids, outputs = batch.input_ids.flatten(), []
+        states = self.first_states(hidden.to(self.dtype))
+        for k, sources in enumerate(draft_targets.source_idx):
+            x, states = self.advance(k, states, ids[(anchors + k + 1).clamp(max=len(ids) - 1)], attend)
+            outputs.append(x.flatten(0, -2)[index[sources]])
+        return torch.stack(outputs)
+
+    # Projections and parts -------------------------------------------------------------------------------------
+
+    def lm_heads(self, count: int, first: LMHead | None = None) -> DraftLMHeads:
+        """Return ``count`` projections that start as ``first`` (None: the base's); 0: the base's, frozen and shared."""
+        scaled, dtype = not self.config.low_rank, self.config.inference_dtype(self.base)
+        return DraftLMHeads(first or self.target_lm_head, count, dtype, scaled=scaled)
+
+    @property
+    def scaling(self) -> LMHead:
+        """The output head whose scale and soft-cap the logits have."""
+        return self.target_lm_head
+
+    def projection(self, k: int) -> LMHead:
+        """Return the projection of position k (0-based) without the parts."""
+        return self.projections.head(k) if len(self.projections.weights) else self.target_lm_head
+
+    def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
+        """Return logits [..., W] of position k for inference; with None, of all positions of ``x`` [B, K, D].
+
+        If parts add to the logits, they come before scale and soft-cap.
+        """
+        return self.projections.logits(x, k)
+
+    @property
+    def low_rank(self) -> nn.Linear | None:
+        """The projection of the Markov and induction codes, [r] -> [W]."""
+        return cast(nn.Linear | None, getattr(self, self.low_rank_name, None))
+
     def output_head(self, k: int) -> LMHead:
-        """Return the vocabulary projection of draft position k (0-based)."""
+        """Return the vocabulary projection of draft position k (0-based), parts included."""
+        head = self.projection(k)
+        return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
 
-    @abstractmethod
-    def loss(self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig) -> LossOutput:
-        """Return the summed loss and metrics over the batch's trained tokens."""
+    def sink_states(
+        self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
+    ) -> list[Tensor]:
+        """Return for each position the inputs [B, T, D] of the induction sink's score at the anchors."""
+        return [base_hidden.final] * len(hidden)
 
-    @abstractmethod
+    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        """Return the inputs of ``output_head`` for every target, [K, n, width + r]; see ``hidden_at_positions``."""
+        hidden = self.hidden_at_positions(batch, base_hidden, draft_targets)
+        inputs = [hidden]
+        if self.config.markov_rank:
+            before = self.markov_in(batch.input_ids.flatten()[draft_targets.target_idx - 1])
+            inputs.append(before.expand(len(hidden), -1, -1))
+        if self.induction is not None:
+            states = self.sink_states(hidden, batch, base_hidden, draft_targets)
+            inputs.append(self.induction.at_targets(batch, states, draft_targets).to(hidden.dtype))
+        return hidden if len(inputs) == 1 else torch.cat(inputs, -1)
+
+    def confidence_logits(self, hidden: Tensor) -> Tensor | None:
+        """Return logits [K, n] of the drafts' acceptance from ``position_hidden``; None without a confidence head."""
+        # Detached, so that the confidence loss cannot change the drafts.
+        return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
+
+    # Training --------------------------------------------------------------------------------------------------
+
+    def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
+        """Return the targets of a training step; all by default."""
+        return draft_targets
+
+    def loss(
+        self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, progress: float = 1.0
+    ) -> LossOutput:
+        """Return the summed loss and metrics over the batch's trained tokens.
+
+        ``progress`` is the share of the phase that is done after this step, in (0, 1].
+        """
+        weights = config.weights_of(self.config.trained_positions)
+        # Positions that are not trained are only measured.
+        depth = len(weights) if torch.is_grad_enabled() or self.one_prediction else self.depth
+        decay = config.decay if config.depth_weights is None else 1.0  # explicit weights do not decay
+        config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)), decay=decay)
+        draft_targets = self.trained_targets(DraftTargets.of(batch, depth))
+        targets = draft_targets.loss_targets(batch, base_hidden, self.t2d, self.target_lm_head)
+        hidden = self.position_hidden(batch, base_hidden, draft_targets)
+        heads = [self.output_head(k) for k in range(depth)]
+        loss_sum, stats = heads_loss(hidden, heads, targets, config, confidence=self.confidence_logits(hidden))
+        if self.one_prediction:
+            stats = stats.expand(self.depth, -1)
+        return loss_output(loss_sum, stats, training=torch.is_grad_enabled())
+
+    @torch.no_grad()
     def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
         """Return the rank of the true token among the candidates of every draft position, for tree calibration.
+
+        The tokens between the anchor and the target are the true ones. This is exact, because a node at depth k can
+        only be accepted below a path of true tokens.
 
         Returns:
             [B, T, K] int64: 0 if the most likely candidate for ``x_{t+1+k}`` is right, ``top`` if the true token is
             not among the first ``top`` candidates, -1 if position k has no target.
         """
+        draft_targets = DraftTargets.of(batch, self.depth)
+        hidden = self.position_hidden(batch, base_hidden, draft_targets)
+        target_ids = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
+        count = batch.input_ids.numel()
+        ranks = torch.full((count + 1, self.depth), -1, dtype=torch.int64, device=target_ids.device)
+        for k, (valid, sources) in enumerate(zip(draft_targets.valid, draft_targets.source_idx, strict=True)):
+            if k == 0 or hidden.stride(0):  # a head with one prediction repeats it
+                at_targets = rank_of(hidden[k], self.output_head(k), target_ids, top)
+            ranks[torch.where(valid, sources, count), k] = at_targets  # the last row is for what is not valid
+        return ranks[:-1].view(*batch.input_ids.shape, self.depth)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         """Return (module, method) pairs whose activations training may recompute; attention itself is left out."""
@@ -199,8 +429,6 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
     def num_parameters(self) -> int:
         """Return the number of the head's own parameters; those shared with the base are not counted."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    # Heads that can train their base ---------------------------------------------------------------------------
 
     def train_base(self, now: bool) -> None:
         """Prepare to train the base; ``now``: in the next phase. The first call creates the adapters."""
@@ -213,6 +441,9 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
     def lr_mult(self, parameter: nn.Parameter) -> float:
         """Return the factor on the phase's learning rate for a parameter."""
         return 1.0
+
+    def open(self, rows: int, cache: TreeCache | None = None) -> "HeadSession":
+        return HeadSession(self, rows)
 
     # Saving and loading --------------------------------------------------------------------------------------
 
@@ -278,6 +509,115 @@ class DraftHead(InferenceWeights, StepwiseDrafter):
         if not isinstance(head, cls):
             raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
         return head.eval()
+
+
+class HeadSession(StepwiseSession):
+    """What a head keeps of the rows being decoded: the base's last state, and the contexts of attention and parts."""
+
+    drafter: DraftHead
+
+    def __init__(self, head: DraftHead, rows: int) -> None:
+        self.drafter, self.lengths = head, [0] * rows
+        self.model: Any = head.inference()
+        """The inference copy of the head."""
+        self.hidden = head.target_lm_head.weight.new_full((rows, head.base.hidden_size), torch.nan)
+        """[B, D] the base's ``h`` at the last position it has read."""
+        self.copied = None if self.model.induction is None else InductionContext(self.model.induction, rows)
+        self.context: LayerCache | None = None
+        """Keys and values of the head's own attention layers, if it has any."""
+
+    @torch.inference_mode()
+    def commit(
+        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
+    ) -> None:
+        if base_hidden is not None:
+            self.hidden = last_valid(base_hidden.final, counts)
+        if self.copied is not None:
+            self.copied.append(tokens, counts)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def select(self, rows: list[int]) -> None:
+        self.lengths, self.hidden = [self.lengths[row] for row in rows], take_rows(self.hidden, rows)
+        for context in (self.copied, self.context):
+            if context is not None:
+                context.select(rows)
+
+    def source(self) -> Tensor:
+        """Return the input [B, D] of ``first_states`` or ``all_inputs``."""
+        return self.hidden
+
+    def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        self._level = 0
+        self.start_levels(last_token, draft_config)
+        if self.copied is not None and (sinks := self.sink_states()) is not None:
+            self.copied.start(sinks.to(self.model.dtype))
+
+    def sink_states(self) -> Tensor | None:
+        """Return the inputs of the induction sink's score, [B, levels, D]; None if ``level`` starts ``copied``."""
+        return self.hidden[:, None]
+
+    def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
+        """Prepare the first level; heads that do not read drafts compute all levels."""
+        model, hidden, depth = self.model, self.source().to(self.model.dtype), draft_config.depth
+        if model.reads_drafts:
+            self._states = model.first_states(hidden[:, None])
+            return
+
+        def read(hidden: Tensor, last_token: Tensor) -> States:
+            inputs = model.all_inputs(hidden, last_token, depth, self.context)
+            return inputs, model.draft_logits(inputs, None)
+
+        self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
+
+    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        k, self._level = self._level, self._level + 1
+        self._input, logits = self.level(k, tokens, parents)
+        self._added: Tensor | None = None
+        if self.model.low_rank is None:
+            return logits
+        added = [self.model.markov_in(tokens)] if self.model.config.markov_rank else []
+        if self.copied is not None:
+            added.append(self.copied.read(tokens, parents))
+        self._added = added[0] if len(added) == 1 else torch.cat(added, -1)
+        return self.drafter.scaling.scale_and_cap(logits + self.model.low_rank(self._added))
+
+    def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the projection's inputs and ``draft_logits`` of draft position k (0-based), [B, F or 1, ...].
+
+        The arguments are those of ``expand``.
+        """
+        if not self.model.reads_drafts:
+            return self._inputs[:, k, None], self._logits[:, k, None]
+
+        def attend(x: Tensor) -> Tensor:
+            assert self.context is not None
+            return self.context.start(x) if k == 0 else self.context.expand(x, parents)
+
+        def read(tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
+            if k:
+                states = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
+            x, below = self.model.advance(k, states, tokens, attend)
+            return (x, self.model.draft_logits(x, k), *below)
+
+        x, logits, *states = self._graph(k, read, tokens, parents, *self._states)
+        self._states = tuple(states)
+        return x, logits
+
+    def confidence(self) -> Tensor:
+        x = self._input
+        if self._added is not None:
+            x = torch.cat([x.expand(-1, self._added.shape[1], -1), self._added], -1)
+        confidence: Tensor = self.model.confidence(x)[..., 0].sigmoid()
+        return confidence
+
+    def _graph(self, key: int, function: Callable[..., States], *inputs: Tensor) -> States:
+        """Call ``function``, as a CUDA graph if the base uses graphs."""
+        calls = self.drafter.static_calls
+        return function(*inputs) if calls is None else calls(key, function, *inputs)
+
+
+def _no_attention(x: Tensor) -> Tensor:
+    raise TypeError("a head whose layers attend to the context must set attends = True")
 
 
 def head_types() -> list[str]:

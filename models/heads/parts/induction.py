@@ -109,39 +109,24 @@ class InductionHead(nn.Module):
         weights = scores.float().softmax(-1)[..., :-1].to(context.dtype)
         return weights @ context[:, 1:, COPIED]
 
-    def at_targets(self, batch: TrainBatch, final: Tensor, draft_targets: DraftTargets) -> Tensor:
-        """Return the copied codes for every target, [K, n, r]; the sink reads the base's ``final`` [B, T, D]."""
-        depth = len(draft_targets.valid)
+    def at_targets(self, batch: TrainBatch, states: list[Tensor], draft_targets: DraftTargets) -> Tensor:
+        """Return the copied codes for every target, [K, n, r]; the sink of position k reads ``states[k]`` [B, T, D]."""
         if len(draft_targets.target_idx) == 0:
-            return final.new_zeros(depth, 0, self.rank)
+            return states[0].new_zeros(len(states), 0, self.rank)
         anchors, slots = anchors_of(draft_targets, batch.input_ids)
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        state = final[rows, anchors].nan_to_num().to(self.sharpness.dtype)
-        reader = InductionAnchors(self, batch, anchors)
-        copied = [reader.read(k, state).flatten(0, 1) for k in range(depth)]
-        return torch.stack([out[slots[idx]] for out, idx in zip(copied, draft_targets.source_idx, strict=True)])
-
-
-class InductionAnchors:
-    """An induction head over the packed rows of a training batch, seen from ``anchors`` [B, S]."""
-
-    def __init__(self, head: InductionHead, batch: TrainBatch, anchors: Tensor) -> None:
-        self._head, self._anchors, self._codes = head, anchors, head.codes(batch.input_ids)
-        self._rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        documents = batch.document_ids
+        documents, codes = batch.document_ids, self.codes(batch.input_ids)
         causal = documents[:, None] == documents.gather(1, anchors)[..., None]
         causal &= torch.arange(documents.shape[1], device=anchors.device) <= anchors[..., None]
-        self._seen = causal & (batch.position_ids > 0)[:, None]  # nothing precedes a document's first token
-        self._paired = batch.position_ids > 1
-
-    def read(self, k: int, state: Tensor) -> Tensor:
-        """Return the copied codes of draft position k (0-based), after true tokens: [B, S, D] -> [B, S, r]."""
-        last_index = self._codes.shape[1] - 1
-        before, last = (self._codes[self._rows, (self._anchors + k + n).clamp(max=last_index)] for n in (0, 1))
-        # Recomputed in the backward pass; otherwise every position would store S x T scores.
-        context = (self._codes, self._seen, self._paired)
-        copied: Tensor = checkpoint(self._head, last, before, state, *context, use_reentrant=False)
-        return copied
+        seen = causal & (batch.position_ids > 0)[:, None]  # nothing precedes a document's first token
+        context, copied = (codes, seen, batch.position_ids > 1), []
+        for k, (state, sources) in enumerate(zip(states, draft_targets.source_idx, strict=True)):
+            state = state[rows, anchors].nan_to_num().to(self.sharpness.dtype)
+            before, last = (codes[rows, (anchors + k + n).clamp(max=codes.shape[1] - 1)] for n in (0, 1))
+            # Recomputed in the backward pass; otherwise every position would store S x T scores.
+            out: Tensor = checkpoint(self, last, before, state, *context, use_reentrant=False)
+            copied.append(out.flatten(0, 1)[slots[sources]])
+        return torch.stack(copied)
 
 
 class InductionContext:
@@ -163,6 +148,7 @@ class InductionContext:
         self._head, self._lengths = head, [0] * rows
         self._keys = self._values = head.sharpness.new_zeros(rows, 0, 0)
         self._before = self._sinks = self._keys
+        self._tokens = torch.zeros(rows, 0, dtype=torch.int64, device=self._keys.device)
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, counts: list[int]) -> None:
@@ -177,6 +163,7 @@ class InductionContext:
         self._keys[row, at + 1, :rank] = codes[..., LAST, :] * one
         self._keys[row, at + 2, rank:-1] = codes[..., BEFORE, :] * two
         self._values[row, at] = codes[..., COPIED, :]
+        self._tokens[row, at] = tokens
         self._values[:, 0] = 0.0
         self._before = last_valid(codes[..., BEFORE, :], counts)[:, None]
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
@@ -184,7 +171,15 @@ class InductionContext:
     def select(self, rows: list[int]) -> None:
         """Keep these rows only."""
         self._lengths = [self._lengths[row] for row in rows]
-        self._keys, self._values, self._before = (take_rows(t, rows) for t in (self._keys, self._values, self._before))
+        self._keys, self._values, self._before, self._tokens = (
+            take_rows(t, rows) for t in (self._keys, self._values, self._before, self._tokens)
+        )
+
+    def rollback(self, lengths: list[int]) -> None:
+        """Forget all but the first ``lengths`` tokens of each row."""
+        self._lengths = list(lengths)
+        if max(lengths):
+            self._before = self._head.codes(last_valid(self._tokens, lengths))[:, None, BEFORE]
 
     def start(self, states: Tensor) -> None:
         """Start a step; ``states`` [B, n, D] are the inputs of the sink's score on each level, the last one for all
@@ -217,6 +212,7 @@ class InductionContext:
         rows, known, rank = len(self._lengths), self._keys.shape[1], self._head.rank
         keys, values = (self._keys.new_zeros(rows, capacity, size) for size in (2 * rank + 1, rank))
         keys[:, 0, -1] = 1.0
+        tokens = self._tokens.new_zeros(rows, capacity)
         if known:
-            keys[:, :known], values[:, :known] = self._keys, self._values
-        self._keys, self._values = keys, values
+            keys[:, :known], values[:, :known], tokens[:, :known] = self._keys, self._values, self._tokens
+        self._keys, self._values, self._tokens = keys, values, tokens

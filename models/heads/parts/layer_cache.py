@@ -5,6 +5,8 @@ Hydra++'s prefix layer, Kangaroo's adapter and the layers of EAGLE-3 and DSpark 
 Shape legend: B rows, P slots of a block, F nodes, I input width, D width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ class LayerCache(NodeCache):
 
         super().__init__(run, shape, rows, lambda capacity: TreeCache.empty(shape, capacity))
 
-    def read_block(self, x: Tensor, seen: Tensor, layers: list[Layer]) -> Tensor:
+    def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
         """Run ``layers`` over a block after the context, [B, P, D] -> [B, P, D], and drop its keys and values.
 
         ``seen`` [1, P, P] bool are the slots that each slot sees, later ones included.

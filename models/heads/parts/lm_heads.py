@@ -3,22 +3,22 @@
 Shape legend: D width, W draft vocabulary.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.kernels.linear import InferenceWeights, inference_linear
+from drafthead.models.kernels.linear import PackedCopies, inference_linear
 
 
-class DraftLMHeads(InferenceWeights):
+class DraftLMHeads(nn.Module):
     """``count`` trained projections that start as the base's, or with 0 the base's own projection, frozen and shared.
 
     Position k (0-based) uses projection k, or the last one if there are fewer.
     """
 
-    def __init__(
-        self, target_lm_head: LMHead, count: int, draft_dtype: torch.dtype | None = None, scaled: bool = True
-    ) -> None:
+    def __init__(self, target_lm_head: LMHead, count: int, draft_dtype: torch.dtype | None, scaled: bool) -> None:
         """Create the projections.
 
         Args:
@@ -33,36 +33,22 @@ class DraftLMHeads(InferenceWeights):
             nn.Parameter(target_lm_head.weight.detach().float().clone()) for _ in range(count)
         )
         self._target_lm_head = target_lm_head
-        self._packed: dict[int, nn.Module] = {}
-
-    def invalidate(self) -> None:
-        self._packed.clear()
+        self.packed = PackedCopies()
 
     def head(self, k: int) -> LMHead:
         """Return the projection of draft position k (0-based), with the base's scale and soft-cap."""
-        shared = self._target_lm_head
         if not len(self.weights):
-            return shared
-        return LMHead(weight=self.weights[self._index(k)], scale=shared.scale, softcap=shared.softcap)
+            return self._target_lm_head
+        return replace(self._target_lm_head, weight=self.weights[min(k, len(self.weights) - 1)])
 
-    def logits(self, hidden: Tensor, k: int = 0) -> Tensor:
-        """Return the draft logits of position k (0-based), for inference: [..., D] -> [..., W]."""
-        product = self.product(hidden, k)
+    def logits(self, hidden: Tensor, k: int | None = 0) -> Tensor:
+        """Return the draft logits of position k (0-based), for inference: [..., D] -> [..., W].
+
+        With None, ``hidden`` [B, K, D] has the inputs of the first K positions.
+        """
+        if k is None and len(self.weights) > 1:
+            return torch.stack([self.logits(hidden[:, n], n) for n in range(hidden.shape[1])], 1)
+        index, weight = max(0, min(k or 0, len(self.weights) - 1)), self.head(k or 0).weight
+        linear = self.packed.get(index, lambda: inference_linear(weight, dtype=self._draft_dtype))
+        product: Tensor = linear(hidden.to(weight.dtype))
         return self._target_lm_head.scale_and_cap(product) if self._scaled else product
-
-    def product(self, hidden: Tensor, k: int = 0) -> Tensor:
-        """Return the logits before scale and soft-cap: [..., D] -> [..., W]."""
-        index, weight = self._index(k), self.head(k).weight
-        if index not in self._packed:
-            self._packed[index] = inference_linear(weight, dtype=self._draft_dtype)
-        product: Tensor = self._packed[index](hidden.to(weight.dtype))
-        return product
-
-    def all_logits(self, hidden: Tensor) -> Tensor:
-        """Return the draft logits of the first K positions, for inference: [B, K, D] -> [B, K, W]."""
-        if len(self.weights) <= 1:
-            return self.logits(hidden)
-        return torch.stack([self.logits(hidden[:, k], k) for k in range(hidden.shape[1])], 1)
-
-    def _index(self, k: int) -> int:
-        return min(k, max(0, len(self.weights) - 1))

@@ -325,7 +325,7 @@ def heads_loss(
         raise ValueError("the loss compares with the base's distribution, but the targets do not have it")
     heads = [head.at_most(hidden.dtype) for head in heads]
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
-    weights = [h.trained if torch.is_grad_enabled() else h.trained.detach() for h in heads]
+    weights = [w if torch.is_grad_enabled() else w.detach() for head in heads for w in head.trained]
     result: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, confidence, heads, targets, config, rows, *weights
     )
@@ -339,7 +339,7 @@ def _true_probs(hidden: Tensor, heads: Sequence[LMHead], targets: Targets, rows:
     for start in range(0, hidden.shape[1], rows):
         span = slice(start, start + rows)
         for k, head in enumerate(heads):
-            product = head.product(hidden[k, span].to(head.trained.dtype))
+            product = head.product(hidden[k, span].to(head.trained[0].dtype))
             chunk = LossChunk(head, product, targets.ids[span], targets.valid[k, span])
             probs[k, span] = (chunk.true - chunk.lse).exp() * chunk.known
     return probs
@@ -384,6 +384,8 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_weights = [torch.zeros_like(w, dtype=wide) if w.requires_grad else None for w in weights]
         grad_confidence = torch.zeros_like(confidence) if confidence is not None and confidence.requires_grad else None
         training = grad_hidden is not None or any(g is not None for g in grad_weights)
+        gradients = iter(grad_weights)
+        trained = [[(next(gradients), columns) for columns in head.trained_columns] for head in heads]
         factors = config.weights_of(depth)
         paced = None
         if config.decay == DPACE and training:
@@ -395,7 +397,7 @@ class _ChunkedLoss(torch.autograd.Function):
             compared = config.needs_target_probs or confidence is not None or not training
             target = targets.distribution(span) if compared else None
             for k in range(depth):
-                h = hidden[k, span].to(weights[k].dtype)
+                h = hidden[k, span].to(heads[k].trained[0].dtype)
                 valid = targets.valid[k, span]
                 chunk = LossChunk(heads[k], heads[k].product(h), targets.ids[span], valid)
                 stats[k] += chunk.stats(None if training else target)
@@ -412,12 +414,13 @@ class _ChunkedLoss(torch.autograd.Function):
                         grad_hidden[k, span] = heads[k].input_gradient(gradient).to(grad_hidden.dtype)
                     if grad_confidence is not None and by_confidence is not None:
                         grad_confidence[k, span] = (factors[k] * by_confidence).to(grad_confidence.dtype)
-                    if (grad_weight := grad_weights[k]) is not None:
-                        inputs = h[:, -grad_weight.shape[1] :]  # a low-rank part reads the last columns only
+                    for grad_weight, columns in trained[k]:
+                        if grad_weight is None:
+                            continue
                         if h.dtype == wide:
-                            grad_weight.addmm_(gradient.t(), inputs)
+                            grad_weight.addmm_(gradient.t(), h[:, columns])
                         else:
-                            grad_weight += gradient.t() @ inputs
+                            grad_weight += gradient.t() @ h[:, columns]
         ctx.grads = grad_hidden, grad_confidence, grad_weights
         ctx.mark_non_differentiable(stats)
         return total, stats

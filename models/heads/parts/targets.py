@@ -96,18 +96,14 @@ class DraftTargets:
         anchors: Tensor = torch.unique(host.source_idx[host.valid])
         return anchors.to(self.target_idx.device, non_blocking=True)
 
-    def at_sources(self, values: Tensor) -> Tensor:
-        """Return values [B, T, D] at each position's anchor, [K, n, D].
+    def before_targets(self, values: Tensor) -> Tensor:
+        """Return values [B, T, D] one token before each target, the same for all positions: [K, n, D]."""
+        return values.flatten(0, 1)[self.target_idx - 1].expand(len(self.valid), -1, -1)
 
-        They are zero where a position has no valid anchor. A hidden state there may belong to another document, or be
-        NaN because it was not stored. Zero carries neither value nor gradient.
-        """
-        return torch.where(self.valid[..., None], values.flatten(0, 1)[self.source_idx], 0.0)
-
-    def tokens(self, input_ids: Tensor, ahead: int) -> Tensor:
-        """Return ``x_{t+ahead}`` for each position's anchor t, [K, n] int64; any token where not valid."""
-        flat = input_ids.flatten()
-        return flat[(self.source_idx + ahead).clamp(max=len(flat) - 1)]
+    def to_sources(self, values: Tensor, k: int, shape: tuple[int, ...]) -> Tensor:
+        """Return values [n, D] of position k's targets at their anchors, [B, T, D], and zeros elsewhere."""
+        flat = values.new_zeros(shape[0] * shape[1], values.shape[-1])
+        return flat.index_add(0, self.source_idx[k], torch.where(self.valid[k, :, None], values, 0.0)).view(*shape, -1)
 
     def loss_targets(
         self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead

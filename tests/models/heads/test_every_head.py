@@ -16,10 +16,8 @@ from drafthead.models.base.meta import meta_base
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.heads.parts.autoregressive import AutoregressiveConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.models.heads.parts.multi_position import RecurrentHead
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable, inference_linear
 from drafthead.models.token_tree import TokenTree
@@ -37,7 +35,6 @@ from support import (
     small_base,
 )
 
-MULTI_POSITION = [kind for kind, config in HEADS.items() if not isinstance(config, AutoregressiveConfig)]
 SAMPLED = ("hydra_pp", "mlp", "lstm", "medusa", "eagle3", "draft_lm", "dspark")
 UNTRAINED_AS_BASE = ("hydra", "hydra_pp", "mlp_on_base", "medusa", "medusa_last", "medusa_tied", "dspark_state")
 PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
@@ -75,7 +72,6 @@ def test_a_head_without_weights_is_as_large(grouping: str, kind: str, vocabulary
     ("kind", "settings", "says"),
     [
         ("hydra", {"own_lm_head": False}, "head.projection_bias .*head.own_lm_head"),
-        ("medusa", {"induction_rank": 8}, "head.induction_rank .*head.own_lm_head"),
         ("medusa2", {"lora_lm_head": True, "own_lm_head": False}, "lora_lm_head.* head.own_lm_head"),
         ("eagle3", {"ttt_steps": 8}, "head.ttt_steps .*head.num_draft_tokens"),
         ("mlp", {"cell": "lstm"}, "head.cell.* head.tie_weights"),
@@ -100,7 +96,7 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
     """Return draft logits of training, [K, T, W], every position at its anchor."""
     batch = rows_of([ids])
     draft_targets = DraftTargets.of(batch, head.depth)
-    hidden = head.position_hidden(batch, base.hidden_states(batch, head.spec), draft_targets)  # type: ignore[operator]
+    hidden = head.position_hidden(batch, base.hidden_states(batch, head.spec), draft_targets)
     actual = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
         valid = draft_targets.valid[k]
@@ -111,9 +107,9 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("architecture", "graphs", "kind"),
     [
-        *(("qwen2", "auto", kind) for kind in MULTI_POSITION),
-        *cases_of(("gemma", "auto"), MULTI_POSITION, fast=()),
-        *cases_of(("llama", "always"), MULTI_POSITION, fast=("medusa", "hydra", "mlp")),
+        *(("qwen2", "auto", kind) for kind in HEADS),
+        *cases_of(("gemma", "auto"), HEADS, fast=()),
+        *cases_of(("llama", "always"), HEADS, fast=("medusa", "hydra", "mlp")),
     ],
 )
 def test_drafting_along_a_text_is_the_training_path(
@@ -126,7 +122,7 @@ def test_drafting_along_a_text_is_the_training_path(
     base = BaseModel.load(replace(tiny_base(architecture).config, graphs=graphs))
     config = replace(HEADS[kind], num_draft_tokens=4)
     head = randomised(config.build(base, torch.arange(0, 300, 2)), 0.05).eval()
-    assert not isinstance(head, RecurrentHead) or (head.static_calls is None) == (graphs == "auto")
+    assert (head.static_calls is None) == (graphs == "auto" or head.attends)
     texts = [random_ids(60), random_ids(25, seed=1), random_ids(30, seed=2)]
     expected = [text_logits(head, base, ids) for ids in texts]
     for rows in ([0], [0, 1, 2], [1, 2]):

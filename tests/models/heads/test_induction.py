@@ -54,7 +54,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase) -> None:
     batch = row_of(texts)
     final = base.hidden_states(batch, head.spec).final
     draft_targets = DraftTargets.of(batch, 3)
-    actual = head.induction.at_targets(batch, final, draft_targets)
+    actual = head.induction.at_targets(batch, [final] * 3, draft_targets)
     compared = 0
     for start, text in zip((0, 9), texts, strict=True):
         for k in range(3):

@@ -39,7 +39,7 @@ def tuned_head(base: BaseModel, size: float = 0.05, **settings: Any) -> Medusa2H
     defaults = {"num_draft_tokens": 2, "lora_rank": 4, "lora_alpha": 8.0, "lora_dropout": 0.0}
     head = Medusa2Config(**{**defaults, **settings}).build(base)
     head.train_base(now=True)
-    head.progress = 0.5
+
     return randomised(head, size).eval()
 
 
@@ -85,7 +85,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, base_loss: str, s
     """Value, gradients of adapters and heads, and both parts of the loss as metrics."""
     base = tiny_base()
     head = tuned_head(base, base_loss=base_loss, heads_schedule=schedule, lora_lm_head=lm_head, heads_weight=0.3)
-    out = head.loss(batch(), base.hidden_states(batch(), HiddenStatesSpec()), LossConfig(ce=1.0, decay=0.8))
+    out = head.loss(batch(), base.hidden_states(batch(), HiddenStatesSpec()), LossConfig(ce=1.0, decay=0.8), 0.5)
     out.loss_sum.backward()
     actual = {name: p.grad.clone() for name, p in head.named_parameters()}
     head.zero_grad()
@@ -112,7 +112,7 @@ def test_before_its_joint_phase_it_is_medusa_1(tiny_base: TinyBase) -> None:
     head = Medusa2Config(num_draft_tokens=2).build(base)
     head.train_base(now=False)
     head.load_state_dict({**head.state_dict(), **plain.state_dict()})
-    out, expected = head.loss(batch(), base_hidden, LossConfig()), plain.loss(batch(), base_hidden, LossConfig())
+    out, expected = head.loss(batch(), base_hidden, LossConfig(), 0.5), plain.loss(batch(), base_hidden, LossConfig())
     assert out.names == expected.names and out.loss_sum.item() == expected.loss_sum.item()
     out.loss_sum.backward()
     assert all(p.grad is None and not p.requires_grad for p in head.adapter.values())
@@ -134,7 +134,7 @@ def test_dropout_only_while_the_base_is_trained(tiny_base: TinyBase) -> None:
     base_hidden = base.hidden_states(batch(), HiddenStatesSpec())
 
     def loss() -> float:
-        return head.loss(batch(), base_hidden, LossConfig()).loss_sum.item()
+        return head.loss(batch(), base_hidden, LossConfig(), 0.5).loss_sum.item()
 
     assert loss() == loss()
     head.train()

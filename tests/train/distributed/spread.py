@@ -150,9 +150,11 @@ def steps(
     """Train and return the metrics of every step."""
     metrics = []
     for step in numbers:
-        head.progress = (step + 1) / STEPS
         batches = micro_batches(case, head, step, parts)
-        result = train_step(head, optimizer, batches, case.loss, lr=1e-3, clip_norm=1.0, reduce=reduce)
+        progress = (step + 1) / STEPS
+        result = train_step(
+            head, optimizer, batches, case.loss, lr=1e-3, clip_norm=1.0, progress=progress, reduce=reduce
+        )
         metrics.append(result.metrics())
     return metrics
 
