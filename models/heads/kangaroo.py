@@ -163,11 +163,15 @@ class KangarooHead(DraftHead):
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [(self.self_attn, "forward")]
 
-    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+    def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
+        """Return the adapter's outputs, [B, T, D]."""
         # Features of positions that were not stored are NaN; zeros there carry no value and no gradient.
         x = base_hidden.layer(0).to(self.dtype).nan_to_num()
         mask = document_mask(batch.document_ids, x.dtype)
-        return draft_targets.before_targets(self.adapter(x, batch.position_ids, mask))
+        return self.adapter(x, batch.position_ids, mask)
+
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        return draft_targets.before_targets(self.hidden_states(batch, base_hidden))
 
     def adapter(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
         """Map exit states [B, T, D] to [B, T, D]. See ``HeadAttention.forward`` for the other arguments."""

@@ -80,7 +80,6 @@ class DraftHeadConfig(ABC):
     """Rank of an induction head that all draft positions share (our addition; no format has it). 0 turns it off."""
     markov_rank = 0
     """Rank of the correction by the previous token. A setting of heads that do not read their drafts."""
-    tied_markov = True
     confidence = False
     """True: a confidence head predicts each draft's acceptance."""
 
@@ -182,7 +181,7 @@ class DraftHead(nn.Module, Drafter):
         config, base, device = self.config, self.base, self.base.device
         self.induction = InductionHead(base, config.induction_rank) if config.induction_rank else None
         if config.markov_rank:
-            tied = config.tied_markov
+            tied = getattr(config, "tied_markov", True)
             self.markov_in = (
                 TiedMarkov(base, config.markov_rank)
                 if tied
