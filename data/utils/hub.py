@@ -23,7 +23,7 @@ PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
 DOWNLOADED = ("*.json", "*.safetensors", "*.md")
 UPLOADED = (
     "config.json", "model.safetensors", "tree.json", "adapter/*.json", "adapter/*.safetensors",
-    "README.md", "eval.json", "training_loss.png",
+    "README.md", "eval.json", "training_loss.png", "custom_generate/generate.py", "custom_generate/requirements.txt",
 )  # fmt: skip
 """The files of a head. Only these are uploaded, and those that a new version lacks are removed from the repository."""
 REPOSITORY = "<this repository or folder>"
@@ -120,9 +120,7 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
         )
     card = folder / "README.md"
     if card.exists():
-        named = re.sub(
-            r'drafthead\.load_head\("[^"]*"\)', f'drafthead.load_head("{url.repo_id}")', card.read_text(), count=1
-        )
+        named = re.sub(r'(drafthead\.load_head\(|custom_generate=)"[^"]*"', rf'\1"{url.repo_id}"', card.read_text())
         write_atomic(card, named)
     # One commit, so that a download meanwhile gets either the old head or the new one. Stale files are deleted.
     api.upload_folder(

@@ -9,7 +9,7 @@ from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig, push, require_login
 from drafthead.data.utils.settings import settings
-from drafthead.models.heads.parts.head_folder import read_head_config
+from drafthead.models.heads.parts.head_folder import read_head_config, write_custom_generate
 from drafthead.train.publish.card import minimal_card
 
 USAGE = """\
@@ -55,6 +55,7 @@ def main(config: PushConfig) -> None:
     require_login("drafthead push")
     if not (folder / "README.md").exists():  # of an imported head, or of a run that did not get to its end
         minimal_card(folder)
+    write_custom_generate(folder)  # of a head of an earlier version
     with display.stage(f"upload {folder} to the Hub"):
         address = push(folder, str(config.repo), private=config.private, log=display.line)
     display.line(f"pushed: {address}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from drafthead.eval.lossless.tabular_lm import ROOT_TOKEN, Draft, TabularLM
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.acceptance import greedy as accept_greedily
-from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.sampling import Contexts, Sampler
 from drafthead.models.decoding.step import target_probs
 
 ROWS = 1 << 15
@@ -148,8 +148,11 @@ def committed(
             if greedy:
                 accepted = accept_greedily(proposal, logits.argmax(-1))
             else:
-                context = torch.full((len(some), 1), ROOT_TOKEN) if sampler.repetition_penalty != 1 else None
-                accepted = rule.verify(proposal, target_probs(logits, sampler, context, proposal), script)
+                contexts = None
+                if sampler.reads_context:
+                    roots = torch.full((len(some), 1), ROOT_TOKEN)
+                    contexts = Contexts(roots, torch.ones_like(roots[:, 0]), list(range(len(some))))
+                accepted = rule.verify(proposal, target_probs(logits, sampler, contexts, proposal), script)
             bonus = script.bonus
             if bonus is None:
                 bonus = torch.nn.functional.one_hot(accepted.bonus, target.vocabulary).double()

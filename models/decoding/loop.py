@@ -49,6 +49,8 @@ class DecodingSequence:
     on_tokens: OnTokens | None = None
     answer: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    """Logits [V] of every answer token, if they are kept."""
     hidden: list[Tensor] = field(default_factory=list)
     """Final hidden states, float16 [T, D] pieces in order, if they are kept. The last token is not read."""
     ended: bool = False
@@ -80,6 +82,7 @@ class DecodeLoop:
     """Tokens of the longest prompt with its answer."""
     record_steps: bool = True
     keep_hidden_states: bool = False
+    keep_logits: bool = False
     on_step: Callable[[Step], None] | None = None
 
     @torch.inference_mode()
@@ -133,6 +136,8 @@ class DecodeLoop:
             row.started, row.prefill_s, row.draft_length = started, prefill_s, adaptive.start if adaptive else 0
             if self.keep_hidden_states:
                 row.hidden.append(states.half())
+            if self.keep_logits:
+                row.logits += self.base.logits(states[-1:])
             self._commit(row, [token])
 
     def _commit(self, row: DecodingSequence, tokens: list[int]) -> None:
@@ -159,6 +164,8 @@ class DecodeLoop:
         for n, row in enumerate(rows):
             if row.ended:
                 continue
+            if self.keep_logits:  # before the commit, whose listener may read them
+                row.logits += step.logits[n, step.acceptance.nodes[n, : len(step.tokens[n])]]
             self._commit(row, step.tokens[n])
             if hidden is not None:
                 row.hidden.append(hidden[n, : len(step.tokens[n])])
@@ -246,9 +253,6 @@ def decode_batch(
     differ near the end of the base's or a draft model's context, because the longest row limits all drafts. The times
     of a step and of the prefill are those of the whole batch; ``total_s`` ends with the row.
     """
-    draft_config = draft_config or default_draft_config(drafter, len(prompts))
-    if drafter is not None and isinstance(draft_config.tree, DynamicTree):
-        draft_config = draft_config.at_most(drafter.depth)
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
     if max_new_tokens < 1:
@@ -261,10 +265,7 @@ def decode_batch(
     limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
     for number, ids in enumerate(prompts):
         check_ids(ids, **limits, where=f"prompt {number} of the batch" if len(prompts) > 1 else "the prompt")
-    if draft_config.adaptive is not None and len(prompts) > 1:
-        # All rows share a draft length, so a row's random numbers would depend on its neighbours.
-        raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
-    check_drafter(base, drafter, draft_config, rule)
+    draft_config = checked_draft_config(base, drafter, draft_config, len(prompts), rule)
     config = DecodeConfig(
         draft_config=draft_config,
         sampler=sampler,
@@ -286,6 +287,20 @@ def decode_batch(
         for number, (ids, seed, listener) in enumerate(zip(prompts, seeds, listeners, strict=True))
     ]
     return [row.result for row in sorted(loop.run(rows), key=lambda row: row.number)]
+
+
+def checked_draft_config(
+    base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig | None, rows: int, rule: AcceptanceRule
+) -> DraftConfig:
+    """Return the config to draft with for ``rows`` rows; reject one that does not fit base, drafter and rule."""
+    config = draft_config or default_draft_config(drafter, rows)
+    if drafter is not None and isinstance(config.tree, DynamicTree):
+        config = config.at_most(drafter.depth)
+    if config.adaptive is not None and rows > 1:
+        # All rows share a draft length, so a row's random numbers would depend on its neighbours.
+        raise UserError(f"an adaptive draft length needs one prompt at a time, got {rows}; decode one by one")
+    check_drafter(base, drafter, config, rule)
+    return config
 
 
 def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_tokens: int, where: str) -> None:

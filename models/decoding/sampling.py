@@ -3,7 +3,9 @@
 Shape legend: B rows, T tokens, V vocabulary.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +29,33 @@ from drafthead.data.utils.settings import (
     Share,
     settings,
 )
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The tokens before predicted ones."""
+
+    tokens: Tensor
+    """[B, T] int64. A row's tokens stand at its start; one of them is repeated after them."""
+    lengths: Tensor
+    """[B] int64 tokens of each row."""
+    rows: list[int]
+    """Numbers of the rows, counted before any row of the batch ended."""
+
+
+class TargetSampler(Protocol):
+    """The output's distribution: a ``Sampler``, or logits processors of transformers (``processed.py``)."""
+
+    @property
+    def plain_greedy(self) -> bool:
+        """True if the token is the argmax of the logits."""
+
+    @property
+    def reads_context(self) -> bool:
+        """True if the distribution depends on the tokens so far, not only on the logits."""
+
+    def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
+        """Return the distributions [B, V] that the tokens after ``contexts`` are drawn from, out of logits [B, V]."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -56,7 +85,16 @@ class Sampler:
     @property
     def plain_greedy(self) -> bool:
         """True if the token is the argmax of the logits, without a repetition penalty."""
-        return self.greedy and self.repetition_penalty == 1
+        return self.greedy and not self.reads_context
+
+    @property
+    def reads_context(self) -> bool:
+        """True if there is a repetition penalty."""
+        return self.repetition_penalty != 1
+
+    def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
+        """Return ``probs``; a repetition penalty reads the contexts."""
+        return self.probs(logits, None if contexts is None else contexts.tokens)
 
     def probs(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
         """Return the distributions that the next tokens are drawn from.
@@ -70,7 +108,7 @@ class Sampler:
             [B, V] probabilities, float32 (float64 for float64 logits); at temperature 0 one-hot at the first argmax.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
-        if self.repetition_penalty != 1:
+        if self.reads_context:
             if context is None:
                 raise ValueError("a repetition penalty needs the tokens so far")
             scores = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(context, scores)
@@ -85,7 +123,7 @@ HEAD = 1024
 """Likeliest tokens that hold a nucleus in nearly all contexts."""
 
 
-class _TopP(TopPLogitsWarper):  # type: ignore[misc]
+class FastTopP(TopPLogitsWarper):  # type: ignore[misc]
     """Top-p without sorting a large vocabulary on a CPU, which would cost more than the base's forward pass."""
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
@@ -112,7 +150,7 @@ def _warpers(sampler: Sampler) -> LogitsProcessorList:
     if sampler.top_k:
         warpers.append(TopKLogitsWarper(sampler.top_k))
     if sampler.top_p < 1:
-        warpers.append(_TopP(sampler.top_p))
+        warpers.append(FastTopP(sampler.top_p))
     if sampler.min_p > 0:
         warpers.append(MinPLogitsWarper(sampler.min_p))
     if sampler.typical_p < 1:

@@ -30,7 +30,7 @@ from drafthead.models.decoding.drafter import (
 )
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
-from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.sampling import Contexts, TargetSampler
 from drafthead.models.token_tree import TokenTree
 
 ROOT_ONLY = DraftConfig(tree=TokenTree.chain(0))
@@ -41,7 +41,7 @@ class DecodeConfig:
     """The settings by which rows are drafted, sampled and accepted."""
 
     draft_config: DraftConfig
-    sampler: Sampler
+    sampler: TargetSampler
     """The output's distribution. Temperature 0 is greedy decoding."""
     rule: AcceptanceRule
     return_probs: bool = False
@@ -81,6 +81,8 @@ class Step:
     """Nats, of the target's unwarped distribution after the root; empty unless requested."""
     proposal: Proposal
     acceptance: Acceptance
+    logits: Tensor
+    """[B, N, V]: the base's logits after every node."""
     hidden: HiddenStates
     """[B, 1 + depth, ...]: the base's states of the root and the accepted drafts."""
     draft_s: float
@@ -103,6 +105,7 @@ class DecodeState:
         self.base, self.drafter, self.config = base, drafter, config
         self.cache, self.session, self.last_token = cache, session, last_token
         self.spec = HiddenStatesSpec() if drafter is None else drafter.spec
+        self._rows = list(range(len(last_token)))
         self._prefix: tuple[list[int], TreeCache, Tensor] | None = None
         self._context: Tensor | None = None
         self._context_lengths = torch.zeros(len(last_token), dtype=torch.int64, device=base.device)
@@ -124,7 +127,7 @@ class DecodeState:
         last_token = torch.zeros(rows, dtype=torch.int64, device=base.device)
         session = None if drafter is None else drafter.open(rows, cache)
         decoding = cls(base, drafter, config, cache, session, last_token)
-        if config.sampler.repetition_penalty != 1:
+        if config.sampler.reads_context:
             decoding._context = torch.zeros(rows, capacity, dtype=torch.int64, device=base.device)
         return decoding
 
@@ -172,8 +175,8 @@ class DecodeState:
                 first = logits.argmax(-1)
             else:
                 assert rng is not None
-                context = None if self._context is None else self._context[rows]
-                first = rng.categorical(self.config.sampler.probs(logits, context)[:, None])[:, 0]
+                probs = self.config.sampler.probs_after(logits, self._contexts(rows))
+                first = rng.categorical(probs[:, None])[:, 0]
         self.last_token = self.last_token.index_copy(0, torch.tensor(rows, device=first.device), first)
         self._remember(first[:, None], torch.ones_like(counts), rows)
         return [states.final[0] for states in hidden_states]
@@ -188,6 +191,12 @@ class DecodeState:
         if start and self._prefix is not None:
             hidden = HiddenStates(final=torch.cat([self._prefix[2], hidden.final], 1))
         return hidden
+
+    def _contexts(self, rows: list[int]) -> Contexts | None:
+        if self._context is None:
+            return None
+        lengths = take_rows(self._context_lengths, rows)
+        return Contexts(take_rows(self._context, rows), lengths, [self._rows[row] for row in rows])
 
     def step(
         self, seeds: list[int], positions: list[int], depth: int | None = None, room: list[int] | None = None
@@ -218,7 +227,7 @@ class DecodeState:
         if choices is not None:
             acceptance = greedy(proposal, choices)
         else:
-            target = target_probs(logits, config.sampler, self._context, proposal)
+            target = target_probs(logits, config.sampler, self._contexts(list(range(len(positions)))), proposal)
             rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
             acceptance = config.rule.verify(proposal, target, rng, return_probs=config.return_probs)
         # The root, read in this step, was committed as the last token before; the bonus is committed but not read yet:
@@ -254,6 +263,7 @@ class DecodeState:
             entropy=[row[4] for row in host] if config.with_entropy else [],
             proposal=proposal,
             acceptance=acceptance,
+            logits=logits,
             hidden=hidden,
             draft_s=drafted - started,
             verify_s=verified - drafted,
@@ -295,22 +305,34 @@ class DecodeState:
         self.last_token = take_rows(self.last_token, rows)
         self._context = None if self._context is None else take_rows(self._context, rows)
         self._context_lengths = take_rows(self._context_lengths, rows)
+        self._rows = [self._rows[row] for row in rows]
 
 
-def target_probs(logits: Tensor, sampler: Sampler, context: Tensor | None, proposal: Proposal) -> Target:
-    """Return the function from nodes to the target's warped distributions after them."""
+def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | None, proposal: Proposal) -> Target:
+    """Return the function from nodes to the target's distributions after them; ``contexts`` end with the roots."""
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 
     def after(nodes: Tensor) -> Tensor:
-        node_logits, text = logits[rows, nodes], None
-        if context is not None:
-            tokens, ancestors = proposal.tokens[:, None], proposal.shape.ancestors
-            seen = ancestors.expand(len(rows), -1, -1)[rows, nodes]
-            path = torch.where(seen, tokens, tokens[..., :1])
-            text = torch.cat([context[:, None].expand(-1, nodes.shape[1], -1), path], 2).flatten(0, 1)
-        return sampler.probs(node_logits.flatten(0, 1), text).view(node_logits.shape)
+        node_logits = logits[rows, nodes]
+        longer = None if contexts is None else _with_paths(contexts, proposal, nodes)
+        return sampler.probs_after(node_logits.flatten(0, 1), longer).view(node_logits.shape)
 
     return after
+
+
+def _with_paths(contexts: Contexts, proposal: Proposal, nodes: Tensor) -> Contexts:
+    """Return ``contexts``, which end with the roots, with the paths to ``nodes`` [B, M], as B * M rows."""
+    shape, roots = proposal.shape, proposal.tokens[:, :1, None]
+    (batch, per_row), rows = nodes.shape, torch.arange(len(nodes), device=nodes.device)[:, None]
+    on_path = shape.ancestors.expand(batch, -1, -1)[rows, nodes]
+    depths = shape.depths.expand(batch, -1)
+    # A node of depth d stands d positions after the root. Other nodes write the root's own token over the root.
+    positions = contexts.lengths[:, None, None] - 1 + torch.where(on_path, depths[:, None], 0)
+    path = torch.where(on_path, proposal.tokens[:, None], roots)
+    before = contexts.tokens[:, None].expand(-1, per_row, -1)
+    tokens = torch.cat([before, roots.expand(-1, per_row, shape.depth)], 2).scatter(2, positions, path)
+    lengths = contexts.lengths[:, None] + depths.gather(1, nodes)
+    return Contexts(tokens.flatten(0, 1), lengths.flatten(), [row for row in contexts.rows for _ in range(per_row)])
 
 
 def _sizes(proposal: Proposal) -> list[Tensor]:

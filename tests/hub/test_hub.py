@@ -110,6 +110,7 @@ def test_only_the_head_is_uploaded(hub: Any, saved: Path) -> None:
         (saved / name).write_text("{}")
     push(saved, "user/medusa")
     uploaded = {"README.md", "config.json", "eval.json", "model.safetensors", "training_loss.png", "tree.json"}
+    uploaded |= {"custom_generate/generate.py", "custom_generate/requirements.txt"}
     assert set(hub.files("user/medusa")) == uploaded
     hub.publish("user/medusa", {**hub.files("user/medusa"), "mine.txt": b"kept"})
     push(saved, "user/medusa")
@@ -145,13 +146,13 @@ def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub: Any, saved: Path, 
 
 
 def test_an_upload_that_keeps_failing_says_how_to_push_later(hub: Any, saved: Path, slept: list[float]) -> None:
-    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    before = {path.name: path.read_bytes() for path in saved.glob("*.*")}
     hub.fail("/commit/", times=3)
     lines: list[str] = []
     with pytest.raises(UserError, match="pushing .*500.*on disk") as error:
         push(saved, "user/medusa", private=True, log=lines.append, waits=(1, 2))
     assert slept == [1, 2] and len(lines) == 2
-    after = {path.name: path.read_bytes() for path in saved.iterdir()}
+    after = {path.name: path.read_bytes() for path in saved.glob("*.*")}
     assert {k: v for k, v in after.items() if k != "README.md"} == {k: v for k, v in before.items() if k != "README.md"}
     later = shlex.split(str(error.value).partition("push it later with: ")[2])
     assert later == ["drafthead", "push", f"head={saved}", "repo=user/medusa", "private=true"]

@@ -47,6 +47,7 @@ def test_a_run_survives_a_hub_that_is_down_and_is_pushed_by_the_next_start(
     files = hub.files("team/medusa")
     assert set(files) == {
         "README.md", "config.json", "eval.json", "model.safetensors", "training_loss.png", "tree.json",
+        "custom_generate/generate.py", "custom_generate/requirements.txt",
     }  # fmt: skip
     assert files["model.safetensors"] == weights and hub.repos["team/medusa"].private
     head = drafthead.load_head("team/medusa")
@@ -59,7 +60,7 @@ def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, fol
     """Check that the card describes this run and does not contain paths of this machine."""
     data = card.data
     assert data.license == "unknown" and data.library_name == "drafthead"
-    assert {"drafthead", "speculative-decoding", "medusa"} <= set(data.tags)
+    assert {"drafthead", "speculative-decoding", "custom_generate", "medusa"} <= set(data.tags)
     metrics = {(r.metric_type, r.dataset_config): r for r in data.eval_results}
     assert len(evaluation["tasks"]) > 1
     for name, group in [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]:
@@ -71,6 +72,7 @@ def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, fol
     assert "CPU cores" in metrics["speedup", "overall"].metric_args["hardware"]
     for line in (
         'head = drafthead.load_head("team/medusa")',
+        'custom_generate="team/medusa", trust_remote_code=True)',
         "revision not fixed, read in float32 |\n"
         f"| fingerprint of the base | `{head.base_fingerprint}`; drafthead refuses",
         "| pretrain | text | 3 | 1,024 | 0.002, cosine, 10 steps of linear warm-up |",

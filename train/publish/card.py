@@ -85,7 +85,7 @@ def minimal_card(folder: Path) -> None:
         base_model=name if on_hub else None,
         library_name="drafthead",
         pipeline_tag="text-generation",
-        tags=["drafthead", "speculative-decoding"],
+        tags=["drafthead", "speculative-decoding", "custom_generate"],
         license=UNKNOWN,
     )
     card = ModelCard.from_template(
@@ -128,7 +128,7 @@ def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licenc
         base_model=name if _is_on_hub(head) else None,
         library_name="drafthead",
         pipeline_tag="text-generation",
-        tags=["drafthead", "speculative-decoding", type(head).__module__.rpartition(".")[2]],
+        tags=["drafthead", "speculative-decoding", "custom_generate", type(head).__module__.rpartition(".")[2]],
         datasets=list(dict.fromkeys(datasets)) or None,
         model_name=run.name,
         eval_results=results or None,

@@ -47,6 +47,7 @@ from drafthead.models.heads.parts.head_folder import (
     read_trees,
     read_weights,
     resolve_folder,
+    write_custom_generate,
     write_trees,
 )
 from drafthead.models.heads.parts.induction import InductionContext, InductionHead
@@ -451,7 +452,7 @@ class DraftHead(nn.Module, Drafter):
         return self.state_dict()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json``, ``model.safetensors`` and, once a tree is calibrated, ``tree.json``."""
+        """Write config, weights, the code for transformers' ``custom_generate`` and, once calibrated, the trees."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = self.saved_weights()
@@ -467,6 +468,7 @@ class DraftHead(nn.Module, Drafter):
                 save_file({k: v.detach().contiguous().cpu() for k, v in weights.items()}, tmp_path)
                 config["weights_sha256"] = file_digest(tmp_path)
             write_json(folder / "config.json", config)
+            write_custom_generate(folder)
         write_trees(folder, self)
 
     def save_base(self, folder: Path) -> dict[str, Any]:

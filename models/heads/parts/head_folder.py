@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import file_digest, read_json, safe_join, write_json
+from drafthead.data.utils.files import file_digest, read_json, safe_join, write_atomic, write_json
 from drafthead.data.utils.hub import fetch, refuse_pickles
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
@@ -22,6 +22,12 @@ EXTRA_PARAMETERS = 10_000_000
 """Parameters that a config may describe beyond twice those in its file. The margin covers tensors copied from the
 base; the bound stops a config that would exhaust memory."""
 TREES = "tree.json"
+CUSTOM_GENERATE = {
+    "custom_generate/generate.py": '"""Speculative decoding with the draft head of this repository or folder."""\n\n'
+    "from drafthead import generate_with_head as generate\n",
+    "custom_generate/requirements.txt": "drafthead\n",
+}
+"""Files by which transformers finds the head: ``model.generate(..., custom_generate="user/head")``."""
 MAX_NODES, MAX_RANKS = 4096, 1 << 16
 """Limits of a tree read from a file: more nodes than a pass could verify, more candidates than a head could draft."""
 
@@ -81,6 +87,13 @@ def write_trees(folder: Path, drafter: Drafter) -> None:
     if drafter.batch_trees:
         content["batches"] = {str(rows): tree.paths[1:] for rows, tree in drafter.batch_trees.items()}
     write_json(folder / TREES, content)
+
+
+def write_custom_generate(folder: Path) -> None:
+    """Write the files of ``CUSTOM_GENERATE``."""
+    for name, text in CUSTOM_GENERATE.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_atomic(folder / name, text)
 
 
 def read_trees(folder: Path, drafter: Drafter) -> None:

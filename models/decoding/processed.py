@@ -1,0 +1,121 @@
+"""The output's distribution by transformers' logits processors, called with the arguments that ``generate`` gives them.
+
+Shape legend: B rows of the batch, n rows that are not finished, T tokens, V vocabulary.
+"""
+
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation import logits_process
+
+from drafthead.data.utils.errors import UserError, one_line
+from drafthead.models.decoding.sampling import Contexts, FastTopP
+
+READ_LOGITS_ONLY = (
+    *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TopHLogitsWarper, MinPLogitsWarper),
+    *(TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization),
+    SuppressTokensLogitsProcessor,
+)
+"""Processors that ignore the tokens so far."""
+WITH_STATE = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+"""transformers' own processors that remember earlier calls."""
+
+
+class ProcessedSampler:
+    """Logits processors as a sampler of the decoding loop.
+
+    ``generate`` calls processors with all rows of a batch at one length: prompts are padded on the left, and finished
+    rows on the right. In the loop, rows have different lengths. So processors are called once per length. Rows of other
+    lengths are then cut or padded to it like finished rows, and only the results of rows of this length are used.
+    """
+
+    plain_greedy = False
+
+    def __init__(self, processors: LogitsProcessorList, prompts: Tensor, padding: list[int], pad: int, sample: bool):
+        """Prepare for left-padded ``prompts`` [B, T] with so much ``padding`` each; not ``sample`` is greedy."""
+        self._prompts, self._padding, self._pad, self._sample = prompts, padding, pad, sample
+        self.reads_context = any(type(processor) not in READ_LOGITS_ONLY for processor in processors)
+        self._processors = LogitsProcessorList(
+            # Sorting a large vocabulary on a CPU costs more than the base's pass.
+            FastTopP(p.top_p, p.filter_value, p.min_tokens_to_keep) if type(p) is TopPLogitsWarper else p
+            for p in processors
+        )
+
+    def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
+        """Return the distributions [n, V] of the next tokens; for greedy decoding one-hot at the first argmax."""
+        # Processors may keep tensors, or write to their arguments: both fail later for tensors of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            scores = logits.to(torch.float32, copy=True)
+            scores = self._processors(None, scores) if contexts is None else self._by_length(scores, contexts)
+            if self._sample:
+                return scores.softmax(-1)
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+
+    def _by_length(self, scores: Tensor, contexts: Contexts) -> Tensor:
+        width, rows = self._prompts.shape[1], contexts.rows
+        own = contexts.lengths.tolist()
+        lengths = [length + self._padding[row] for length, row in zip(own, rows, strict=True)]
+        ids = self._prompts.new_full((len(self._prompts), max(lengths)), self._pad)
+        ids[:, :width] = self._prompts
+        for n, row in enumerate(rows):
+            ids[row, width : lengths[n]] = contexts.tokens[n, width - self._padding[row] : own[n]]
+        processed = torch.empty_like(scores)
+        for length in set(lengths):
+            every = scores.new_zeros(len(ids), scores.shape[1])
+            every[rows] = scores
+            wanted = [n for n, other in enumerate(lengths) if other == length]
+            processed[wanted] = self._processors(ids[:, :length], every)[[rows[n] for n in wanted]]
+        return processed
+
+
+def check_stateless(processors: LogitsProcessorList, ids: Tensor, vocab_size: int) -> None:
+    """Reject processors whose results depend on earlier calls: drafts would be judged by tokens that were rejected.
+
+    A processor from outside transformers is called for the prompt, for a longer text and for the prompt again.
+    """
+    for processor in processors:
+        name = type(processor).__name__
+        if name in WITH_STATE:
+            raise UserError(f"the logits processor {name} has state, so drafts would change it; leave it out")
+        if type(processor).__module__ == logits_process.__name__:
+            continue
+        trial = copy(processor)
+        scores = torch.linspace(-4, 4, vocab_size, device=ids.device).expand(len(ids), -1)
+        first = trial(ids, scores.clone())
+        before = _sizes(trial)
+        try:
+            trial(torch.cat([ids, first.argmax(-1, keepdim=True)], 1), scores.clone())
+            equal = torch.equal(trial(ids, scores.clone()), first) and _sizes(trial) == before
+            why = "" if equal else "its results or attributes change from call to call"
+        except Exception as error:  # a processor that follows the answer may reject an earlier text in any way
+            why = f"it cannot return to an earlier text: {type(error).__name__}: {one_line(error)}"
+        if why:
+            raise UserError(
+                f"the logits processor {name} has state ({why}), so drafts would change it; make it a function of "
+                "input_ids and scores, or leave out custom_generate"
+            )
+
+
+def _sizes(processor: Any) -> dict[str, object]:
+    """Return the plain attributes of a processor, and the lengths of its containers."""
+    attributes = getattr(processor, "__dict__", {})
+    plain = {key: value for key, value in attributes.items() if isinstance(value, bool | int | float | str | None)}
+    return plain | {
+        k: len(value) for k, value in attributes.items() if isinstance(value, list | dict | set | bytearray)
+    }

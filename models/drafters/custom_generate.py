@@ -1,0 +1,379 @@
+"""``model.generate(..., custom_generate=drafthead.custom_generate(head))``: stock ``generate`` with drafts.
+
+transformers prepares prompts, logits processors and stopping criteria. The decoding loop then answers all rows. Rows
+get a different number of tokens per step, so ``Replay`` makes the calls that stock ``generate`` makes once per token of
+all rows: stopping criteria, the streamer, scores.
+
+Shape legend: B rows, T tokens, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.drafter import DraftConfig
+from drafthead.models.decoding.loop import EXACT, DecodeLoop, DecodingSequence, check_ids, checked_draft_config
+from drafthead.models.decoding.processed import ProcessedSampler, check_stateless
+from drafthead.models.decoding.sampling import Sampler, TargetSampler
+from drafthead.models.decoding.step import DecodeConfig
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.head_folder import resolve_folder
+from drafthead.models.kernels import attention
+
+UNSUPPORTED = (
+    *("num_beams", "num_beam_groups", "penalty_alpha", "guidance_scale", "dola_layers", "constraints"),
+    *("force_words_ids", "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"),
+    *("token_healing", "output_attentions", "output_hidden_states", "cache_implementation", "synced_gpus"),
+)
+"""Arguments and settings of ``generate`` that are rejected, unless they have no effect."""
+MODES = ("training", "attn_temperature_tuning")
+"""Flags of modules that are off during decoding."""
+PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+"""Arguments for the model's forward pass that ``generate`` prepares itself."""
+
+
+def custom_generate(
+    head: str | Path | DraftHead, *, revision: str | None = None, draft_config: DraftConfig | None = None
+) -> Callable[..., Any]:
+    """Return a function for ``model.generate(..., custom_generate=...)`` that drafts with ``head``.
+
+    Args:
+        head: folder or Hub repository of a head for the model, or a loaded head.
+        revision: branch, tag or commit of the repository; None is its newest commit.
+        draft_config: what to draft; by default the head's calibrated tree, or a chain over all its positions.
+    """
+    source = head if isinstance(head, DraftHead) else resolve_folder(head, revision)
+
+    # transformers takes stop_strings out of the settings only because this signature has it. Otherwise it asks for
+    # the tokenizer, which it has thrown away.
+    def generate(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        stop_strings: str | list[str] | None = None,
+        **model_kwargs: Any,
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        call = _arguments_of_generate()
+        if stop_strings is not None:
+            if call.get("tokenizer") is None:
+                raise UserError("stop_strings needs the model's tokenizer; give generate the argument tokenizer too")
+            criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=call["tokenizer"])
+            stopping_criteria = StoppingCriteriaList([*stopping_criteria, criterion])
+        padding = _check_call(model, input_ids, generation_config, model_kwargs, call)
+        check_stateless(logits_processor, input_ids, model.config.get_text_config().vocab_size)
+        with attached(model, source) as (base, drafter):
+            request = _Request(input_ids, padding, logits_processor, stopping_criteria, generation_config)
+            return request.run(base, drafter, draft_config, call.get("streamer"))
+
+    return generate
+
+
+def generate_with_head(model: Any, **arguments: Any) -> GenerateDecoderOnlyOutput | Tensor:
+    """Answer ``model.generate(custom_generate=FOLDER_OR_REPOSITORY, **arguments)`` with the head that is stored there.
+
+    The ``custom_generate/generate.py`` of saved heads calls this.
+    """
+    source = _arguments_of_generate().get("custom_generate")
+    if not isinstance(source, str):
+        raise UserError(
+            "the head of this call is unknown; use model.generate(..., custom_generate=drafthead.custom_generate(head))"
+        )
+    decode = custom_generate(_folder(source, arguments.pop("revision", None)))
+    return type(model).generate(model, **arguments, custom_generate=decode)
+
+
+@lru_cache(maxsize=8)
+def _folder(name: str, revision: str | None) -> Path:
+    """Return ``resolve_folder``'s folder; a repository is looked up once per process."""
+    return resolve_folder(name, revision)
+
+
+def _arguments_of_generate() -> dict[str, Any]:
+    """Return the arguments of the running ``model.generate``.
+
+    transformers gives a custom function neither the streamer nor the tokenizer nor its own name, so they are read from
+    the frame of ``generate``. The keywords are in the frame that called it, because ``generate`` changes its own.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        return {}
+    names = ("streamer", "assistant_model", "synced_gpus", "custom_generate")
+    keywords = frame.f_back.f_locals.get("kwargs", {}) if frame.f_back is not None else {}
+    return {**keywords, **{name: frame.f_locals.get(name) for name in names}}
+
+
+def _check_call(
+    model: Any, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], call: dict[str, Any]
+) -> list[int]:
+    """Reject by name what drafting does not support; return the left padding of every row."""
+    values = {name: call.get(name) or getattr(config, name, None) for name in UNSUPPORTED}
+    given = [name for name, value in values.items() if value is True or value not in (None, 0, 1)]
+    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+        given.append("past_key_values")
+    given += [name for name, value in model_kwargs.items() if value is not None and name not in PREPARED]
+    if given:
+        raise UserError(f"drafting does not support {', '.join(given)}; leave out either these or custom_generate")
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1 or model.device.type == "meta":
+        raise UserError(f"drafting needs the whole model on one device, but it is on {len(devices)}; load it onto one")
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
+    if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1:].all()):
+        raise UserError("attention_mask must be 0 for padding on the left and 1 from there on; use padding_side='left'")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not torch.equal((positions.to(mask.device) + 1) * mask, mask.cumsum(1) * mask):
+        raise UserError("position_ids must count the tokens of every row from 0; leave them out")
+    return [input_ids.shape[1] - count for count in mask.sum(1).tolist()]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The prepared arguments of a call of ``generate``."""
+
+    input_ids: Tensor
+    padding: list[int]
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+
+    def run(
+        self, base: BaseModel, head: DraftHead, draft_config: DraftConfig | None, streamer: Any
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """Answer all rows."""
+        ids, config = self.input_ids, self.config
+        rows, length = ids.shape
+        lengths = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
+        eos = [c.eos_token_id for c in self.criteria if type(c) is EosTokenCriteria]
+        new_tokens = max(1, min(lengths) - length)
+        prompts = [row[padding:] for row, padding in zip(ids.tolist(), self.padding, strict=True)]
+        limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": new_tokens}
+        for number, prompt in enumerate(prompts):
+            check_ids(prompt, **limits, where=f"row {number} of input_ids")
+        # As in stock generate, a seed of torch's generator decides sampled answers, and greedy ones use none.
+        seeds = torch.randint(2**62, (rows,), device=ids.device).tolist() if config.do_sample else [0] * rows
+        sequences = [
+            DecodingSequence(number=number, prompt=prompt, seed=seed)
+            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in self.criteria) else None
+        if eos and pad is None:
+            raise UserError("a stopping criterion with eos_token_id needs a pad_token_id; give generate one")
+        with_scores = bool(config.return_dict_in_generate and config.output_scores)
+        with_logits = bool(config.return_dict_in_generate and config.output_logits)
+        replay = Replay(
+            ids=ids,
+            rows=sequences,
+            max_new_tokens=new_tokens,
+            eos_ids=frozenset(token for tokens in eos for token in tokens.tolist()),
+            criteria=StoppingCriteriaList(
+                c for c in self.criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
+            ),
+            pad=None if pad is None else int(pad),
+            streamer=streamer,
+            processors=self.processors,
+            scores=[] if with_scores else None,
+            logits=[] if with_logits else None,
+        )
+        sampler: TargetSampler = Sampler()
+        if config.do_sample or self.processors:
+            sampler = ProcessedSampler(
+                self.processors, ids.to(base.device), self.padding, replay.pad or 0, bool(config.do_sample)
+            )
+        loop = DecodeLoop(
+            base=base,
+            drafter=head,
+            config=DecodeConfig(
+                draft_config=checked_draft_config(base, head, draft_config, rows, EXACT),
+                sampler=sampler,
+                rule=EXACT,
+                eos_ids=replay.eos_ids,
+            ),
+            max_new_tokens=new_tokens,
+            batch_size=rows,
+            capacity=max(map(len, prompts)) + new_tokens,
+            record_steps=False,
+            keep_logits=with_scores or with_logits,
+        )
+        for sequence in sequences:
+            sequence.on_tokens = replay.advance
+        for _ in loop.run(sequences):
+            pass
+        answer = replay.answer()
+        if streamer is not None:
+            streamer.end()
+        if not config.return_dict_in_generate:
+            return answer
+        return GenerateDecoderOnlyOutput(
+            sequences=answer,
+            scores=tuple(replay.scores) if replay.scores is not None else None,
+            logits=tuple(replay.logits) if replay.logits is not None else None,
+        )
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """The steps of stock ``generate``, in which every row gets one token, made while the loop decodes ahead of them."""
+
+    ids: Tensor
+    """[B, T] the left-padded prompts."""
+    rows: list[DecodingSequence]
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+    criteria: StoppingCriteriaList
+    """Stopping criteria other than ``max_new_tokens`` and ``eos_ids``."""
+    pad: int | None
+    """Token of finished rows. None: they continue until all rows are finished, as in stock ``generate``."""
+    streamer: Any
+    processors: LogitsProcessorList
+    scores: list[Tensor] | None
+    """Processed logits [B, V] of every step, if wanted; 0 for finished rows."""
+    logits: list[Tensor] | None
+    """Logits [B, V] of every step, if wanted; 0 for finished rows."""
+    width: int = field(init=False)
+    """Tokens of the prompts with their padding."""
+    finished: list[bool] = field(init=False)
+    tokens: list[list[int]] = field(default_factory=list)
+    """Tokens of all rows, per step."""
+
+    def __post_init__(self) -> None:
+        self.width, self.finished = self.ids.shape[1], [False] * len(self.rows)
+
+    def advance(self, _tokens: Sequence[int] = ()) -> None:
+        """Make the steps for which all rows have a token."""
+        while not all(self.finished):
+            step = len(self.tokens)
+            padded = [done and self.pad is not None for done in self.finished]
+            if any(not pad and len(row.answer) <= step for pad, row in zip(padded, self.rows, strict=True)):
+                return
+            # Users' criteria and processors run outside inference mode, like in stock generate.
+            with torch.inference_mode(False), torch.no_grad():
+                self._step(step, padded)
+
+    def _step(self, step: int, padded: list[bool]) -> None:
+        """Make one step of stock ``generate``: scores, then stopping criteria, then the streamer."""
+        if self.scores is not None or self.logits is not None:
+            vocabulary = self.rows[0].logits[0]
+            logits = torch.zeros(len(self.rows), len(vocabulary), device=self.ids.device)
+            for n, row in enumerate(self.rows):
+                if not padded[n]:
+                    logits[n] = row.logits[step]
+            if self.logits is not None:
+                self.logits.append(logits)
+            if self.scores is not None:
+                self.scores.append(self.processors(self.ids, logits.clone()))
+        pairs = zip(padded, self.rows, strict=True)
+        tokens = [self.pad if pad and self.pad is not None else row.answer[step] for pad, row in pairs]
+        self.tokens.append(tokens)
+        stops = [False] * len(tokens)
+        if self.criteria or self.scores is not None:
+            self.ids = torch.cat([self.ids, torch.tensor(tokens, device=self.ids.device)[:, None]], 1)
+            if self.criteria:
+                scores = None if self.scores is None else tuple(self.scores)
+                stops = self.criteria(self.ids, scores).tolist()
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(tokens))
+        for n, (stop, token) in enumerate(zip(stops, tokens, strict=True)):
+            self.finished[n] |= stop or token in self.eos_ids or len(self.tokens) == self.max_new_tokens
+        for row, done in zip(self.rows, self.finished, strict=True):
+            row.ended |= all(self.finished) or (done and self.pad is not None)
+
+    def answer(self) -> Tensor:
+        """Return prompts and answers, [B, T]."""
+        tokens = torch.tensor(self.tokens, device=self.ids.device).T
+        return torch.cat([self.ids[:, : self.width], tokens], 1)
+
+
+class _Attached:
+    """What a model keeps from call to call; neither copied nor pickled with the model."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.base: BaseModel | None = None
+        self.weights: tuple[object, ...] = ()
+        """Dtype and addresses of the weights that ``base`` was made of."""
+        self.heads: dict[tuple[str, int], DraftHead] = {}
+        """At most one: folder and time of change -> head."""
+
+    def __deepcopy__(self, _memo: object) -> "_Attached":
+        return _Attached()
+
+    def __reduce__(self) -> tuple[type["_Attached"], tuple[()]]:
+        return _Attached, ()
+
+
+@contextmanager
+def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, DraftHead]]:
+    """Prepare ``model`` for decoding with a head, and restore its attention, modes and gradients afterwards.
+
+    The model is checked and the head is loaded in the first call, and again after the weights or the folder changed.
+    """
+    state: _Attached = vars(model).setdefault("_drafthead", _Attached())
+    own = isinstance(source, DraftHead) and source.base.model is model
+    with state.lock:
+        stock = model.config._attn_implementation
+        if stock == attention.NAME and not own:
+            raise UserError(
+                "the model is already the base of a drafthead.BaseModel; attach the head to it "
+                "(load_head(head, base)) and give the loaded head, or load the model again"
+            )
+        modes = [(module, name) for module in model.modules() for name in MODES if hasattr(module, name)]
+        saved = [(owner, name, getattr(owner, name)) for owner, name in modes]
+        saved += [(parameter, "requires_grad", parameter.requires_grad) for parameter in model.parameters()]
+        try:
+            for owner, name in modes:
+                setattr(owner, name, False)
+            yield (source.base, source) if isinstance(source, DraftHead) and own else _attach(state, model, source)
+        finally:
+            if model.config._attn_implementation != stock:
+                model.set_attn_implementation(stock)
+            for owner, name, value in saved:
+                setattr(owner, name, value)
+
+
+def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[BaseModel, DraftHead]:
+    weights = tuple((parameter.data_ptr(), parameter.dtype) for parameter in model.parameters())
+    if state.base is None or weights != state.weights:
+        state.base, state.weights, state.heads = BaseModel.wrap(model, None), weights, {}
+    else:
+        model.set_attn_implementation(attention.register())
+    base = state.base
+    if isinstance(source, DraftHead):
+        if (source.base.device, source.base.dtype) != (base.device, base.dtype):
+            raise UserError(
+                f"the head was loaded for a base on {source.base.device} in {source.base.dtype}, but the model is on "
+                f"{base.device} in {base.dtype}; give the head's folder instead"
+            )
+        return base, source
+    file = source / "model.safetensors"
+    key = str(source.resolve()), file.stat().st_mtime_ns if file.exists() else 0
+    if key not in state.heads:
+        with torch.random.fork_rng(
+            [base.device] if base.device.type == "cuda" else []
+        ):  # new layers are random at first
+            state.heads = {key: DraftHead.from_pretrained(source, base)}
+    return base, state.heads[key]
