@@ -102,7 +102,8 @@ class Bench:
     def __init__(self, run: RunConfig, phase: str, accelerator: Accelerator, sharding: Sharding, folder: Path) -> None:
         self.phase, self.accelerator, self.sharding = run.phases[phase], accelerator, sharding
         torch.manual_seed(run.seed)
-        self.base = BaseModel.load(sharding.base_config(run.base), accelerator.device)
+        config = replace(run.base, prepack=False) if sharding.shards_base else run.base
+        self.base = BaseModel.load(config, accelerator.device)
         rows = random_rows(self.phase, self.base.vocab_size)
         size = run.head_config().draft_vocab_size or self.base.vocab_size
         # A random corpus has no frequent ids: the first ones are the draft vocabulary.

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.answers import FinishedAnswer, read_hidden_states
+from drafthead.models.base.meta import meta_base
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.adapt import OnlineConfig
@@ -104,12 +105,12 @@ def test_peaks_and_operations(script: Load) -> None:
         assert step.peak_operations(name) == peak
     sizes = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     settings = LlamaConfig(**sizes, intermediate_size=8, vocab_size=10, tie_word_embeddings=True)
-    head = MedusaConfig(num_draft_tokens=3, own_lm_head=False)
+    head = MedusaConfig(num_draft_tokens=3, own_lm_head=False).build(meta_base(settings))
     layer = 2 * (4 * 16 + 3 * 32 + 8 + 16 * 4)  # the last: 16 tokens, each over half of them, twice
     blocks, shared = 6 * 3 * (16 + 4), 4 * 3 * 10 * 4
     for stored, base in ((False, layer), (True, 0)):
         phase = PhaseConfig(corpus="text", seq_len=16, store_hidden_states=stored)
-        assert step.operations_per_token(head, phase, settings) == base + blocks + shared
+        assert step.operations_per_token(head, phase) == base + blocks + shared
 
 
 @pytest.mark.slow

@@ -278,7 +278,8 @@ def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
     except UserError:
         raise
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{STATE} does not describe a checkpoint: {error!r}") from None
+        reason = " ".join(str(error).split())  # pydantic's messages have several lines
+        raise UserError(f"{STATE} does not describe a checkpoint: {type(error).__name__}: {reason}") from None
 
 
 def checkpoints(folder: Path) -> list[Path]:
