@@ -41,7 +41,7 @@ test-engines: $(READY) ## test with a real llama.cpp and a real vLLM, installed 
 	$(PYTEST) -m engines
 
 test-accelerator: $(READY) ## test every device path on a simulated GPU; needs g++
-	PYTHONPATH=tests $(PYTEST) -p accelerator.simulated tests/accelerator/cases.py $(TWO)
+	PYTHONPATH=tests $(PYTEST) -p accelerator.simulated tests/accelerator/cases.py tests/accelerator/cases_runs.py $(TWO)
 
 check: $(READY) ## ruff, format, mypy and the fast tests; must pass before every commit
 	$(BIN)/ruff check .

@@ -243,7 +243,7 @@ def _list_nodes(table: _Table, drafter: int, count: int, new_number: Tensor, wid
     Padding has the root's number but no children, so a column that is dropped takes it.
     """
     nodes = torch.arange(count, device=new_number.device) + table.offsets[drafter]
-    nodes[0] = 0
+    nodes[:1] = 0  # a slice is filled; writing one element would wait for the device
     padding = table.parents[:, nodes] < 0
     padding[:, 0] = False
     return torch.where(padding, width, new_number[:, nodes])

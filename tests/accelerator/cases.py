@@ -4,15 +4,19 @@
 ``test_accelerator.py`` does so in a new process.
 """
 
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 import torch
 from head_cases import HEADS, cases_of, every_head
+from torch import Tensor
 
 from accelerator import simulated
 from drafthead.models.base.base_config import BaseConfig
@@ -22,6 +26,7 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.loop import DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, Step
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
@@ -30,8 +35,8 @@ from drafthead.train.trainer.step import train_step
 from support import TINY, noisy_head, random_ids, row_of, stacked
 
 DEVICES = ("cpu", "cuda")
-STEP_WAITS, STEP_WAITS_OF_LM = 1, 2
-"""Most waits per decode step: the step's own, and the places of accepted nodes in a causal LM's or EAGLE-3's cache."""
+STEP_WAITS = {"draft_lm": 2}
+"""Waits per decode step by head type, if there are more than one; docs/design.md has the reasons."""
 SAMPLED = Sampler(temperature=0.8, top_p=0.9)
 WIDE, CHAIN = TokenTree.expansion([3, 2, 1]), TokenTree.chain(3)
 
@@ -124,6 +129,7 @@ def assert_few(waits: list[Counter[tuple[str, str]]], most: int, what: str) -> N
     )
 
 
+COMBINED = ("head+prompt_lookup:4:2", "head+suffix_memory:4:64", "relay:head@2+prompt_lookup@2")
 FAST_WAYS = ("tree", "batch", "sampled_drafts")
 
 
@@ -134,7 +140,76 @@ def test_decoding(kind: str, way: str) -> None:
     expected, _ = decoded(head_on(kind, "cpu"), "cpu", config, rows)
     answers, waits = decoded(head_on(kind, "cuda"), "cuda", config, rows)
     assert answers == expected
-    assert_few(waits, STEP_WAITS_OF_LM, f"{kind} {way}")
+    assert_few(waits, STEP_WAITS.get(HEADS[kind].head_type, 1), f"{kind} {way}")
+
+
+@every_head
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("sampler", [pytest.param(Sampler(), marks=pytest.mark.slow), SAMPLED])
+@pytest.mark.parametrize("spec", cases_of((), COMBINED, COMBINED[:1]))
+def test_decoding_with_prompt_lookup(kind: str, spec: str, sampler: Sampler, rows: int) -> None:
+    results = []
+    for device in DEVICES:
+        head = head_on(kind, device)
+        drafter, draft_config = build_drafter(parse_drafter(spec), head.base, head, DraftConfig(tree=WIDE))
+        config = DecodeConfig(draft_config=draft_config, sampler=sampler, rule=AcceptanceRule())
+        results.append(decoded(drafter, device, config, rows))
+    (expected, _), (answers, waits) = results
+    assert answers == expected
+    if not spec.startswith("relay"):  # its second drafter is told how many tokens the first drafted
+        assert_few(waits, 2, f"{kind} {spec}")
+
+
+@every_head
+@pytest.mark.parametrize("way", cases_of((), ("tree", "sampled"), ("tree",)))
+def test_graphs(kind: str, way: str) -> None:
+    """Graphs are captured and replayed, and give the tokens of eager passes."""
+    config, _ = WAYS[way]
+    expected, _ = decoded(head_on(kind, "cpu"), "cpu", config, tokens=24)
+    folder = Path(mkdtemp())
+    head_on(kind, "cpu").save_pretrained(folder)
+    head = DraftHead.from_pretrained(folder, base_on("cuda", "auto")).eval()
+    before = simulated.operations().get("graph replays", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answers, _ = decoded(head, "cuda", config, tokens=24)
+    assert answers == expected
+    # EAGLE-3 and Kangaroo read inner layers, which the graph of a verification leaves out.
+    assert simulated.operations().get("graph replays", 0) > before or head.spec.layers
+
+
+def wrong_device(logits: Tensor) -> Tensor:
+    return logits + torch.zeros(logits.shape[-1], device="cpu")
+
+
+def host_wait(logits: Tensor) -> Tensor:
+    return logits if logits.isfinite().all() else -logits
+
+
+def host_array(logits: Tensor) -> Tensor:
+    return logits * float(logits.numpy().mean())
+
+
+@pytest.mark.parametrize("fault", [wrong_device, host_wait, host_array])
+def test_a_planted_fault_is_reported_with_its_line(fault: Callable[[Tensor], Tensor]) -> None:
+    """The fault is in the drafter's pass over each level."""
+    head = head_on.__wrapped__("hydra", "cuda")
+    opened = head.open
+
+    def with_fault(rows: int, cache: Any = None) -> Any:
+        session = opened(rows, cache)
+        expand = session.expand
+        session.expand = lambda *level: fault(expand(*level))
+        return session
+
+    head.open = with_fault
+    file, line = "tests/accelerator/cases.py", fault.__code__.co_firstlineno + 1
+    with pytest.raises((RuntimeError, TypeError, AssertionError)) as raised:
+        assert_few(decoded(head, "cuda", WAYS["tree"][0])[1], 1, "a planted wait")
+    places = [f"{entry.path}:{entry.lineno + 1}" for entry in raised.traceback]
+    assert any(place.endswith(f"{file}:{line}") for place in places) or f"{file}:{line} {fault.__name__}" in str(
+        raised.value
+    )
 
 
 Waits = list[Counter[tuple[str, str]]]
