@@ -6,7 +6,7 @@ needs neither torch nor transformers.
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from drafthead.data.text.chat import Document
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import (
     check_manifest,
@@ -259,12 +258,6 @@ class AnswerStore:
         orphans = [p for p in self.folder.glob(f"shard-{name}.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(f".shard-{name}.*.tmp"), *orphans]:
             path.unlink()
-
-
-def as_documents(answers: Iterable[Answer]) -> Iterator[Document]:
-    """Yield each prompt and answer as a document with the answer trained."""
-    for answer in answers:
-        yield Document(answer.input_ids, np.arange(len(answer.input_ids)) >= answer.boundary)
 
 
 _WIDTH, _FEATURES, _DIGEST = b"features_width", b"features_sha256", b"sha256"

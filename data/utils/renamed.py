@@ -25,7 +25,7 @@ def update_names(saved: Any, path: str = "") -> Any:
     if isinstance(saved, list):
         return [update_names(item, path) for item in saved]
     if not isinstance(saved, dict):
-        renamed = next((values for key, values in RENAMED_VALUES.items() if _ends_with(path, key)), {})
+        renamed = next((values for key, values in RENAMED_VALUES.items() if fnmatchcase(f".{path}", f"*.{key}")), {})
         if not isinstance(saved, str):
             return saved
         interpolated = re.sub(r"(?<=\$\{)[\w.]+(?=\})", lambda key: _update_key(key[0]) or key[0], saved)
@@ -44,12 +44,8 @@ def _update_key(key: str) -> str | None:
     names: list[str] = []
     for name in key.split("."):
         path = ".".join([*names, name])
-        new_name = next((new for old, new in RENAMED_KEYS.items() if _ends_with(path, old)), name)
+        new_name = next((new for old, new in RENAMED_KEYS.items() if fnmatchcase(f".{path}", f"*.{old}")), name)
         if new_name is None:
             return None
         names.append(new_name)
     return ".".join(names)
-
-
-def _ends_with(path: str, pattern: str) -> bool:
-    return fnmatchcase(f".{path}", f"*.{pattern}")

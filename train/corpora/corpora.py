@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from torch import Tensor
 
 from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.draft_vocab import draft_vocabulary
 from drafthead.data.answers.hidden_states import FORMAT, AnswerStates, HiddenStateCache, StoredHiddenStates
-from drafthead.data.answers.store import AnswerStore, answers_folder, as_documents
+from drafthead.data.answers.store import AnswerStore, answers_folder
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
@@ -34,7 +35,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, Log, Progress
 from drafthead.train.corpora.corpus_config import DataConfig
-from drafthead.train.corpora.precomputed import complete_precomputed
+from drafthead.train.corpora.precomputed import copy_precomputed
 
 ALONE = ProcessGroup()
 HELD_OUT_EVERY = 20
@@ -126,7 +127,11 @@ class Corpora:
         if self._store is None:
             folder, config = answers_folder(self.folder), self.config.answers
             if config.copied:
-                self._store = complete_precomputed(self.base, config, folder, self.group, self.log)
+                if self.group.rank == 0:
+                    with exclusive(folder):
+                        copy_precomputed(self.base, config, folder, self.log)
+                self.group.wait()
+                self._store = AnswerStore(folder)
             else:
                 generator = AnswerGenerator(
                     self.base, config, self.seed, folder, self.group, self.progress, self.log, self.store_states
@@ -145,7 +150,9 @@ class Corpora:
                 f"{len(self.answers().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
                 f"ask for more (data.answers.prompts or .self_prompted)"
             )
-        return pack(as_documents(chosen), seq_len, split=False), [answer.prompt_number for answer in chosen]
+        # Only the answer of a document is trained, not its prompt.
+        documents = (Document(a.input_ids, np.arange(len(a.input_ids)) >= a.boundary) for a in chosen)
+        return pack(documents, seq_len, split=False), [answer.prompt_number for answer in chosen]
 
     def draft_vocabulary(self, size: int) -> Tensor:
         """Return [W] int64: the ``size`` most frequent ids in the answers, including those that end a turn."""

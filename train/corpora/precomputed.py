@@ -3,10 +3,9 @@
 from itertools import islice
 from pathlib import Path
 
-from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.store import AnswerStore
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import exclusive, file_digest, read_manifest
+from drafthead.data.utils.files import file_digest, read_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import greedy_match_rate
 from drafthead.train.corpora.answers import TURN_STRIDE, Log
@@ -22,20 +21,10 @@ MIN_MATCH_RATE = 0.98
 """Smallest share of their tokens that the base must choose: float32 on another CPU differs at near-ties."""
 
 
-def complete_precomputed(
-    base: BaseModel, config: AnswersConfig, folder: Path, group: ProcessGroup, log: Log
-) -> AnswerStore:
-    """Return the corpus in ``folder``, copied from ``config.precomputed`` once the base has repeated some answers."""
+def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: Log) -> None:
+    """Copy the answers of ``config.precomputed`` to ``folder`` once the base has repeated some of them."""
     assert config.precomputed is not None
     source = FOLDERS.get(config.precomputed, Path(config.precomputed))
-    if group.rank == 0:
-        with exclusive(folder):
-            _copy(base, config, source, folder, log)
-    group.wait()
-    return AnswerStore(folder, None)
-
-
-def _copy(base: BaseModel, config: AnswersConfig, source: Path, folder: Path, log: Log) -> None:
     made_by = read_manifest(source)
     remedy = "set data.answers.fresh=true to generate answers"
     answered_by = made_by.get("base", {})

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from drafthead.data.answers import store as answers
-from drafthead.data.answers.store import Answer, AnswerStore, as_documents
+from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.data.utils.errors import UserError
 
 MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
@@ -59,8 +59,6 @@ def test_counts_and_stats(tmp_path: Path) -> None:
     answers = np.concatenate([make_answer(n).input_ids[2:] for n in range(6)])
     assert store.token_counts(60).tolist() == np.bincount(answers, minlength=60).tolist()
     assert (store.stats.rows, store.stats.tokens, store.stats.finished) == (6, len(answers), 3)
-    (document,) = as_documents([make_answer(3)])
-    assert document.loss_mask.tolist() == [i >= 2 for i in range(len(document))], "the answer is trained"
     with pytest.raises(UserError, match=r"has token id \d+, but the vocabulary has 2"):
         store.token_counts(2)
 

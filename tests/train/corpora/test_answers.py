@@ -28,7 +28,7 @@ from drafthead.train.config import parse_run
 from drafthead.train.corpora.answers import TURN_STRIDE, AnswerGenerator
 from drafthead.train.corpora.corpora import is_held_out
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
-from drafthead.train.corpora.precomputed import FOLDERS, complete_precomputed
+from drafthead.train.corpora.precomputed import FOLDERS, copy_precomputed
 from support import TinyBase, composed
 
 CONFIG = AnswersConfig(
@@ -308,7 +308,8 @@ def test_prompts_near_those_of_a_suite_are_left_out(base: BaseModel, tmp_path: P
 
 def precomputed(base: BaseModel, source: Path, folder: Path, **settings: Any) -> AnswerStore:
     config = replace(CONFIG, precomputed=str(source), **settings)
-    return complete_precomputed(base, config, folder, ALONE, lambda line: None)
+    copy_precomputed(base, config, folder, lambda line: None)
+    return AnswerStore(folder)
 
 
 def test_precomputed_answers_are_compared_and_copied(base: BaseModel, tiny_base: TinyBase, tmp_path: Path) -> None:

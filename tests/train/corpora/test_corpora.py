@@ -84,6 +84,8 @@ def test_kept_hidden_states_are_those_of_the_base(tiny_base: TinyBase, tmp_path:
     base = tiny_base()
     made, _ = make(base, tmp_path)
     rows, prompts = made.answer_rows(512, held_out=False)
+    answered = [len(a.input_ids) - a.boundary for a in made.answers().read() if a.prompt_number in prompts]
+    assert np.sum(rows["loss_mask"]) == sum(answered), "prompts are not trained"
     runs = []
     hook = base.model.model.layers[2].register_forward_hook(lambda *_: runs.append(1))
     stored = made.stored_hidden_states(rows, "distill", HiddenStatesSpec(layers=layers), prompts)
