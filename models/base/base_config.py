@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 from drafthead.data.embedded.packages import smollm2_folder
@@ -32,7 +33,6 @@ from drafthead.models.base.text_model import (
     INNER_NAMES,
     LOAD_ERRORS,
     build,
-    read_weights_alike,
     text_class,
     text_config,
 )
@@ -317,7 +317,10 @@ def _stored(
         if (inner := text_config(settings)) is not settings:
             progress(f"{config.name} is a {settings.model_type}: only its language model is loaded, for text")
             loader = text_class(settings)
-            read_weights_alike(settings)
+            # Rules for stacking the weights of experts are looked up by model type.
+            rules = get_checkpoint_conversion_mapping(settings.model_type)
+            if rules and get_checkpoint_conversion_mapping(inner.model_type) is None:
+                register_checkpoint_conversion_mapping(inner.model_type, rules)
             options |= {"config": inner, "key_mapping": INNER_NAMES}
         elif config.gguf_file:
             options["config"] = settings

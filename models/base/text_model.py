@@ -9,7 +9,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from drafthead.data.utils.errors import UserError
@@ -75,16 +74,6 @@ def text_class(config: PreTrainedConfig) -> Any:
     if not hasattr(decoder, "get_input_embeddings") or getattr(inner, "is_encoder_decoder", False):
         raise UserError(f"{inner.model_type} has no text decoder that can be used alone; choose another base")
     return type(f"{family.__name__}Text", (TextModel, family, GenerationMixin), {"config_class": type(inner)})
-
-
-def read_weights_alike(config: PreTrainedConfig) -> None:
-    """Register a composite config's weight conversion rules for its language model.
-
-    transformers looks these rules up by model type. It needs them to stack the weights of experts.
-    """
-    inner, rules = text_config(config).model_type, get_checkpoint_conversion_mapping(config.model_type)
-    if rules and get_checkpoint_conversion_mapping(inner) is None:
-        register_checkpoint_conversion_mapping(inner, rules)
 
 
 def build(config: PreTrainedConfig, **options: Any) -> Any:

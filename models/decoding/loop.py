@@ -60,10 +60,6 @@ class DecodingSequence:
     draft_length: int = 0
     """Levels to draft next, if the length is adaptive."""
 
-    @property
-    def result(self) -> DecodeResult:
-        return DecodeResult(tokens=self.answer, steps=self.steps, prefill_s=self.prefill_s, total_s=self.total_s)
-
 
 @dataclass(kw_only=True)
 class DecodeLoop:
@@ -286,7 +282,10 @@ def decode_batch(
         DecodingSequence(number=number, prompt=list(ids), seed=seed, on_tokens=listener)
         for number, (ids, seed, listener) in enumerate(zip(prompts, seeds, listeners, strict=True))
     ]
-    return [row.result for row in sorted(loop.run(rows), key=lambda row: row.number)]
+    return [
+        DecodeResult(tokens=row.answer, steps=row.steps, prefill_s=row.prefill_s, total_s=row.total_s)
+        for row in sorted(loop.run(rows), key=lambda row: row.number)
+    ]
 
 
 def checked_draft_config(
