@@ -26,7 +26,7 @@ from common import composed, entry_point, listed, parser, save_record
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
-from drafthead.models.heads.parts.draft_head import head_types
+from drafthead.models.heads.parts.loading import head_types
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 COMMAND = [sys.executable, "-m", "drafthead.cli"]

@@ -7,7 +7,7 @@ from drafthead.cli import COMMANDS
 from drafthead.commands.command import REGISTERED, Registered
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.help import settings_table
-from drafthead.models.heads.parts.draft_head import config_class, head_types
+from drafthead.models.heads.parts.loading import config_class, head_types
 from drafthead.train.config import RunConfig
 
 INTRODUCTION = """\

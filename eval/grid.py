@@ -19,6 +19,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 
 
@@ -51,7 +52,7 @@ def check_folders(folders: Sequence[str]) -> None:
 def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> list[Candidate]:
     """Return every head's default, that of ``config.head`` first, and every combination that a head can draft."""
     folders = [config.head, *(folder for folder in config.grid.heads if folder != config.head)]
-    heads = {folder: head if folder == config.head else DraftHead.from_pretrained(folder, base) for folder in folders}
+    heads = {folder: head if folder == config.head else load_head(folder, base) for folder in folders}
     deepest = max(each.depth for each in heads.values())
     if max(config.grid.drafts, default=0) > deepest:
         raise UserError(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from drafthead.models import heads
-from drafthead.models.heads.parts.draft_head import DraftHeadConfig, config_class, head_types
+from drafthead.models.heads.parts.draft_head import DraftHeadConfig
+from drafthead.models.heads.parts.loading import config_class, head_types
 
 PAGE = Path(__file__).parent.parent / "docs" / "add_a_head.md"
 EXAMPLE = "my_head"

@@ -43,8 +43,8 @@ from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_trees
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.answers import AnswerGenerator
@@ -84,7 +84,7 @@ def read_checkpoint(folder: Path) -> Any:
 
 
 def read_head(folder: Path) -> Any:
-    return tensors(DraftHead.from_pretrained(folder, base()).state_dict())
+    return tensors(load_head(folder, base()).state_dict())
 
 
 def make_store(folder: Path) -> None:

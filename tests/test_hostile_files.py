@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, safe_join, write_json
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
-from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_weights
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, fuzz, small_head
 
@@ -126,7 +126,7 @@ def test_a_config_that_asks_too_much(head: Path, tiny_base: TinyBase, change: di
         change = {"settings": {**config["settings"], **change["settings"]}}
     write_json(head / "config.json", {**config, **change})
     with pytest.raises(UserError, match=says):
-        DraftHead.from_pretrained(head, tiny_base())
+        load_head(head, tiny_base())
 
 
 def test_weights_without_a_tensor(head: Path, tiny_base: TinyBase) -> None:
@@ -135,7 +135,7 @@ def test_weights_without_a_tensor(head: Path, tiny_base: TinyBase) -> None:
     save_file(weights, head / "model.safetensors")
     write_json(head / "config.json", config)
     with pytest.raises(UserError, match="missing.*projections.weights.1"):
-        DraftHead.from_pretrained(head, tiny_base())
+        load_head(head, tiny_base())
 
 
 def test_settings_without_limits_are_compared_with_the_weights(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_settings_without_limits_are_compared_with_the_weights(tiny_base: TinyBa
     config["settings"]["inner_dim"] = 10**9
     write_json(tmp_path / "config.json", config)
     with pytest.raises(UserError, match=r"[\d,]{13,} parameters"):
-        DraftHead.from_pretrained(tmp_path, tiny_base())
+        load_head(tmp_path, tiny_base())
 
 
 @pytest.mark.parametrize(
@@ -164,4 +164,4 @@ def test_settings_without_limits_are_compared_with_the_weights(tiny_base: TinyBa
 def test_a_tree_that_asks_too_much(head: Path, tiny_base: TinyBase, content: Any, says: str) -> None:
     write_json(head / "tree.json", content)
     with pytest.raises(UserError, match=f"tree.json {says}"):
-        DraftHead.from_pretrained(head, tiny_base())
+        load_head(head, tiny_base())

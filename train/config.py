@@ -15,7 +15,8 @@ from drafthead.data.utils.settings import NonNegative, Positive, Share, require,
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.heads.parts.draft_head import DraftHeadConfig, parse_head
+from drafthead.models.heads.parts.draft_head import DraftHeadConfig
+from drafthead.models.heads.parts.loading import parse_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.corpora.corpus_config import DataConfig
 from drafthead.train.distributed.sharding import ShardConfig

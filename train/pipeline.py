@@ -35,6 +35,7 @@ from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora, is_held_out
@@ -114,7 +115,7 @@ class RunContext:
         """Build the head to train: untrained, with adapters if the run trains its base, or the ``init_from`` head."""
         config, base = self.run.head_config(), self.corpora.base
         if self.run.init_from is not None:
-            head = DraftHead.from_pretrained(self.run.init_from, base)
+            head = load_head(self.run.init_from, base)
             head.tree = None
             return head
         size = config.draft_vocab_size
@@ -128,7 +129,7 @@ class RunContext:
         """Load the trained head onto its base."""
         if not (self.head_folder / "config.json").exists():
             raise UserError(f"{self.head_folder} holds no head yet; run the stage train first")
-        return DraftHead.from_pretrained(self.head_folder, self.base)
+        return load_head(self.head_folder, self.base)
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:

@@ -26,9 +26,9 @@ from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.models.base.base_config import BaseConfig, Dtype
 from drafthead.models.formats import FORMATS, format_for, format_named
 from drafthead.models.formats.format import Format, published_name
-from drafthead.models.heads.parts.draft_head import DraftHead, config_class
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
-from drafthead.models.heads.parts.loading import load_base_and_head
+from drafthead.models.heads.parts.loading import config_class, load_base_and_head
 
 USAGE = f"""\
 Write a head in a published format, read it back, and check that it drafts like the head.

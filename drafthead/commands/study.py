@@ -34,6 +34,7 @@ from drafthead.models.base.meta import meta_base
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 
 USAGE = """\
@@ -96,7 +97,7 @@ def main(config: StudyConfig) -> None:
         texts = base_answers(
             base, suite=config.suite, limit=config.limit, max_new_tokens=config.max_new_tokens, seed=config.seed
         )
-    heads = {folder.name: DraftHead.from_pretrained(folder / "head", base) for folder in folders}
+    heads = {folder.name: load_head(folder / "head", base) for folder in folders}
     rows = []
     for name, head in heads.items():
         with display.stage(f"acceptance and latency of {name}"):

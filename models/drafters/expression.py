@@ -23,8 +23,7 @@ from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
-from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.loading import load_base_and_head
+from drafthead.models.heads.parts.loading import load_base_and_head, load_head
 from drafthead.models.token_tree import TokenTree
 
 
@@ -245,7 +244,7 @@ def build_drafter(
 def _single(expression: Expression, base: BaseModel) -> Drafter:
     numbers, kind, tokens = expression.numbers, expression.kind, expression.tokens
     if kind == "head":
-        return DraftHead.from_pretrained(expression.name, base)
+        return load_head(expression.name, base)
     if kind == "prompt_lookup":
         if len(numbers) < 2:
             return PromptLookup(tokens)

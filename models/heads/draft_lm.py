@@ -24,7 +24,8 @@ from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Proposal
 from drafthead.models.decoding.node_cache import LMSession
 from drafthead.models.decoding.random_source import RandomSource
-from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions, HeadSession
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
+from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears

@@ -38,7 +38,8 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, Layer
 from drafthead.models.heads.parts.copied_layer import copy_layer
-from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions, HeadSession
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
+from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate

@@ -35,14 +35,8 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import last_valid, take_rows
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm
-from drafthead.models.heads.parts.draft_head import (
-    Attend,
-    DraftHead,
-    DraftHeadConfig,
-    DraftPositions,
-    HeadSession,
-    States,
-)
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions
+from drafthead.models.heads.parts.head_session import HeadSession, States
 from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.linear import reads_in

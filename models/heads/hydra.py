@@ -30,14 +30,8 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
-from drafthead.models.heads.parts.draft_head import (
-    Attend,
-    DraftHead,
-    DraftHeadConfig,
-    DraftPositions,
-    HeadSession,
-    States,
-)
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions
+from drafthead.models.heads.parts.head_session import HeadSession, States
 from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.kernels.attention import document_mask
 

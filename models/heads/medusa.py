@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig
+from drafthead.models.heads.parts.head_session import States
 from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.kernels.linear import inference_copy, joined_linear
 

@@ -29,6 +29,7 @@ from drafthead.models.decoding.step import DecodeConfig, Step
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.trainer.step import train_step
@@ -60,7 +61,7 @@ def head_on(kind: str, device: str) -> DraftHead:
             config = replace(config, lora_dropout=0.0)
         return noisy_head(config, base_on("cpu"), 0.05, torch.arange(0, 300, 2))
     head_on(kind, "cpu").save_pretrained(folder)
-    return DraftHead.from_pretrained(folder, base_on(device)).eval()
+    return load_head(folder, base_on(device)).eval()
 
 
 def decoded(

@@ -11,7 +11,7 @@ from drafthead.eval.config import EvalRunConfig, GridConfig
 from drafthead.eval.grid import grid_candidates, keep_fastest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.kangaroo import KangarooConfig
-from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, call, evaluation_of, task_results
 
@@ -79,14 +79,14 @@ def test_the_winner_is_written_only_if_its_interval_lies_above_its_default(
     folder = saved_head(base, tmp_path / "head", 1)
     before = files_of(folder)
     config = EvalRunConfig(head=folder, grid=GridConfig(confidence_threshold=[0.3], drafts=[3]))
-    candidates = grid_candidates(base, DraftHead.from_pretrained(folder, base), config)
+    candidates = grid_candidates(base, load_head(folder, base), config)
     assert [candidate.default for candidate in candidates] == [True, False]
     speedups = dict(zip([candidate.name for candidate in candidates], [(default, default - 0.1), best], strict=True))
     assert line in keep_fastest(evaluation_with(speedups), candidates, config, dry)
     after = files_of(folder)
     assert after.keys() - before.keys() == (set() if dry else {"grid.json", "grid.png"})
     assert ({name: after[name] for name in before} == before) == (not changes)
-    head = DraftHead.from_pretrained(folder, base)
+    head = load_head(folder, base)
     assert head.confidence_threshold == (0.3 if changes else 0.9) and head.tree is not None
     assert head.tree.depth == (3 if changes else 2)
 
@@ -114,7 +114,7 @@ def test_candidates_that_a_head_cannot_draft_are_left_out(tiny_base: TinyBase, t
     short = KangarooConfig(exit_layer=1, num_draft_tokens=2).build(base)
     short.save_pretrained(shallow)
     config = EvalRunConfig(head=deep, grid=GridConfig(heads=[shallow], drafts=[3]))
-    head = DraftHead.from_pretrained(deep, base)
+    head = load_head(deep, base)
     names = [candidate.name for candidate in grid_candidates(base, head, config)]
     assert names == ["speculative", "deep, chain:3, 0.9", "shallow, default"]
     only = replace(config, grid=GridConfig(heads=[shallow]))

@@ -18,8 +18,9 @@ from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table, qua
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.formats import FORMATS
 from drafthead.models.formats.format import published_name, unsupported_adapter
-from drafthead.models.heads.parts.draft_head import DraftHead, config_class
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config
+from drafthead.models.heads.parts.loading import config_class
 from drafthead.models.heads.parts.losses import TERMS
 from drafthead.train.config import PhaseConfig, RunConfig
 

@@ -16,13 +16,14 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.calibrate import WIDTH
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.trainer.batches import Batch
 
 
 def load_first(name: str, head: DraftHead) -> DraftHead:
     """Load the first head onto the base of ``head``. It must read hidden states that ``head`` reads too."""
-    first = DraftHead.from_pretrained(name, head.base)
+    first = load_head(name, head.base)
     if first.config.lora() is not None:
         raise UserError(f"boost.head={name} was trained together with its base; boost a head of the frozen base")
     if first.spec.layers not in ((), head.spec.layers):

@@ -11,12 +11,9 @@ vocabulary, W draft vocabulary, r rank of the parts.
 """
 
 import hashlib
-import json
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
-from importlib import import_module
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -28,29 +25,21 @@ from torch import Tensor, nn
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import disk_errors, file_digest, new_file, write_json
-from drafthead.data.utils.settings import check, settings
+from drafthead.data.utils.settings import settings
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.lora import LoraSettings
-from drafthead.models.base.meta import meta_base
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, last_valid, take_rows
-from drafthead.models.decoding.growth import StepwiseSession
+from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.heads.parts.head_folder import (
     FORMAT,
-    check_base,
-    check_parameters,
-    draft_ids,
-    read_head_config,
-    read_trees,
-    read_weights,
-    resolve_folder,
     write_custom_generate,
     write_trees,
 )
-from drafthead.models.heads.parts.induction import InductionContext, InductionHead
+from drafthead.models.heads.parts.head_session import HeadSession, States
+from drafthead.models.heads.parts.induction import InductionHead
 from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
@@ -59,7 +48,6 @@ from drafthead.models.heads.parts.targets import DraftTargets, rank_of
 from drafthead.models.kernels.cuda_graphs import StaticCalls
 from drafthead.models.kernels.linear import DRAFT_DTYPES, PackedCopies, inference_copy
 
-PACKAGE = "drafthead.models.heads"
 DraftPositions = Annotated[int, Field(ge=1, le=16)]
 """Draft positions K: the most drafts on a path."""
 
@@ -133,8 +121,6 @@ class DraftHeadConfig(ABC):
             return self.build(base, d2t)
 
 
-States = tuple[Tensor, ...]
-"""State that a node passes on to its children: tensors [..., width], [B, F, width] while drafting."""
 Attend = Callable[[Tensor], Tensor]
 """Runs the head's own attention layers over one more token of every path: inputs [..., I] -> [..., D]."""
 
@@ -479,183 +465,6 @@ class DraftHead(nn.Module, Drafter):
         adapter.copy(Path(self.base.config.adapter), folder / ADAPTER)
         return {**identity, "recipe": {**identity["recipe"], "adapter": ADAPTER}}
 
-    @classmethod
-    def from_pretrained(cls, name: str | Path, base: BaseModel, revision: str | None = None) -> Self:
-        """Load a head from a folder or a Hub repository and attach it to ``base``.
-
-        Raises:
-            UserError: a file is missing, damaged or unsafe, or the head belongs to another base or class.
-        """
-        folder = resolve_folder(name, revision)
-        config = read_head_config(folder)
-        check_base(folder, config["base"], base)
-        weights = read_weights(folder, config.get("weights_sha256"))
-        d2t = draft_ids(folder, config, weights, base.vocab_size)
-        settings = _settings(folder, config)
-        check_parameters(
-            folder, lambda: settings.without_weights(meta_base(base.model.config)).num_parameters(), weights
-        )
-        head = settings.build(base, d2t)
-        try:
-            missing, unexpected = head.load_state_dict(weights, strict=False)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise UserError(f"{folder}/model.safetensors does not fit its config: {reason}; copy both again") from None
-        if missing or unexpected:
-            raise UserError(
-                f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}. The two "
-                "files are of different heads, or a setting was changed; copy both again"
-            )
-        read_trees(folder, head)
-        if not isinstance(head, cls):
-            raise UserError(f"{folder} holds a {type(head).__name__}, not a {cls.__name__}")
-        return head.eval()
-
-
-class HeadSession(StepwiseSession):
-    """What a head keeps of the rows being decoded: the base's last state, and the contexts of attention and parts."""
-
-    drafter: DraftHead
-
-    def __init__(self, head: DraftHead, rows: int) -> None:
-        self.drafter, self.lengths = head, [0] * rows
-        self.model: Any = head.inference()
-        """The inference copy of the head."""
-        self.hidden = head.target_lm_head.weight.new_full((rows, head.base.hidden_size), torch.nan)
-        """[B, D] the base's ``h`` at the last position it has read."""
-        self.copied = None if self.model.induction is None else InductionContext(self.model.induction, rows)
-        self.context: LayerCache | None = None
-        """Keys and values of the head's own attention layers, if it has any."""
-
-    @torch.inference_mode()
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
-        if base_hidden is not None:
-            self.hidden = last_valid(base_hidden.final, counts)
-        if self.copied is not None:
-            self.copied.append(tokens, counts)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
-    def select(self, rows: list[int]) -> None:
-        self.lengths, self.hidden = [self.lengths[row] for row in rows], take_rows(self.hidden, rows)
-        for context in (self.copied, self.context):
-            if context is not None:
-                context.select(rows)
-
-    def source(self) -> Tensor:
-        """Return the input [B, D] of ``first_states`` or ``all_inputs``."""
-        return self.hidden
-
-    def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        self._level = 0
-        self.start_levels(last_token, draft_config)
-        if self.copied is not None and (sinks := self.sink_states()) is not None:
-            self.copied.start(sinks.to(self.model.dtype))
-
-    def sink_states(self) -> Tensor | None:
-        """Return the inputs of the induction sink's score, [B, levels, D]; None if ``level`` starts ``copied``."""
-        return self.hidden[:, None]
-
-    def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Prepare the first level; heads that do not read drafts compute all levels."""
-        model, hidden, depth = self.model, self.source().to(self.model.dtype), draft_config.depth
-        if model.reads_drafts:
-            self._states = model.first_states(hidden[:, None])
-            return
-
-        def read(hidden: Tensor, last_token: Tensor) -> States:
-            inputs = model.all_inputs(hidden, last_token, depth, self.context)
-            return inputs, model.draft_logits(inputs, None)
-
-        self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
-
-    def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        k, self._level = self._level, self._level + 1
-        self._input, logits = self.level(k, tokens, parents)
-        self._added: Tensor | None = None
-        if self.model.low_rank is None:
-            return logits
-        added = [self.model.markov_in(tokens)] if self.model.config.markov_rank else []
-        if self.copied is not None:
-            added.append(self.copied.read(tokens, parents))
-        self._added = added[0] if len(added) == 1 else torch.cat(added, -1)
-        return self.drafter.scaling.scale_and_cap(logits + self.model.low_rank(self._added))
-
-    def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the projection's inputs and ``draft_logits`` of draft position k (0-based), [B, F or 1, ...].
-
-        The arguments are those of ``expand``.
-        """
-        if not self.model.reads_drafts:
-            return self._inputs[:, k, None], self._logits[:, k, None]
-
-        def attend(x: Tensor) -> Tensor:
-            assert self.context is not None
-            return self.context.start(x) if k == 0 else self.context.expand(x, parents)
-
-        def read(tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
-            if k:
-                states = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
-            x, below = self.model.advance(k, states, tokens, attend)
-            return (x, self.model.draft_logits(x, k), *below)
-
-        x, logits, *states = self._graph(k, read, tokens, parents, *self._states)
-        self._states = tuple(states)
-        return x, logits
-
-    def confidence(self) -> Tensor:
-        x = self._input
-        if self._added is not None:
-            x = torch.cat([x.expand(-1, self._added.shape[1], -1), self._added], -1)
-        confidence: Tensor = self.model.confidence(x)[..., 0].sigmoid()
-        return confidence
-
-    def _graph(self, key: int, function: Callable[..., States], *inputs: Tensor) -> States:
-        """Call ``function``, as a CUDA graph if the base uses graphs."""
-        calls = self.drafter.static_calls
-        return function(*inputs) if calls is None else calls(key, function, *inputs)
-
 
 def _no_attention(x: Tensor) -> Tensor:
     raise TypeError("a head whose layers attend to the context must set attends = True")
-
-
-def head_types() -> list[str]:
-    """Return the names of the modules under ``models/heads/``."""
-    return [module.name for module in pkgutil.iter_modules(import_module(PACKAGE).__path__) if not module.ispkg]
-
-
-def config_class(head_type: str) -> type[DraftHeadConfig]:
-    """Return the settings class of a head type; only modules under ``models/heads/`` can be named."""
-    if head_type not in head_types():
-        raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
-    module = import_module(f"{PACKAGE}.{head_type}")
-    classes = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, DraftHeadConfig)]
-    (config,) = (kind for kind in classes if kind.__module__ == module.__name__)
-    return config
-
-
-def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
-    """Return the checked settings of a head from ``{head_type: medusa, num_draft_tokens: 3, ...}``."""
-    settings = {**node}
-    kind = config_class(str(settings.pop("head_type", "")))
-    known = [field.name for field in fields(kind)]
-    if unknown := [name for name in settings if name not in known]:
-        # A recipe's keys belong to the recipe's head, also if the command line chooses another head.
-        raise UserError(
-            f"head: {kind.__name__} has no {', '.join(unknown)}; the recipe sets them for another head, or they are "
-            f"misspelt (it has {', '.join(known)}). Choose a recipe of this head, or leave them out: "
-            f"{' '.join(f'~head.{name}' for name in unknown)}"
-        )
-    return check(settings, kind, prefix="head")
-
-
-def _settings(folder: Path, config: dict[str, Any]) -> DraftHeadConfig:
-    """Return the settings of a saved head after checking their names, types and limits."""
-    if "${" in json.dumps(config["settings"]):
-        raise UserError(f"{folder}/config.json has settings that refer to others (${{...}}); copy the head again")
-    try:
-        return parse_head({**config["settings"], "head_type": config["head_type"]})
-    except UserError as error:
-        raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None

@@ -1,15 +1,31 @@
-"""Loading a saved head and the base that it names, ready to decode."""
+"""The types of heads, and loading a saved head with the base that it names."""
 
-from dataclasses import replace
+import json
+import pkgutil
+from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import check
 from drafthead.models.base.base_config import ADAPTER, SAVED_KEYS, BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
+from drafthead.models.base.meta import meta_base
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
+from drafthead.models.heads.parts.head_folder import (
+    check_base,
+    check_parameters,
+    draft_ids,
+    read_head_config,
+    read_trees,
+    read_weights,
+    resolve_folder,
+)
+
+PACKAGE = "drafthead.models.heads"
 
 
 def load_base(name: str, device: torch.device | str | None = None, **settings: Any) -> BaseModel:
@@ -38,7 +54,7 @@ def load_head(
         device: device to load the head's base onto, if it is not given; see :func:`load_base`.
     """
     folder = resolve_folder(name, revision)
-    return DraftHead.from_pretrained(folder, base) if base else load_base_and_head(folder, None, device)[1]
+    return _attached(folder, base) if base else load_base_and_head(folder, None, device)[1]
 
 
 def load_base_and_head(
@@ -64,4 +80,71 @@ def load_base_and_head(
         unset = {k: v for k, v in saved_settings.items() if getattr(config, k) == getattr(default, k)}
         config = replace(config, **unset)
     model = BaseModel.load(config, device)
-    return model, DraftHead.from_pretrained(folder, model)
+    return model, _attached(folder, model)
+
+
+def _attached(folder: Path, base: BaseModel) -> DraftHead:
+    """Return the head in a folder, attached to ``base``.
+
+    Raises:
+        UserError: a file is missing, damaged or unsafe, or the head belongs to another base.
+    """
+    config = read_head_config(folder)
+    check_base(folder, config["base"], base)
+    weights = read_weights(folder, config.get("weights_sha256"))
+    d2t = draft_ids(folder, config, weights, base.vocab_size)
+    settings = _settings(folder, config)
+    check_parameters(folder, lambda: settings.without_weights(meta_base(base.model.config)).num_parameters(), weights)
+    head = settings.build(base, d2t)
+    try:
+        missing, unexpected = head.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"{folder}/model.safetensors does not fit its config: {reason}; copy both again") from None
+    if missing or unexpected:
+        raise UserError(
+            f"{folder}/model.safetensors does not fit its config: missing {missing}, unknown {unexpected}. The two "
+            "files are of different heads, or a setting was changed; copy both again"
+        )
+    read_trees(folder, head)
+    return head.eval()
+
+
+def head_types() -> list[str]:
+    """Return the names of the modules under ``models/heads/``."""
+    return [module.name for module in pkgutil.iter_modules(import_module(PACKAGE).__path__) if not module.ispkg]
+
+
+def config_class(head_type: str) -> type[DraftHeadConfig]:
+    """Return the settings class of a head type; only modules under ``models/heads/`` can be named."""
+    if head_type not in head_types():
+        raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
+    module = import_module(f"{PACKAGE}.{head_type}")
+    classes = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, DraftHeadConfig)]
+    (config,) = (kind for kind in classes if kind.__module__ == module.__name__)
+    return config
+
+
+def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
+    """Return the checked settings of a head from ``{head_type: medusa, num_draft_tokens: 3, ...}``."""
+    settings = {**node}
+    kind = config_class(str(settings.pop("head_type", "")))
+    known = [field.name for field in fields(kind)]
+    if unknown := [name for name in settings if name not in known]:
+        # A recipe's keys belong to the recipe's head, also if the command line chooses another head.
+        raise UserError(
+            f"head: {kind.__name__} has no {', '.join(unknown)}; the recipe sets them for another head, or they are "
+            f"misspelt (it has {', '.join(known)}). Choose a recipe of this head, or leave them out: "
+            f"{' '.join(f'~head.{name}' for name in unknown)}"
+        )
+    return check(settings, kind, prefix="head")
+
+
+def _settings(folder: Path, config: dict[str, Any]) -> DraftHeadConfig:
+    """Return the settings of a saved head after checking their names, types and limits."""
+    if "${" in json.dumps(config["settings"]):
+        raise UserError(f"{folder}/config.json has settings that refer to others (${{...}}); copy the head again")
+    try:
+        return parse_head({**config["settings"], "head_type": config["head_type"]})
+    except UserError as error:
+        raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None

@@ -11,7 +11,7 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.help import describe, first_sentence, help_text
 from drafthead.data.utils.settings import NonNegative, Positive, check, require, settings
-from drafthead.models.heads.parts.draft_head import config_class, head_types
+from drafthead.models.heads.parts.loading import config_class, head_types
 from drafthead.reference import commands, reference
 
 

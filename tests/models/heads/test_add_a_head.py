@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import FORMATS
-from drafthead.models.heads.parts.draft_head import head_types
-from drafthead.models.heads.parts.loading import load_head
+from drafthead.models.heads.parts.loading import head_types, load_head
 from drafthead.train.pipeline import run_pipeline
 from support import composed
 

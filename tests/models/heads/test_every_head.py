@@ -17,6 +17,7 @@ from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Dynami
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable, inference_linear
@@ -239,7 +240,7 @@ def test_low_precision_copies_change_drafts_only(
     torch.testing.assert_close(actual, expected, rtol=error, atol=error * float(expected.abs().max()))
     plain = decode(base, None, PROMPTS[0], max_new_tokens=20).tokens
     rounded.save_pretrained(tmp_path)
-    loaded = DraftHead.from_pretrained(tmp_path, base)
+    loaded = load_head(tmp_path, base)
     assert decode(base, loaded, PROMPTS[0], max_new_tokens=20, draft_config=PLANS["tree"]).tokens == plain
     assert loaded.config.inference_dtype(base) == DRAFT_DTYPES[dtype]
 
@@ -281,7 +282,7 @@ def test_save_and_load(tiny_base: TinyBase, tmp_path: Path, kind: str) -> None:
     config = replace(HEADS[kind], draft_vocab_size=100)
     head = randomised(config.build(base, torch.arange(100, 200))).eval()
     head.save_pretrained(tmp_path)
-    loaded = DraftHead.from_pretrained(tmp_path, base)
+    loaded = load_head(tmp_path, base)
     batch = rows_of([list(range(90, 120))])
     base_hidden = base.hidden_states(batch, head.spec)
     assert loaded.config == head.config and loaded.spec == head.spec

@@ -17,7 +17,7 @@ from drafthead.models.drafters.experimental.vertical_cascade import VerticalCasc
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.loading import load_base, load_base_and_head
+from drafthead.models.heads.parts.loading import load_base, load_base_and_head, load_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import parse_run
 
@@ -84,7 +84,7 @@ def test_greedy_text_is_plain_text(recipe: str, tmp_path: Path) -> None:
         assert [result.tokens for result in batch] == plain
         accepted += sum(step.accepted for result in batch for step in result.steps)
     assert accepted > 0, "no draft was accepted, so nothing was shown"
-    loaded = DraftHead.from_pretrained(tmp_path, target)
+    loaded = load_head(tmp_path, target)
     again = decode(target, loaded, prompts()[0], max_new_tokens=NEW, draft_config=PLANS["tree"], ignore_eos=True)
     assert again.tokens == plain[0]
 

@@ -12,6 +12,7 @@ from drafthead.models.decoding.loop import decode, default_draft_config
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 from support import Context, TinyBase, assert_same_in_any_batch, randomised
 
@@ -103,7 +104,7 @@ def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_pa
     base = tiny_base()
     head = adapter(base, confidence_threshold=0.3)
     head.save_pretrained(tmp_path)
-    loaded = KangarooHead.from_pretrained(tmp_path, base)
+    loaded = load_head(tmp_path, base)
     assert default_draft_config(loaded).confidence_threshold == 0.3
     depths = [s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, ignore_eos=True).steps]
     never = DraftConfig(tree=TokenTree.chain(4))

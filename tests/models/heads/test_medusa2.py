@@ -17,8 +17,7 @@ from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
-from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.loading import load_base_and_head
+from drafthead.models.heads.parts.loading import load_base_and_head, load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.trainer.optim import OptimConfig, build_optimizer
 from support import TinyBase, randomised, row_of
@@ -175,7 +174,7 @@ def test_a_config_cannot_name_an_adapter_elsewhere(tiny_base: TinyBase, tmp_path
 def test_saved_merged_it_is_a_whole_model_beside_the_heads(tiny_base: TinyBase, tmp_path: Path) -> None:
     tuned_head(tiny_base(), save_merged=True).save_pretrained(tmp_path)
     merged = BaseModel.load(replace(tiny_base().config, random=False, name=str(tmp_path / "merged"), shape={}))
-    assert isinstance(DraftHead.from_pretrained(tmp_path, merged), Medusa2Head)
+    assert isinstance(load_head(tmp_path, merged), Medusa2Head)
     other, _ = load_base_and_head(tmp_path)
     expected, actual = (b.hidden_states(batch(), HiddenStatesSpec()).final for b in (other, merged))
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
