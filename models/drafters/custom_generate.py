@@ -38,6 +38,7 @@ from drafthead.models.decoding.sampling import Sampler, TargetSampler
 from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import resolve_folder
+from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.kernels import attention
 
 UNSUPPORTED = (
@@ -375,5 +376,5 @@ def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[Bas
         with torch.random.fork_rng(
             [base.device] if base.device.type == "cuda" else []
         ):  # new layers are random at first
-            state.heads = {key: DraftHead.from_pretrained(source, base)}
+            state.heads = {key: load_head(source, base)}
     return base, state.heads[key]

@@ -169,7 +169,7 @@ def test_graphs(kind: str, way: str) -> None:
     expected, _ = decoded(head_on(kind, "cpu"), "cpu", config, tokens=24)
     folder = Path(mkdtemp())
     head_on(kind, "cpu").save_pretrained(folder)
-    head = DraftHead.from_pretrained(folder, base_on("cuda", "auto")).eval()
+    head = load_head(folder, base_on("cuda", "auto")).eval()
     before = simulated.operations().get("graph replays", 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
