@@ -92,26 +92,18 @@ def spec_bench_like() -> list[EvalItem]:
         ("rag", _on_held_out_passages(first), PER_TASK // 2),
         ("rag", _on_held_out_passages(boolq), PER_TASK // 2),
     ]
-    trained = _Trained()
-    return [EvalItem(task, turns) for task, texts, most in candidates for turns in trained.choose(texts, most)]
-
-
-class _Trained:
-    """The texts of the embedded training sets by content hash, and their longer sentences."""
-
-    def __init__(self) -> None:
-        texts = {*training_sets.documents("passages"), *training_sets.prompts("questions")}
-        self._texts = {content_hash(text) for text in texts}
-        self._sentences = {sentence for text in texts for sentence in _sentences(text)}
-
-    def choose(self, candidates: Iterable[_Candidate], most: int) -> list[tuple[str, ...]]:
-        """Return up to ``most`` distinct candidates that share no text or long sentence with them, in their order."""
+    trained = {*training_sets.documents("passages"), *training_sets.prompts("questions")}
+    hashes = {content_hash(text) for text in trained}
+    sentences_seen = {sentence for text in trained for sentence in _sentences(text)}
+    items = []
+    for task, texts, most in candidates:
         unseen: dict[str, tuple[str, ...]] = {}
-        for text, turns in candidates:
-            if content_hash(text) not in self._texts and self._sentences.isdisjoint(_sentences(text)):
+        for text, turns in texts:
+            if content_hash(text) not in hashes and sentences_seen.isdisjoint(_sentences(text)):
                 unseen.setdefault(content_hash(text), turns)
         chosen = set(sorted(unseen)[:most])
-        return [turns for key, turns in unseen.items() if key in chosen]
+        items += [EvalItem(task, turns) for key, turns in unseen.items() if key in chosen]
+    return items
 
 
 def _sentences(text: str) -> Iterator[int]:
