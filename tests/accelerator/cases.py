@@ -32,6 +32,8 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
+from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy
+from drafthead.train.trainer.optim import OptimConfig
 from drafthead.train.trainer.step import train_step
 from support import TINY, noisy_head, random_ids, row_of, stacked
 
@@ -256,3 +258,18 @@ def test_training(kind: str) -> None:
     for name, weight in weights.items():
         torch.testing.assert_close(moved[name], weight, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: name + text)
     assert_few(waits, 1, f"a training step of {kind}")
+
+
+LEARNING = [kind for kind, config in HEADS.items() if config.lora() is None]
+
+
+@pytest.mark.parametrize("kind", cases_of((), LEARNING, fast=("hydra",)))
+def test_online_learning(kind: str) -> None:
+    """Also of a copy of a head, which is built from ids on the device."""
+    config = OnlineConfig(interval=2, steps=2, optim=OptimConfig(lr=1e-3, schedule="constant"))
+    answers = []
+    for device in DEVICES:
+        learner = OnlineLearner(frozen_copy(head_on.__wrapped__(kind, device)), config)
+        answers.append([learner.answer(random_ids(9, seed=n), max_new_tokens=12)[0].tokens for n in range(4)])
+        assert learner.updates == 2
+    assert answers[0] == answers[1]

@@ -253,7 +253,7 @@ def _install_collectives() -> None:
         def __getattribute__(self, name: str) -> Any:
             if name not in COLLECTIVES:
                 return super().__getattribute__(name)
-            return lambda *args: self.collective(name, args)
+            return lambda *args, **options: self.collective(name, [*args, *options.values()])
 
         def collective(self, name: str, args: Any) -> Any:
             copies: list[tuple[Any, Any]] = []

@@ -149,7 +149,7 @@ class DraftHead(nn.Module, Drafter):
         self.batch_trees = {}
         self.packed = PackedCopies()
         self._copied_dtype: torch.dtype | None = None
-        ids = torch.arange(base.vocab_size, device="cpu") if d2t is None else d2t.to(torch.int64)
+        ids = torch.arange(base.vocab_size, device="cpu") if d2t is None else d2t.to("cpu", torch.int64)
         if len(ids) == 0 or int(ids.max()) >= base.vocab_size or int(ids.min()) < 0:
             raise UserError(f"the draft vocabulary must hold ids in [0, {base.vocab_size}), got {ids.tolist()[:4]}...")
         if (repeated := len(ids) - len(set(ids.tolist()))) > 0:
