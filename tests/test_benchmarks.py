@@ -69,6 +69,14 @@ def test_bad_input_ends_a_script_with_one_line(script: Load, capsys: pytest.Capt
     assert capsys.readouterr().err == "error: no such thing\n"
 
 
+def test_custom_generate_gives_the_answers_of_the_loop(script: Load, head: Path, tmp_path: Path) -> None:
+    out = tmp_path / "now.json"
+    given = ["--head", str(head), "--rows", "2", "--max-new-tokens", "6", "--repeats", "1", "--json", str(out)]
+    script("custom_generate").main(given)
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == 4 and all(case["step_ms"] > 0 and case["steps"] < 6 for case in cases.values())
+
+
 # Training ------------------------------------------------------------------------------------------------------
 
 

@@ -51,21 +51,27 @@ class ProcessedSampler:
         """Prepare for left-padded ``prompts`` [B, T] with so much ``padding`` each; not ``sample`` is greedy."""
         self._prompts, self._padding, self._pad, self._sample = prompts, padding, pad, sample
         self.reads_context = any(type(processor) not in READ_LOGITS_ONLY for processor in processors)
-        self._processors = LogitsProcessorList(
+        self._processors = [
             # Sorting a large vocabulary on a CPU costs more than the base's pass.
             FastTopP(p.top_p, p.filter_value, p.min_tokens_to_keep) if type(p) is TopPLogitsWarper else p
             for p in processors
-        )
+        ]
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
         """Return the distributions [n, V] of the next tokens; for greedy decoding one-hot at the first argmax."""
         # Processors may keep tensors, or write to their arguments: both fail later for tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             scores = logits.to(torch.float32, copy=True)
-            scores = self._processors(None, scores) if contexts is None else self._by_length(scores, contexts)
+            scores = self._processed(None, scores) if contexts is None else self._by_length(scores, contexts)
             if self._sample:
                 return scores.softmax(-1)
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+
+    def _processed(self, ids: Tensor | None, scores: Tensor) -> Tensor:
+        # A LogitsProcessorList inspects the signature of each processor in every call.
+        for processor in self._processors:
+            scores = processor(ids, scores)
+        return scores
 
     def _by_length(self, scores: Tensor, contexts: Contexts) -> Tensor:
         width, rows = self._prompts.shape[1], contexts.rows
@@ -75,12 +81,14 @@ class ProcessedSampler:
         ids[:, :width] = self._prompts
         for n, row in enumerate(rows):
             ids[row, width : lengths[n]] = contexts.tokens[n, width - self._padding[row] : own[n]]
+        if len(set(lengths)) == 1 and rows == list(range(len(ids))):
+            return self._processed(ids, scores)
         processed = torch.empty_like(scores)
         for length in set(lengths):
             every = scores.new_zeros(len(ids), scores.shape[1])
             every[rows] = scores
             wanted = [n for n, other in enumerate(lengths) if other == length]
-            processed[wanted] = self._processors(ids[:, :length], every)[[rows[n] for n in wanted]]
+            processed[wanted] = self._processed(ids[:, :length], every)[[rows[n] for n in wanted]]
         return processed
 
 

@@ -342,9 +342,8 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
                 "the model is already the base of a drafthead.BaseModel; attach the head to it "
                 "(load_head(head, base)) and give the loaded head, or load the model again"
             )
-        modes = [(module, name) for module in model.modules() for name in MODES if hasattr(module, name)]
-        saved = [(owner, name, getattr(owner, name)) for owner, name in modes]
-        saved += [(parameter, "requires_grad", parameter.requires_grad) for parameter in model.parameters()]
+        modes = [(module, name) for module in model.modules() for name in MODES if vars(module).get(name)]
+        trained = [(parameter, "requires_grad") for parameter in model.parameters() if parameter.requires_grad]
         try:
             for owner, name in modes:
                 setattr(owner, name, False)
@@ -352,8 +351,8 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
         finally:
             if model.config._attn_implementation != stock:
                 model.set_attn_implementation(stock)
-            for owner, name, value in saved:
-                setattr(owner, name, value)
+            for owner, name in (*modes, *trained):
+                setattr(owner, name, True)
 
 
 def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[BaseModel, DraftHead]:

@@ -62,6 +62,18 @@ def test_a_head_comes_back_as_it_was(hub: Any, tiny_base: TinyBase, tmp_path: Pa
     assert same(second, drafthead.load_head("user/medusa", tiny_base()))
 
 
+def test_transformers_drafts_with_a_repository(hub: Any, saved: Path, tiny_base: TinyBase) -> None:
+    push(saved, "user/drafts")
+    model, ids = tiny_base().stock(), torch.arange(20, 32)[None]
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    by_name = {"custom_generate": "user/drafts", "trust_remote_code": True}
+    stock = model.generate(ids, **settings)
+    for revision in ({}, {"revision": "main"}):
+        assert torch.equal(model.generate(ids, **settings, **by_name, **revision), stock)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        model.generate(ids, **settings, custom_generate="user/drafts", trust_remote_code=False)
+
+
 def test_a_tuned_base_comes_back_with_its_adapter(hub: Any, tiny_base: TinyBase, tmp_path: Path) -> None:
     base, folder = tiny_base(), tmp_path / "head"
     head = Medusa2Config(num_draft_tokens=2, lora_rank=4, lora_dropout=0.0).build(base)
