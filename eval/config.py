@@ -120,7 +120,7 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     engines: list[str] = field(default_factory=list)
     """Serving engines to measure with the exported head: ``vllm``, ``llamacpp``, ``sglang``. Each answers the same
     prompts with and without drafts, in the same interleaved run, and is compared with our chain of equal length. The
-    evaluation fails if acceptance or answers differ. Greedy decoding with a head alone."""
+    evaluation fails if acceptance or answers differ. Only with greedy decoding, an exact rule and ``drafter=head``."""
     engine: EnginesConfig = field(default_factory=EnginesConfig)
     """How engines are reached, and how near they must come."""
 

@@ -357,7 +357,7 @@ class ServerBackend:
         return self._model
 
     async def _gives_text(self, model: str) -> bool:
-        """Ask for one token; versions that do not know ``return_token_ids`` answer without ``token_ids``."""
+        """Ask for one token and return True if the answer is text only: older servers ignore ``return_token_ids``."""
         prompt = (0, list(self.completions.tokenizer("Hello")["input_ids"]))
         completions = replace(self.completions, sampler=replace(self.completions.sampler, max_new_tokens=1))
         async with Server(self.config, self.log) as server:

@@ -90,7 +90,8 @@ class CostModel:
         """Return the expected speedup of whole answers of ``length`` tokens to prompts of ``prompt`` tokens, prefill
         included.
 
-        ``nodes`` maps tree sizes to their share of the steps. v(n) is not linear, so their mean would not do.
+        A step commits ``tokens``. ``nodes`` maps sizes of trees to their share of the steps. Verification time is not
+        linear in the size, so the mean size is not enough.
         """
         step = sum(share * self.step(n, depth) for n, share in nodes.items())
         autoregressive, speculative = (length * seconds for seconds in (self.step(1, 0), step / tokens))

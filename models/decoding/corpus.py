@@ -164,7 +164,7 @@ MIN_CHARS = 12
 """Characters; shorter turns are mostly greetings."""
 MAX_TURN_TOKENS = 60
 EXPECTED_YIELD = 0.6
-"""Share of attempts expected to end within the limit and be new."""
+"""Expected share of the prompts that the base writes which end within the limit and are no duplicates."""
 
 
 def self_prompted_prompts(

@@ -197,7 +197,7 @@ class _Table:
         free = reads_freely(device)
         levels = sorted((int(p.shape.depths.max()) if free else p.shape.depth for p in proposals), reverse=True)
         self.shared_depth = levels[1]
-        """Levels on which two drafters have nodes, so that some can be the same."""
+        """The deepest level on which two drafters have nodes; nodes below it cannot coincide."""
 
 
 def _same_node(table: _Table) -> Tensor:

@@ -115,7 +115,7 @@ class Format:
     constants: ClassVar[Mapping[str, Any]] = {}
     """Keys that are written with the same value for every head."""
     other_keys: ClassVar[frozenset[str]] = frozenset()
-    """Further keys that are used. An import may override every key that is used."""
+    """Keys of ``config.json`` that an import reads besides those of the tables. Any of them may be overridden."""
     fixed: ClassVar[Mapping[str, Fixed]] = {}
     """Settings that the format fixes."""
     vocabulary_advice: ClassVar[str | None] = "head.draft_vocab_size=null"

@@ -48,7 +48,7 @@ HEAD_SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "sine": lambda done: math.sin(math.pi / 2 * done),
 }
-"""Maps the share of a phase that is done (0 to 1) to the factor of the heads' loss."""
+"""Schedules by name: from the share of a phase that is done (0 to 1) to the factor of the heads' loss."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MERGED = "merged"
 """Folder for the tuned base as a whole model, in the head's folder."""

@@ -57,10 +57,10 @@ def worth_measuring(model: nn.Module) -> bool:
 
 
 def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: object) -> None:
-    """Fill ``table`` with the fastest kernel for every number of rows, and release the copies that none of them reads.
+    """Fill ``table`` with the fastest kernel for every number of rows, and free the weights that no kernel reads.
 
-    ``shape`` identifies the products. The choice is stored for it on this machine, so that a resumed run computes
-    what it did before.
+    These are packed or compiled copies for kernels that were not chosen. The choice is stored on this machine under a
+    key with ``shape``, the sizes of the products, so that a resumed run computes what it did before.
     """
     compiles = skinny_library() is not None
     key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]

@@ -129,7 +129,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """Root-mean-square norm with a scale; statistics are float32."""
+    """RMSNorm of a draft head's own layers, with the base's epsilon and float32 statistics."""
 
     eps: float
 
