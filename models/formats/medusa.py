@@ -29,8 +29,9 @@ from drafthead.models.formats.format import (
     vllm,
     wrong_base,
 )
-from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
+from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.res_block import Blocks
 
 FULL_MODEL = "medusa_head."
 """Prefix of the heads in a complete Medusa-2 model."""

@@ -36,7 +36,13 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, Layer
+from drafthead.models.heads.parts.attention_layer import (
+    AnchorContext,
+    HeadDecoderLayer,
+    HeadRMSNorm,
+    Layer,
+    start_as_base,
+)
 from drafthead.models.heads.parts.copied_layer import copy_layer
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession
@@ -138,11 +144,8 @@ class DSparkHead(DraftHead):
     @torch.no_grad()
     def _start(self, deepest: int) -> None:
         """Start as the base's last layers over its deepest state that the head reads, or as its next-token head."""
-        base, width = self.base, self.base.hidden_size
-        self.fc.weight.zero_()
-        self.fc.weight[:, deepest * width : (deepest + 1) * width] = torch.eye(width)
-        scale = base.model.model.norm(torch.ones_like(self.target_lm_head.weight[0])).float()
-        self.norm.weight.copy_(scale)
+        base = self.base
+        start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
         if self.config.copy_layers:
             stock = list(base.model.model.layers)[-self.config.num_layers :]
             for layer, source in zip(self.decoder_layers, stock, strict=True):
@@ -150,15 +153,10 @@ class DSparkHead(DraftHead):
             self.hidden_norm.weight.copy_(self.decoder_layers[0].input_layernorm.weight)
         if self.slot_state is not None:
             self.slot_state.weight.zero_()
-            self.norm.weight.fill_(scale.square().mean().sqrt())  # the final state has been normed once already
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
-        """Decoder layers, in order."""
         return [cast(HeadDecoderLayer, layer) for layer in self.layers]
-
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(layer, method) for layer in self.layers for method in ("states", "add_mlp")]
 
     def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
         limit = self.config.places
@@ -168,10 +166,6 @@ class DSparkHead(DraftHead):
         """Fuse the base's states of ``spec`` to the context: [..., layers * D] -> [..., D]."""
         context: Tensor = self.hidden_norm(self.fc(sources.to(reads_in(self.fc))))
         return context
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the base's embeddings, frozen: [...] -> [..., D]."""
-        return F.embedding(tokens, self.base.embedding).to(reads_in(self.fc))
 
     def block(self, first_tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return the first layer's input at the slots, [..., P, D].

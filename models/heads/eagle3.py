@@ -24,7 +24,6 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
@@ -34,7 +33,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import last_valid, take_rows
-from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm
+from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, start_as_base
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession, States
 from drafthead.models.heads.parts.layer_cache import LayerCache
@@ -159,27 +158,10 @@ class Eagle3Head(DraftHead):
             rows = self.target_lm_head.weight.detach().float()
             # Checkpoints have neither a scale nor a soft-cap, so the scale goes into the weight.
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
-        self._start_as_base(layers.index(max(layers)) if layers else None)
+        # Start as the base's next-token prediction from the deepest state; the layer starts as the identity.
+        start_as_base(self.fc, self.norm, base, layers.index(max(layers)) if layers else 0, is_final=not layers)
         self.projections = self.lm_heads(0)
         self.reads_drafts = not config.parallel
-
-    @torch.no_grad()
-    def _start_as_base(self, deepest: int | None) -> None:
-        """Start as the base's next-token prediction from its deepest state that the head reads.
-
-        ``fc`` starts as that state, the layer as the identity, and the final norm as the base's.
-        """
-        width = self.base.hidden_size
-        self.fc.weight.zero_()
-        start = width * (deepest or 0)
-        self.fc.weight[:, start : start + width] = torch.eye(width)
-        # The norm of ones gives its scale in any convention (Gemma stores the distance from one). A final state has
-        # been normed once already, so that norm's scale starts as the final state's size.
-        scale = self.base.model.model.norm(torch.ones_like(self.target_lm_head.weight[0])).float()
-        self.norm.weight.copy_(scale.square().mean().sqrt() if deepest is None else scale)
-
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(layer, method) for layer in self.decoder_layers for method in ("states", "add_mlp")]
 
     @property
     def scaling(self) -> LMHead:
@@ -208,10 +190,6 @@ class Eagle3Head(DraftHead):
         feature = self.fuse(self.mask_hidden[0, 0])
         return torch.cat([self.embed(token), feature], -1).expand(count, -1)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the base's embeddings, frozen: [...] -> [..., D]."""
-        return F.embedding(tokens, self.base.embedding).to(reads_in(self.fc))
-
     def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
         logits: Tensor = super().draft_logits(x, k) if self.lm_head is None else self.lm_head(x)
         return logits
@@ -221,7 +199,6 @@ class Eagle3Head(DraftHead):
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
-        """All layers, in order."""
         return [cast(HeadDecoderLayer, layer) for layer in (self.midlayer, *self.layers.values())]
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
@@ -240,8 +217,8 @@ class Eagle3Head(DraftHead):
         if not self.config.parallel:
             step = context.start(self.midlayer, pairs)
             return self.unroll(context.at_anchors(feature), context.flat, context.index, batch, draft_targets, step)
-        x = self._at_once(context, pairs, steps).flatten(0, 1)[context.index[draft_targets.source_idx]]
-        return torch.stack([self.norm(x[k, :, k]) for k in range(steps)])
+        slots: Tensor = self.norm(self._at_once(context, pairs, steps)).flatten(0, 1)
+        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.source_idx)])
 
     # P-EAGLE has two passes: training drafts from all anchors, and drafting from one, whose cache is causal anyway.
 

@@ -28,11 +28,11 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.settings import BelowOne, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.heads.medusa import ResBlock
-from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer
+from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, norm_scale
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession, States
 from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.res_block import ResBlock
 from drafthead.models.kernels.attention import document_mask
 
 
@@ -112,8 +112,7 @@ class PrefixLayer(HeadDecoderLayer):
         super().__init__(base)
         self.norm = HeadRMSNorm(base)
         with torch.no_grad():
-            states = base.model.model.norm(torch.ones_like(base.embedding[:1])).float()
-            self.norm.weight.fill_(states.square().mean().sqrt())
+            self.norm.weight.fill_(norm_scale(base).square().mean().sqrt())
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
         """Return the normed output of the decoder layer, [B, T, D]."""
@@ -140,16 +139,11 @@ class HydraHead(DraftHead):
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [] if self.prefix is None else [(self.prefix, "forward")]
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the base's embeddings, frozen: [...] int64 -> [..., D]."""
-        embedded = F.embedding(tokens, self.base.embedding).to(self.dtype)
-        return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.unit_embeddings else embedded
-
     def open(self, rows: int, cache: TreeCache | None = None) -> "HydraSession":
         return HydraSession(self, rows)
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
-        x = torch.cat([states[0], self._embed(tokens)], -1)
+        x = torch.cat([states[0], self.embed(tokens, self.config.unit_embeddings)], -1)
         out: Tensor = self.blocks[k](x)
         return F.pad(out, (0, 1), value=1.0) if self.config.projection_bias else out, (x,)
 

@@ -27,6 +27,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.head_session import States
 from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.res_block import Blocks
 from drafthead.models.kernels.linear import inference_copy, joined_linear
 
 
@@ -52,42 +53,6 @@ class MedusaConfig(DraftHeadConfig):
         return MedusaHead(self, base, d2t)
 
 
-class ResBlock(nn.Module):
-    """Residual block ``x + SiLU(W [x; condition] + b)``; W and b start at zero, and the condition is optional."""
-
-    def __init__(self, width: int, conditioned: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2 * width if conditioned else width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        """Map ``x`` [..., D] to [..., D]; a conditioned block needs ``condition`` [..., D]."""
-        return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], -1)))
-
-
-class Blocks(nn.ModuleList):
-    """Residual blocks of one head; the first can be conditioned. Tied: one block, applied ``count`` times."""
-
-    def __init__(self, width: int, count: int, conditioned: bool = False, tied: bool = False) -> None:
-        super().__init__(ResBlock(width, conditioned and i == 0) for i in range(1 if tied else count))
-        self._order = [0] * count if tied else list(range(count))
-
-    def in_order(self) -> list["ResBlock"]:
-        """Return the blocks in the order of application."""
-        return [cast(ResBlock, self[index]) for index in self._order]
-
-    def inference(self, dtype: torch.dtype | None = None) -> "Blocks":
-        """Return the blocks unchanged: ``MedusaHead`` packs the blocks of all heads together."""
-        return self
-
-    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        """Apply all blocks to ``x`` [..., D]; only the first one reads ``condition``."""
-        for i, block in enumerate(self.in_order()):
-            x = block(x, condition if i == 0 else None)
-        return x
-
-
 class MedusaHead(DraftHead):
     """K Medusa heads."""
 
@@ -102,14 +67,9 @@ class MedusaHead(DraftHead):
         ).to(base.device)
         self.projections = self.lm_heads(config.num_draft_tokens if config.own_lm_head else 0)
 
-    def _condition(self, last_token: Tensor) -> Tensor:
-        """Return the last committed token's embedding at unit RMS, [...] -> [..., D]."""
-        embedded = F.embedding(last_token, self.base.embedding).to(self.dtype)
-        return F.rms_norm(embedded, embedded.shape[-1:])
-
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
         if k == 0 and self.config.reads_last_token:
-            states = (*states, self._condition(tokens))
+            states = (*states, self.embed(tokens, unit=True))
         x: Tensor = self.blocks[k](*states)
         return x, states
 
@@ -118,7 +78,7 @@ class MedusaHead(DraftHead):
         most = self.packed.get("most", lambda: [0])
         most[0] = heads = max(most[0], depth)  # the end of an answer needs fewer heads, and uses a part of the copies
         first, *deeper = self.packed.get(heads, lambda: self._packed_blocks(heads))
-        inputs = torch.cat([hidden, self._condition(last_token)], -1) if self.config.reads_last_token else hidden
+        inputs = torch.cat([hidden, self.embed(last_token, unit=True)], -1) if self.config.reads_last_token else hidden
         x = hidden[:, None] + F.silu(first[0](inputs).unflatten(-1, (heads, -1))[:, :depth])
         for linears in deeper:
             outputs = [linear(hidden) for linear, hidden in zip(linears, x.unbind(1), strict=False)]

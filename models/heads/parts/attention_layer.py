@@ -378,6 +378,24 @@ def attend_block(
     return out.flatten(1, 2)
 
 
+def norm_scale(base: BaseModel) -> Tensor:
+    """Return the scale [D] of the base's final norm: the norm of ones, in any convention (Gemma's is off by one)."""
+    scale: Tensor = base.model.model.norm(torch.ones_like(base.embedding[0])).float()
+    return scale
+
+
+@torch.no_grad()
+def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseModel, deepest: int, is_final: bool) -> None:
+    """Start ``fc`` as the state number ``deepest`` of its inputs, and ``norm`` as the base's final norm.
+
+    A final state (``is_final``) has been normed once already, so that ``norm`` starts as the state's size.
+    """
+    width, scale = base.hidden_size, norm_scale(base)
+    fc.weight.zero_()
+    fc.weight[:, deepest * width : (deepest + 1) * width] = torch.eye(width)
+    norm.weight.copy_(scale.square().mean().sqrt() if is_final else scale)
+
+
 def norm_eps(base: BaseModel) -> float:
     """Return the epsilon of the base's norms."""
     return float(getattr(base.model.config, "rms_norm_eps", None) or 1e-6)

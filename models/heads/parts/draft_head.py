@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.lora import LoraSettings
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import Drafter
+from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer
 from drafthead.models.heads.parts.head_folder import (
     FORMAT,
     write_custom_generate,
@@ -230,6 +232,11 @@ class DraftHead(nn.Module, Drafter):
             return None
         return self.packed.get("graphs", lambda: StaticCalls(self.base.device))
 
+    def embed(self, tokens: Tensor, unit: bool = False) -> Tensor:
+        """Return the base's embeddings, frozen, with ``unit`` at unit RMS: [...] int64 -> [..., D]."""
+        embedded = F.embedding(tokens, self.base.embedding).to(self.dtype)
+        return F.rms_norm(embedded, embedded.shape[-1:]) if unit else embedded
+
     # The forward pass ------------------------------------------------------------------------------------------
 
     def first_states(self, hidden: Tensor) -> States:
@@ -410,6 +417,11 @@ class DraftHead(nn.Module, Drafter):
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         """Return (module, method) pairs whose activations training may recompute; attention itself is left out."""
+        return [(layer, method) for layer in self.decoder_layers for method in ("states", "add_mlp")]
+
+    @property
+    def decoder_layers(self) -> list[HeadDecoderLayer]:
+        """The head's own decoder layers, in order."""
         return []
 
     def num_parameters(self) -> int:
