@@ -33,7 +33,7 @@ from drafthead.models.formats.format import (
 )
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
-from drafthead.models.heads.parts.markov import TiedMarkov
+from drafthead.models.heads.parts.lm_heads import TiedMarkov
 
 MARKOV = {"markov_in": "markov_head.markov_w1", "markov_out": "markov_head.markov_w2"}
 W1, W2 = (f"{name}.weight" for name in MARKOV.values())

@@ -43,9 +43,8 @@ from drafthead.models.heads.parts.head_folder import (
 from drafthead.models.heads.parts.head_session import HeadSession, States
 from drafthead.models.heads.parts.induction import InductionHead
 from drafthead.models.heads.parts.layer_cache import LayerCache
-from drafthead.models.heads.parts.lm_heads import DraftLMHeads
+from drafthead.models.heads.parts.lm_heads import DraftLMHeads, TiedMarkov
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
-from drafthead.models.heads.parts.markov import TiedMarkov
 from drafthead.models.heads.parts.targets import DraftTargets, rank_of
 from drafthead.models.kernels.cuda_graphs import StaticCalls
 from drafthead.models.kernels.linear import DRAFT_DTYPES, PackedCopies, inference_copy

@@ -1,13 +1,15 @@
-"""The vocabulary projections of a head's draft positions, in training and in drafting.
+"""The vocabulary projections of a head's draft positions, and the table of its Markov correction.
 
-Shape legend: D width, W draft vocabulary.
+Shape legend: D width, V target vocabulary, W draft vocabulary, r rank.
 """
 
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.kernels.linear import PackedCopies, inference_linear
 
@@ -52,3 +54,23 @@ class DraftLMHeads(nn.Module):
         linear = self.packed.get(index, lambda: inference_linear(weight, dtype=self._draft_dtype))
         product: Tensor = linear(hidden.to(weight.dtype))
         return self._target_lm_head.scale_and_cap(product) if self._scaled else product
+
+
+class TiedMarkov(nn.Linear):
+    """The Markov table as a projection of the base's embedding at unit RMS; an inference copy stores the table."""
+
+    def __init__(self, base: BaseModel, rank: int) -> None:
+        super().__init__(base.hidden_size, rank, bias=False, device=base.device)
+        self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens [...] int64 to [..., r]."""
+        embedded = F.embedding(tokens, self._embedding[0]).to(self.weight.dtype)
+        return super().forward(F.rms_norm(embedded, embedded.shape[-1:]))
+
+    @torch.no_grad()
+    def inference(self, dtype: torch.dtype | None = None) -> nn.Embedding:
+        """Return the table of all ids, [V, r]."""
+        ids = torch.arange(len(self._embedding[0]), device=self.weight.device)
+        table = torch.cat([self(chunk) for chunk in torch.split(ids, 8192)])
+        return nn.Embedding(len(table), table.shape[1], _weight=table)
