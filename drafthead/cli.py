@@ -11,6 +11,7 @@ COMMANDS = {
     "data": ("drafthead.commands.data", "make the corpora of a recipe and stop"),
     "eval": ("drafthead.commands.eval", "measure a saved head: mean accepted length, speedup, identical outputs"),
     "generate": ("drafthead.commands.generate", "stream an answer with a head, and say what it gained"),
+    "chat": ("drafthead.commands.chat", "chat in the terminal, with accepted drafts in colour"),
     "replay": ("drafthead.commands.replay", "simulate any draft length and tree of a head, without decoding"),
     "study": ("drafthead.commands.study", "train draft models of several shapes, and find the one to have here"),
     "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from it meanwhile"),
@@ -33,6 +34,7 @@ usage: drafthead COMMAND [key=value ...]
   drafthead train recipe=medusa_llama3 debug=tiny    the whole run on a random tiny base, offline
   drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
+  drafthead chat head=outputs/medusa_smollm2/head
   drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead adapt head=outputs/medusa_smollm2/head suite=code
   drafthead certify

@@ -13,6 +13,8 @@ from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
+from drafthead.models.decoding.generate import text_pieces
+from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
@@ -36,6 +38,26 @@ def test_a_head_loads_its_base(saved: Path) -> None:
     ids = torch.tensor([[3, 4, 5]])
     assert drafthead.generate(head.base, head, ids, max_new_tokens=5).tokens == (
         drafthead.generate(head.base, None, [3, 4, 5], max_new_tokens=5).tokens
+    )
+
+
+def test_streamed_pieces_are_the_answer_with_accepted_drafts_marked(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    drafter = ModelDrafter(tiny_base(), base, num_tokens=3)
+    answer = drafthead.generate(base, drafter, "Why?", max_new_tokens=40)
+    streamed = drafthead.stream(base, drafter, "Why?", max_new_tokens=40)
+    pieces = iter(streamed)
+    assert next(pieces).text and len(streamed.sequence.answer) < 8, "decoded before it was asked for"
+    rest = list(pieces)
+    assert streamed.sequence.answer == answer.tokens
+    assert streamed.mean_accepted_length == answer.mean_accepted_length and streamed.tokens_per_second > 0
+    assert 0 < sum(piece.accepted for piece in rest) <= streamed.accepted
+    ids = base.tokenizer("wörld 😀 end").input_ids
+    marked = list(text_pieces(base.tokenizer, [(token, n % 2 == 0) for n, token in enumerate(ids)]))
+    assert "".join(text for text, _ in marked) == base.tokenizer.decode(ids, skip_special_tokens=True)
+    assert "\ufffd" not in "".join(text for text, _ in marked)
+    assert drafthead.generate(base, None, "Why?", max_new_tokens=40).text == "".join(
+        text for text, _ in drafthead.stream(base, None, "Why?", max_new_tokens=40)
     )
 
 

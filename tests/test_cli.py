@@ -21,6 +21,7 @@ SETTINGS = {
     "data": ["recipe=medusa_smollm2"],
     "eval": ["head=x"],
     "generate": ["head=x", "hello"],
+    "chat": ["head=x"],
     "replay": ["head=x"],
     "certify": [],
     "adapt": ["head=x"],

@@ -1,4 +1,6 @@
-"""One answer, decoded autoregressively and speculatively, for the console: accepted drafts are coloured."""
+"""Answers for the console with accepted drafts in colour, alone or next to the autoregressive answer."""
+
+from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -6,8 +8,7 @@ from rich.text import Text
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
-from drafthead.models.decoding.loop import decode
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.generate import Piece, stream
 
 ACCEPTED = "bold green"
 
@@ -16,31 +17,18 @@ def side_by_side(
     base: BaseModel, drafter: Drafter, draft_config: DraftConfig, ids: list[int], max_new_tokens: int
 ) -> RenderableType:
     """Decode the prompt ``ids`` greedily in both ways, and return both answers next to each other."""
-    plain = decode(base, None, ids, max_new_tokens=max_new_tokens)
-    drafted = decode(base, drafter, ids, max_new_tokens=max_new_tokens, draft_config=draft_config)
-    speeds = [len(result.tokens) / result.total_s for result in (plain, drafted)]
+    plain = stream(base, None, ids, max_new_tokens=max_new_tokens)
+    drafted = stream(base, drafter, ids, max_new_tokens=max_new_tokens, draft_config=draft_config)
+    answers = [coloured(plain), coloured(drafted)]
     table = Table(show_lines=True, expand=True)
-    table.add_column(f"autoregressive: {speeds[0]:.1f} tokens/s, {1 + len(plain.steps)} passes", ratio=1)
-    table.add_column(f"speculative: {speeds[1]:.1f} tokens/s, {1 + len(drafted.steps)} passes", ratio=1)
-    table.add_row(Text(_decoded(base, plain.tokens)), coloured(base, drafted))
-    from_drafts = sum(step.committed - 1 for step in drafted.steps)
-    caption = Text.assemble(
-        ("coloured", ACCEPTED), f": {from_drafts} of {len(drafted.tokens)} tokens are accepted drafts of the head"
-    )
-    return Group(table, caption)
+    for name, run in (("autoregressive", plain), ("speculative", drafted)):
+        heading = f"{name}: {run.tokens_per_second:.1f} tokens/s, {1 + len(run.sequence.steps)} passes"
+        table.add_column(heading, ratio=1)
+    table.add_row(*answers)
+    count = f"{drafted.accepted} of {len(drafted.sequence.answer)} tokens are accepted drafts of the head"
+    return Group(table, Text.assemble(("coloured", ACCEPTED), f": {count}"))
 
 
-def coloured(base: BaseModel, result: DecodeResult) -> Text:
-    """Return the answer with accepted drafts in colour: all tokens of a step except the last."""
-    drafted = {step.position + n for step in result.steps for n in range(step.committed - 1)}
-    text, shown = Text(), ""
-    for index in range(len(result.tokens)):
-        whole = _decoded(base, result.tokens[: index + 1])
-        if not whole.endswith("\ufffd"):  # half of a multi-byte character: wait for the rest
-            text.append(whole[len(shown) :], style=ACCEPTED if index in drafted else None)
-            shown = whole
-    return text
-
-
-def _decoded(base: BaseModel, tokens: list[int]) -> str:
-    return str(base.tokenizer.decode(tokens, skip_special_tokens=True))
+def coloured(pieces: Iterable[Piece]) -> Text:
+    """Return the text of ``pieces`` with accepted drafts in colour."""
+    return Text().append_tokens((text, ACCEPTED if accepted else None) for text, accepted in pieces)

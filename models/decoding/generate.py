@@ -1,15 +1,28 @@
-"""``drafthead.generate``: one call from a prompt to a text."""
+"""``drafthead.generate`` returns the answer to a prompt, ``drafthead.stream`` its pieces as soon as they are final."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from drafthead.data.text.chat import user_turn
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
-from drafthead.models.decoding.loop import EXACT, GREEDY, OnTokens, decode
+from drafthead.models.decoding.loop import (
+    EXACT,
+    GREEDY,
+    DecodeLoop,
+    DecodingSequence,
+    OnTokens,
+    check_ids,
+    checked_draft_config,
+    decode,
+)
 from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.decoding.step_log import DecodeResult
 
 
@@ -51,14 +64,10 @@ def generate(
         seed: of a sampled answer.
         on_tokens: called with tokens as soon as they are final.
     """
-    if isinstance(prompt, str):
-        ids = base.prompt_ids(user_turn(prompt))
-    else:
-        ids = prompt.flatten().tolist() if isinstance(prompt, Tensor) else list(prompt)
     log = decode(
         base,
         drafter,
-        ids,
+        _ids(base, prompt),
         max_new_tokens=max_new_tokens,
         draft_config=draft_config,
         sampler=sampler,
@@ -74,3 +83,104 @@ def generate(
         tokens_per_second=len(log.tokens) / log.total_s,
         log=log,
     )
+
+
+class Piece(NamedTuple):
+    """Text of an answer, final when it is yielded."""
+
+    text: str
+    accepted: bool
+    """True for an accepted draft, False for a token that the base chose itself."""
+
+
+@dataclass(frozen=True)
+class TextStream:
+    """An answer while it is decoded: iterate over its pieces, once. The statistics are those of the answer so far."""
+
+    base: BaseModel
+    sequence: DecodingSequence
+    """The tokens and steps so far."""
+    _updates: Iterator[DecodingSequence]
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Decode to the end of the answer. To stop earlier, leave the iteration."""
+        return text_pieces(self.base.tokenizer, self._tokens())
+
+    def _tokens(self) -> Iterator[tuple[int, bool]]:
+        for row in self._updates:  # one update after the prompt, and one after every step
+            position, accepted = (row.steps[-1].position, row.steps[-1].accepted) if row.steps else (0, 0)
+            yield from [(token, n < accepted) for n, token in enumerate(row.answer[position:])]
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that are accepted drafts."""
+        return sum(min(step.accepted, step.committed) for step in self.sequence.steps)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens committed per step, bonus included; 1 before the first step."""
+        steps = self.sequence.steps
+        return sum(step.committed for step in steps) / len(steps) if steps else 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of decoding, prefill included. The time between pieces is the caller's and excluded."""
+        seconds = self.sequence.prefill_s + sum(step.total_s for step in self.sequence.steps)
+        return len(self.sequence.answer) / seconds if seconds else 0.0
+
+
+def stream(
+    base: BaseModel,
+    drafter: Drafter | None,
+    prompt: str | list[int] | Tensor,
+    *,
+    max_new_tokens: int = 256,
+    draft_config: DraftConfig | None = None,
+    sampler: Sampler = GREEDY,
+    rule: AcceptanceRule = EXACT,
+    seed: int = 0,
+) -> TextStream:
+    """Return an iterator over the answer's ``(text, accepted)`` pieces. The arguments are those of ``generate``.
+
+    for text, accepted in drafthead.stream(base, head, "Why is the sky blue?"):
+        print(text, end="", flush=True)
+    """
+    ids = _ids(base, prompt)
+    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
+    check_ids(ids, **limits, where="the prompt")
+    config = DecodeConfig(
+        draft_config=checked_draft_config(base, drafter, draft_config, 1, rule),
+        sampler=sampler,
+        rule=rule,
+        eos_ids=base.eos_ids,
+    )
+    capacity = len(ids) + max_new_tokens
+    loop = DecodeLoop(
+        base=base, drafter=drafter, config=config, max_new_tokens=max_new_tokens, batch_size=1, capacity=capacity
+    )
+    sequence = DecodingSequence(number=0, prompt=ids, seed=seed)
+    return TextStream(base, sequence, loop.run([sequence], every_step=True))
+
+
+def text_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[tuple[int, bool]]) -> Iterator[Piece]:
+    """Yield the text of ``(token, accepted)`` pairs as soon as it is final."""
+    answer: list[int] = []
+    # Each token is decoded after the previous piece, because it decides whether a space precedes.
+    previous = shown = 0
+    accepted = False
+    for token, accepted in tokens:
+        answer.append(token)
+        before = tokenizer.decode(answer[previous:shown], skip_special_tokens=True)
+        text = tokenizer.decode(answer[previous:], skip_special_tokens=True)
+        if len(text) > len(before) and not text.endswith("\ufffd"):  # half of a multi-byte character
+            yield Piece(text[len(before) :], accepted)
+            previous, shown = shown, len(answer)
+    before = tokenizer.decode(answer[previous:shown], skip_special_tokens=True)
+    if rest := tokenizer.decode(answer[previous:], skip_special_tokens=True)[len(before) :]:
+        yield Piece(rest, accepted)
+
+
+def _ids(base: BaseModel, prompt: str | list[int] | Tensor) -> list[int]:
+    if isinstance(prompt, str):
+        return base.prompt_ids(user_turn(prompt))
+    return [int(token) for token in prompt.flatten()] if isinstance(prompt, Tensor) else list(prompt)

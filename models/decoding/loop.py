@@ -82,8 +82,8 @@ class DecodeLoop:
     on_step: Callable[[Step], None] | None = None
 
     @torch.inference_mode()
-    def run(self, prompts: Iterable[DecodingSequence]) -> Iterator[DecodingSequence]:
-        """Yield sequences in the order in which they end."""
+    def run(self, prompts: Iterable[DecodingSequence], every_step: bool = False) -> Iterator[DecodingSequence]:
+        """Yield sequences in the order in which they end; with ``every_step`` also unfinished ones after each step."""
         # Batches are decoded one after the other. Within a batch, each iteration of the inner loop
         # 1. yields the rows that ended, and in plain decoding replaces them by waiting prompts,
         # 2. drops or clears the rows that ended and were not replaced,
@@ -111,6 +111,8 @@ class DecodeLoop:
                 active = [slot for slot, row in enumerate(rows) if not row.ended]
                 if not active:
                     break
+                if every_step:
+                    yield from [rows[slot] for slot in active]
                 # Copying the caches costs more than a few empty rows, but a drafter must not draft for empty rows.
                 if len(active) < len(rows) and (self.drafter is not None or len(active) <= 0.75 * len(rows)):
                     state.select(active)

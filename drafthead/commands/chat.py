@@ -1,0 +1,208 @@
+"""``drafthead chat head=DIR``: talk with the base in the terminal, with accepted drafts in colour."""
+
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import field
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from drafthead.commands.command import command
+from drafthead.data.text.chat import Message, user_turn
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import disk_errors, write_atomic
+from drafthead.data.utils.machine import OtherProcesses, other_processes_line
+from drafthead.data.utils.settings import Positive, settings
+from drafthead.eval.report.side_by_side import ACCEPTED, coloured
+from drafthead.models.base.base_config import BaseConfig
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.drafter import DraftConfig, Drafter
+from drafthead.models.decoding.generate import TextStream, stream
+from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.step_log import StepRecord
+from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
+
+USAGE = """\
+Chat in the terminal with a head. Accepted drafts are coloured, and every answer is followed by its speed.
+
+usage: drafthead chat head=DIR [key=value ...] [MESSAGE]
+
+drafthead chat head=outputs/medusa_smollm2/head
+drafthead chat head=outputs/medusa_smollm2/head < messages.txt
+drafthead chat head=outputs/medusa_smollm2/head record=chat.svg Why is the sky blue?
+
+Ctrl-C stops an answer, /reset starts a new conversation, /exit or Ctrl-D ends the chat. If standard input is not a
+terminal, each of its lines is a message. All words that are not settings are the only message.
+"""
+PLAIN_TOKENS = 33
+"""Tokens decoded without drafts at the start; the first belongs to no step."""
+SVG_WIDTH = 96
+
+
+@settings(kw_only=True)
+class ChatConfig(DrafterConfig):
+    """Settings of the command."""
+
+    head: str
+    """Head folder (``outputs/NAME/head``), Hub repository (``user/name``), or a drafter such as ``prompt_lookup:3``."""
+    message: str = ""
+    """The only message. By default messages are lines of standard input."""
+    base: BaseConfig = field(default_factory=BaseConfig)
+    """The base; by default the one that the head was trained for."""
+    system: str = ""
+    """System message of every conversation."""
+    max_new_tokens: Positive = 512
+    """Longest answer, in tokens."""
+    sampler: Sampler = field(default_factory=Sampler)
+    """Distribution of the output."""
+    seed: int = 0
+    """Seed of sampled answers. Each message adds 1."""
+    record: Path | None = None
+    """SVG file to write at the end, with the whole chat and accepted drafts in colour."""
+
+
+@command("chat", ChatConfig, USAGE, words="message")
+def main(config: ChatConfig) -> None:
+    """Answer messages until they end."""
+    if config.record is not None and not config.record.resolve().parent.is_dir():
+        raise UserError(f"record={config.record}: its folder does not exist; create it or choose another file")
+    console = Console(highlight=False)
+    base, head, head_config = load_base_and_drafter(config.head, config.base)
+    chat = Chat(config, base, *config.build(base, head, head_config), console)
+    for message in [config.message] if config.message else _lines(console):
+        if config.message or not sys.stdin.isatty():
+            console.print(Text(f"> {message}"), soft_wrap=True)
+        chat.say(message)
+    chat.end()
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """Yield the user's messages: the lines of standard input that are not empty, up to /exit."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  (line editing and history for input())
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print("\n/exit or Ctrl-D ends the chat", style="dim")
+            continue
+        except UnicodeError:
+            raise UserError("a message is not UTF-8 text; convert it, for example with iconv -t UTF-8") from None
+        if line == "/exit":
+            return
+        if line:
+            yield line
+
+
+class Chat:
+    """One conversation at a time, and the measurements of all of them."""
+
+    def __init__(
+        self, config: ChatConfig, base: BaseModel, drafter: Drafter, draft_config: DraftConfig, console: Console
+    ) -> None:
+        """Measure plain decoding, which the speedup is over."""
+        self.config, self.console = config, console
+        self.base, self.drafter, self.draft_config = base, drafter, draft_config
+        self.transcript = Text()
+        self.steps: list[StepRecord] = []
+        self.others = OtherProcesses()
+        self.count = 0
+        self._system: list[Message] = [{"role": "system", "content": config.system}] if config.system else []
+        self.messages = list(self._system)
+        ids = base.prompt_ids([*self._system, *user_turn("Tell me a story.")])
+        tokens = min(PLAIN_TOKENS, base.max_context - len(ids))
+        if tokens < 2:
+            raise UserError(f"the system message leaves no room in the base's context of {base.max_context} tokens")
+        decode(base, drafter, ids, max_new_tokens=min(4, tokens), draft_config=draft_config)  # warm up
+        decode(base, None, ids, max_new_tokens=2)
+        with self.others:
+            plain = decode(base, None, ids, max_new_tokens=tokens, sampler=config.sampler, ignore_eos=True)
+        self.plain_rate = _rate(plain.steps)
+        self._note(
+            f"plain decoding: {self.plain_rate:.1f} tokens/s, measured now over {len(plain.steps)} steps after a short "
+            "prompt. Speedups are over this speed, without the time to read prompts. As a conversation grows, plain "
+            "decoding slows down, so the speedups are too low rather than too high."
+        )
+        if base.ignored_settings:
+            left = f"not applied, of the base's generation_config.json: {', '.join(base.ignored_settings)}"
+            self._note(f"{left} (docs/bases.md)")
+
+    def say(self, message: str) -> None:
+        """Answer ``message`` and continue the conversation with both, or follow /reset."""
+        self.transcript.append(f"> {message}\n", style="bold")
+        if message == "/reset":
+            self.messages = list(self._system)
+            self._note("new conversation")
+            return
+        messages = [*self.messages, *user_turn(message)]
+        ids = self.base.prompt_ids(messages)
+        room = self.base.max_context - len(ids)
+        if room < 1:
+            limit = f"the base's context of {self.base.max_context} tokens"
+            self._note(f"the conversation has {len(ids)} tokens, which fill {limit}; /reset starts a new one")
+            return
+        answer = stream(
+            self.base,
+            self.drafter,
+            ids,
+            max_new_tokens=min(self.config.max_new_tokens, room),
+            draft_config=self.draft_config,
+            sampler=self.config.sampler,
+            seed=self.config.seed + self.count,
+        )
+        self.count += 1
+        text, ending = Text(), ""
+        try:
+            with self.others:
+                for piece in answer:
+                    shown = coloured([piece])
+                    text.append_text(shown)
+                    self.console.print(shown, end="", soft_wrap=True)
+            if not {*answer.sequence.answer[-1:]} & self.base.eos_ids:
+                ending = f"; stopped at max_new_tokens={self.config.max_new_tokens}"
+                if room <= self.config.max_new_tokens:
+                    ending = "; stopped because the base's context is full, /reset starts a new conversation"
+        except KeyboardInterrupt:
+            ending = "; stopped by Ctrl-C"
+        self.console.print()
+        self.transcript.append_text(text).append("\n")
+        if text.plain:
+            self.messages = [*messages, {"role": "assistant", "content": text.plain}]
+        self.steps += answer.sequence.steps
+        self._note(self._speed(answer) + ending + "\n")
+
+    def _speed(self, answer: TextStream) -> str:
+        steps, tokens = answer.sequence.steps, len(answer.sequence.answer)
+        line = f"{tokens} tokens, {answer.accepted} of them accepted drafts; "
+        if not steps:
+            return line + "too short to be timed"
+        line += f"{_rate(steps):.1f} tokens/s, mean accepted length (tau) {answer.mean_accepted_length:.2f}"
+        return f"{line}; speedup so far {_rate(self.steps) / self.plain_rate:.2f}"
+
+    def _note(self, line: str) -> None:
+        self.console.print(Text(line, style="dim"), soft_wrap=True)
+        self.transcript.append(f"{line}\n", style="dim")
+
+    def end(self) -> None:
+        """Report the CPU use of other processes, and write the recording."""
+        self._note(other_processes_line(self.others.cores))
+        if self.config.record is None:
+            return
+        self.transcript.append("coloured", style=ACCEPTED).append(": accepted drafts of the head")
+        recording = Console(record=True, width=SVG_WIDTH, file=io.StringIO(), highlight=False)
+        recording.print(self.transcript)
+        with disk_errors("the recording", self.config.record.parent):
+            write_atomic(self.config.record, recording.export_svg(title=f"drafthead chat: {self.base.name}"))
+        self.console.print(f"recorded in {self.config.record}", markup=False, soft_wrap=True)
+
+
+def _rate(steps: list[StepRecord]) -> float:
+    """Return tokens per second of decoding steps."""
+    return sum(step.committed for step in steps) / sum(step.total_s for step in steps)
