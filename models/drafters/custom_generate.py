@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from drafthead.data.utils.devices import reads_freely
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
@@ -373,7 +374,7 @@ def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[Bas
     key = str(source.resolve()), file.stat().st_mtime_ns if file.exists() else 0
     if key not in state.heads:
         with torch.random.fork_rng(
-            [base.device] if base.device.type == "cuda" else []
+            [] if reads_freely(base.device) else [base.device], device_type=base.device.type
         ):  # new layers are random at first
             state.heads = {key: load_head(source, base)}
     return base, state.heads[key]

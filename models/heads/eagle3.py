@@ -186,7 +186,7 @@ class Eagle3Head(DraftHead):
 
     def masked(self, count: int) -> Tensor:
         """Return the mask input that P-EAGLE reads at every position after the first, [count, 2 D]."""
-        token = torch.tensor(self.config.mask_token, device=self.base.device)
+        token = torch.full((), self.config.mask_token, device=self.base.device)
         feature = self.fuse(self.mask_hidden[0, 0])
         return torch.cat([self.embed(token), feature], -1).expand(count, -1)
 

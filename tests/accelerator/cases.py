@@ -15,10 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import HEADS, cases_of, every_head
+from head_cases import HEADS, MAIN, cases_of, every_head
 from torch import Tensor
 
 from accelerator import simulated
+from drafthead.data.utils.devices import (
+    accelerator_name,
+    automatic_dtype,
+    collective_backend,
+    device_of,
+    peak_allocated,
+    pinned,
+    rng_states,
+    set_rng_states,
+)
+from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -146,7 +157,7 @@ def test_decoding(kind: str, way: str) -> None:
     assert_few(waits, STEP_WAITS.get(HEADS[kind].head_type, 1), f"{kind} {way}")
 
 
-@every_head
+@pytest.mark.parametrize("kind", sorted(MAIN))
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("sampler", [pytest.param(Sampler(), marks=pytest.mark.slow), SAMPLED])
 @pytest.mark.parametrize("spec", cases_of((), COMBINED, COMBINED[:1]))
@@ -273,3 +284,24 @@ def test_online_learning(kind: str) -> None:
         answers.append([learner.answer(random_ids(9, seed=n), max_new_tokens=12)[0].tokens for n in range(4)])
         assert learner.updates == 2
     assert answers[0] == answers[1]
+
+
+def test_devices() -> None:
+    device = device_of(None)
+    assert device.type == "cuda" and accelerator_name() == "simulated" and peak_allocated() == 0
+    assert pinned(torch.ones(2), device).is_pinned() and not pinned(torch.ones(2), torch.device("cpu")).is_pinned()
+    assert automatic_dtype(device) == "bfloat16" and collective_backend(device) == "nccl"
+    states = rng_states()
+    drawn = torch.rand(3, device=device)
+    set_rng_states(states)
+    assert torch.equal(torch.rand(3, device=device).cpu(), drawn.cpu())
+    with pytest.raises(UserError, match="device=mps"):
+        device_of("mps")
+
+
+def test_the_device_of_a_loaded_head(tmp_path: Path) -> None:
+    head_on("medusa", "cpu").save_pretrained(tmp_path)
+    for device in (None, *DEVICES):
+        head = load_head(tmp_path, device=device)
+        assert head.base.device.type == (device or "cuda")
+        assert {parameter.device.type for parameter in head.parameters()} == {head.base.device.type}

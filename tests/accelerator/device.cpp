@@ -13,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <utility>
 
 using at::Tensor;
 using c10::DataPtr;
@@ -219,7 +220,10 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   }
   Call call;
   Stack host;
-  for (const IValue& v : torch::jit::last(*stack, n)) host.push_back(call.host(v));
+  for (const IValue& v : torch::jit::last(*stack, n)) {
+    const bool random = v.isNone() && schema.arguments()[host.size()].type()->str() == "Generator?";
+    host.push_back(call.host(random && !capturing ? IValue(default_generator()) : v));
+  }
   const bool indexing = is_one_of(name, {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
                                          "aten::_unsafe_index", "aten::_unsafe_index_put"});
   for (auto& [t, listed] : call.strangers) {
@@ -290,7 +294,10 @@ struct Hooks : at::CUDAHooksInterface {
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return default_generator(); }
-  at::Generator getNewGenerator(DeviceIndex) const override { return at::make_generator<Generator>(); }
+  at::Generator getNewGenerator(DeviceIndex) const override {
+    static bool first = true;  // the first one that Python creates is the default generator
+    return std::exchange(first, false) ? default_generator() : at::make_generator<Generator>();
+  }
   void deviceSynchronize(DeviceIndex) const override {}
 };
 static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));

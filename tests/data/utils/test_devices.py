@@ -1,0 +1,31 @@
+"""The choice of a device on a machine without an accelerator; ``tests/accelerator`` has one."""
+
+import pytest
+import torch
+
+from drafthead.data.utils.devices import device_of, on_device, rng_states, set_rng_states
+from drafthead.data.utils.errors import UserError
+from support import call
+
+if torch.accelerator.is_available():
+    pytest.skip("this machine has an accelerator", allow_module_level=True)
+
+
+def test_the_cpu_is_the_default() -> None:
+    assert device_of(None) == device_of("cpu") == torch.device("cpu")
+    assert on_device([3, 4], torch.device("cpu")).tolist() == [3, 4]
+    set_rng_states(rng_states())
+
+
+@pytest.mark.parametrize("name", ["cuda", "mps", "quantum"])
+def test_other_devices_are_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=f"device={name}"):
+        device_of(name)
+    with pytest.raises(SystemExit, match=f"device={name}"):
+        call("generate", f"device={name}", "head=prompt_lookup:3", "base=embedded:smollm2", "Hello")
+
+
+def test_every_command_accepts_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("eval", "train", "certify"):
+        call(command, "device=cpu", *(["head=/nowhere"] if command == "eval" else []), "--cfg", "job")
+    assert "device" not in capsys.readouterr().out.split()
