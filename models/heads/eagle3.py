@@ -186,7 +186,8 @@ class Eagle3Head(DraftHead):
 
     def masked(self, count: int) -> Tensor:
         """Return the mask input that P-EAGLE reads at every position after the first, [count, 2 D]."""
-        token = torch.full((), self.config.mask_token, device=self.base.device)
+        assert self.config.mask_token is not None
+        token = torch.full((), self.config.mask_token, device=self.base.device)  # filled there, without a wait
         feature = self.fuse(self.mask_hidden[0, 0])
         return torch.cat([self.embed(token), feature], -1).expand(count, -1)
 
