@@ -27,8 +27,10 @@ class LMHead:
     @property
     def trained_columns(self) -> tuple[slice, ...]:
         """The columns of the input that each of ``trained`` multiplies."""
+        if self.low_rank is None:
+            return (slice(None),)
         width = self.weight.shape[1]
-        return (slice(width), slice(width, None))[-len(self.trained) :] if self.low_rank is not None else (slice(None),)
+        return (slice(width), slice(width, None))[-len(self.trained) :]
 
     def at_most(self, dtype: torch.dtype) -> "LMHead":
         """Return the head with frozen weights in at most ``dtype``, the head's dtype, for faster products."""

@@ -14,6 +14,7 @@ from drafthead.models.formats import FORMATS
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
+from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.induction import InductionContext, InductionHead
 from drafthead.models.heads.parts.targets import DraftTargets
@@ -24,6 +25,7 @@ WITH_INDUCTION = {
     "hydra": HydraConfig(num_draft_tokens=3, own_lm_head=False, induction_rank=64),
     "eagle3": Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False, induction_rank=64),
     "dspark": DSparkConfig(num_draft_tokens=3, induction_rank=64),
+    "kangaroo": KangarooConfig(num_draft_tokens=3, exit_layer=2, induction_rank=64),
 }
 
 
@@ -137,3 +139,19 @@ def test_only_new_tokens_are_looked_up(tiny_base: TinyBase, monkeypatch: pytest.
         alone.start(state[row : row + 1])
         read = alone.read(node[row : row + 1], torch.zeros(1, 1, dtype=torch.int64))
         torch.testing.assert_close(together[row : row + 1], read)
+
+
+@torch.inference_mode()
+def test_a_context_can_go_back(tiny_base: TinyBase) -> None:
+    """After a rollback, a context copies as one that never read the later tokens."""
+    head = randomised(WITH_INDUCTION["hydra"].build(tiny_base()), 0.1).eval().inference().induction
+    assert head is not None
+    ids, node, state = torch.tensor([random_ids(12)]), torch.tensor([[5]]), torch.randn(1, 1, head.sink.in_features)
+    codes = []
+    for read, kept in ((12, 7), (7, 7)):
+        context = InductionContext(head, 1)
+        context.append(ids[:, :read], [read])
+        context.rollback([kept])
+        context.start(state)
+        codes.append(context.read(node, torch.zeros_like(node)))
+    torch.testing.assert_close(*codes)
