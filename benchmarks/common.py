@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: recipes, options, records and tables."""
+"""Shared code of the benchmarks: options, records and tables."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
@@ -7,25 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.report.tables import ResultTable
-from drafthead.train.config import RunConfig, parse_run
-
-
-def composed(overrides: Sequence[str]) -> RunConfig:
-    """Return the checked settings of `drafthead train` with these overrides."""
-    try:
-        with initialize_config_module("drafthead.recipes", version_base="1.3"):
-            return parse_run(compose("train", overrides=list(overrides)))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
 
 
 def parser(doc: str | None) -> ArgumentParser:

@@ -22,11 +22,12 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from time import sleep
 
-from common import composed, entry_point, listed, parser, save_record
+from common import entry_point, listed, parser, save_record
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.models.heads.parts.loading import head_types
+from drafthead.train.config import composed
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 COMMAND = [sys.executable, "-m", "drafthead.cli"]

@@ -29,7 +29,7 @@ import datasets
 import numpy as np
 import torch
 from accelerate import Accelerator
-from common import at_least, composed, entry_point, parser, print_table, save_record
+from common import at_least, entry_point, parser, print_table, save_record
 from loss_memory import PeakMemory
 
 from drafthead.data.answers.hidden_states import HiddenStateCache, StoredHiddenStates
@@ -40,7 +40,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.train.config import PhaseConfig, RunConfig
+from drafthead.train.config import PhaseConfig, RunConfig, composed
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate.memory import Estimate, size

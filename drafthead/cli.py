@@ -16,6 +16,7 @@ COMMANDS = {
     "study": ("drafthead.commands.study", "train draft models of several shapes, and find the one to have here"),
     "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from it meanwhile"),
     "certify": ("drafthead.commands.certify", "prove that the acceptance rules keep the base's distribution"),
+    "doctor": ("drafthead.commands.doctor", "check this machine: versions, exactness, costs, recipes that fit"),
     "export": ("drafthead.commands.export", "write a head in a published format, and check that it drafts like it"),
     "import": ("drafthead.commands.import_head", "turn a published head into a head folder, attached to its base"),
     "engines": ("drafthead.commands.engines", "install serving engines that an evaluation measures (engines=[...])"),
@@ -38,6 +39,7 @@ usage: drafthead COMMAND [key=value ...]
   drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead adapt head=outputs/medusa_smollm2/head suite=code
   drafthead certify
+  drafthead doctor
   drafthead export head=outputs/eagle3_smollm2_served/head to=eagle3 out=published
   drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
   drafthead push head=outputs/medusa_smollm2/head repo=user/medusa-smollm2

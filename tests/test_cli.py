@@ -24,6 +24,7 @@ SETTINGS = {
     "chat": ["head=x"],
     "replay": ["head=x"],
     "certify": [],
+    "doctor": [],
     "adapt": ["head=x"],
     "study": [],
     "export": ["head=x", "to=medusa", "out=y"],
@@ -46,7 +47,7 @@ def test_every_command_explains_and_prints_its_settings(command: str, capsys: py
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
     known = dict.fromkeys(("train", "data"), "seed")
-    known |= {"certify": "each", "import": "revision", "push": "private", "engines": "folder"}
+    known |= {"certify": "each", "import": "revision", "push": "private", "doctor": "full", "engines": "folder"}
     key = known.get(command, "base")
     with pytest.raises(SystemExit, match=f"^error: {key}x is not a setting; did you mean {key}") as stop:
         call(command, *SETTINGS[command], f"{key}x=1")

@@ -1,11 +1,16 @@
 """The schema of a run: every key a recipe may set, its type, its default and its limits."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
+from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
 from drafthead.data.utils.compose import parse, schema
@@ -180,6 +185,16 @@ class RunConfig:
 
 
 ConfigStore.instance().store(name="train_schema", node=schema(RunConfig))
+
+
+def composed(overrides: Sequence[str]) -> RunConfig:
+    """Return the checked settings of `drafthead train` with these overrides."""
+    GlobalHydra.instance().clear()  # inside a command, it holds the command's own settings
+    try:
+        with initialize_config_module("drafthead.recipes", version_base="1.3"):
+            return parse_run(compose("train", overrides=list(overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
 
 
 def parse_run(cfg: DictConfig) -> RunConfig:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -101,6 +102,15 @@ def peak_allocated() -> int | None:
     if (device := device_of(None)).type in ("cpu", "mps"):
         return None
     return int(torch.accelerator.max_memory_allocated(device))
+
+
+def memory() -> tuple[int, int]:
+    """Return the free bytes and all bytes of the memory that the device computes in."""
+    if (device := device_of(None)).type in ("cpu", "mps"):  # MPS shares the host's memory
+        host = psutil.virtual_memory()
+        return host.available, host.total
+    free, total = torch.get_device_module(device).mem_get_info()
+    return int(free), int(total)
 
 
 def rng_states() -> list[Tensor]:

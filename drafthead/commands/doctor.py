@@ -1,0 +1,326 @@
+"""``drafthead doctor``: a page about this machine to paste into an issue; ``full=true`` runs the GPU checklist."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import field, replace
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch.profiler import profile
+
+import drafthead
+from drafthead.commands.command import command
+from drafthead.data.batch import TrainBatch
+from drafthead.data.utils.compose import say
+from drafthead.data.utils.devices import accelerator_name, device_of, graphs_of, memory
+from drafthead.data.utils.errors import UserError, one_line
+from drafthead.data.utils.files import cache_dir, read_json, read_json_lines
+from drafthead.data.utils.machine import hardware, other_processes_line, versions
+from drafthead.data.utils.settings import settings
+from drafthead.eval.lossless.equality import compare_outputs, draw_margin, equality_rate, logit_margin
+from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.models.base.base_config import EMBEDDED
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.drafter import DraftConfig
+from drafthead.models.decoding.loop import decode, decode_batch
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.token_tree import TokenTree
+from drafthead.train.config import RunConfig, composed
+from drafthead.train.estimate.memory import Estimate, size
+from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.step import train_step
+
+USAGE = """\
+Report what matters for speed and correctness on this machine, on one page to paste into an issue (up to two minutes).
+
+usage: drafthead doctor [key=value ...]
+
+drafthead doctor > page.txt
+drafthead doctor full=true                        the GPU checklist: a JSON line per step, in doctor.jsonl
+drafthead doctor train=[recipe=medusa_llama3]     step costs of another recipe's base and head
+
+full=true skips what this device cannot do and says why. The same command resumes with the first unfinished step.
+"""
+CHECKOUT = Path(drafthead.__file__).resolve().parent.parent
+Loaded = tuple[RunConfig, BaseModel, DraftHead]
+Graphs = Literal["auto", "always", "never"]
+Step = tuple[str, str, Callable[[], Any]]
+"""A step of the checklist: name, reason to skip it or an empty string, and the function that returns its result."""
+SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(temperature=0.8, top_p=0.9)}
+ANSWER = 32
+"""Tokens of an answer."""
+CONTEXTS, ROWS = (200, 1000, 8000), (16, 64, 256, 1024)
+"""Tokens before a timed pass, and rows of a batch."""
+LAST_ESTIMATE_S = 75
+"""Seconds after the start when no further recipe is estimated. An 8B recipe takes up to 25 s."""
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
+"""Bytes per second of a GPU's memory, by a word of its name."""
+
+
+@settings(kw_only=True)
+class DoctorConfig:
+    """Settings of the command."""
+
+    full: bool = False
+    """Run the GPU checklist instead of printing the page."""
+    out: str = "doctor.jsonl"
+    """File for the results of the checklist, one JSON line per step."""
+    train: list[str] = field(default_factory=lambda: ["recipe=medusa_smollm2"])
+    """Settings of ``drafthead train``. The costs of a step are those of their base and untrained head."""
+    recipes: list[str] = field(
+        default_factory=lambda: ["medusa_smollm2", "eagle3_smollm2", "dspark_smollm2", "medusa_llama3"]
+    )
+    """Recipes whose memory is compared with that of the device."""
+
+
+@command("doctor", DoctorConfig, USAGE)
+def main(config: DoctorConfig) -> None:
+    """Print the page, or run the checklist."""
+    if config.full:
+        run_steps(Path(config.out), checklist(config))
+    else:
+        sys.stdout.write("\n".join(page(config)) + "\n")
+
+
+def page(config: DoctorConfig) -> list[str]:
+    """Return the lines of the page."""
+    started, host, device = perf_counter(), hardware(), device_of(None)
+    free, total = memory()
+    say("exactness of a tiny head")
+    equal = exactness("eagle3_smollm2", "auto")
+    say("costs of a step")
+    _, base, head = loaded(config.train)
+    costs = measure_costs(base, head, repeats=5, sizes=[1, 2, 4, 8, 16, 32, 64])
+    lines = [
+        f"versions   {', '.join(f'{name} {version}' for name, version in versions().items())}",
+        f"device     {device}, {host['gpu'] or 'no accelerator'}, {size(free)} of {size(total)} free",
+        f"cpu        {host['cpu']}, {host['cores']} cores, {host['torch_threads']} torch threads, {host['ram_gb']} GB",
+        f"disk       {size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}",
+        f"load       {other_processes_line(costs.other_processes_cores)}",
+        f"kernels    {base.kernels or 'those of torch'}; graphs {'on' if base.uses_graphs else 'off'}",
+        "",
+        f"exactness of a tiny eagle3 head on this device, {equal['accepted']:.0%} of its drafts accepted",
+        *(
+            f"  {way:<16}{rate['same']} of {rate['of']} equal to plain decoding{rate['found'] or ''}"
+            for way, rate in equal["ways"].items()
+        ),
+        "",
+        f"step of {base.name}, {str(base.dtype)[6:]}, {costs.context} tokens of context, {head.config.head_type} head",
+        "  nodes         " + "".join(f"{n:>8}" for n in costs.verify),
+        "  pass, ms      " + "".join(f"{1e3 * seconds:>8.1f}" for seconds in costs.verify.values()),
+        f"  draft, ms     {1e3 * costs.draft:>8.1f}",
+        f"  the rest, ms  {1e3 * costs.overhead:>8.1f}",
+        "",
+        "memory of a training step on this device, estimated; others: drafthead train recipe=NAME mode=estimate",
+    ]
+    for name in config.recipes:
+        if perf_counter() - started > LAST_ESTIMATE_S:
+            lines.append(f"  {name:<20} not estimated: there was no time left")
+            continue
+        say(f"memory of {name}")
+        estimate = Estimate(composed([f"recipe={name}"]), device=device.type)
+        needed = max(estimate.total(phase) for phase in estimate.phases)
+        fits = 1.1 * needed + 2**30 < free  # the margin that estimate/memory.py names
+        lines.append(f"  {name:<20}{size(needed):>10}  {'fits' if fits else 'does not fit'}")
+    return [f"drafthead doctor, {perf_counter() - started:.0f} s", *lines]
+
+
+def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> Loaded:
+    """Return a recipe's settings, base and untrained head. Weights that are not stored here are random."""
+    run = composed(overrides)
+    stored = run.base.name == EMBEDDED and any(cache_dir().glob("smollm2-*/manifest.json"))
+    if run.base.shape and not stored:  # times do not depend on the weights
+        run = replace(run, base=replace(run.base, random=True, tokenizer="builtin:tiny"))
+    base, config = BaseModel.load(replace(run.base, graphs=graphs)), run.head_config()
+    torch.manual_seed(0)
+    d2t = torch.arange(config.drafted_ids(base.vocab_size)) if config.draft_vocab_size else None
+    return run, base, config.build(base, d2t).eval()
+
+
+def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float) -> None:
+    """Train a head on one text, with the loss and the optimiser of its recipe's last phase."""
+    phase = list(run.phases.values())[-1]
+    batch = TrainBatch.of([ids]).to(head.base.device)
+    optimizer = head_optimizer(head.train(), phase.optim)
+    for _ in range(steps):
+        batches = [(batch, head.base.hidden_states(batch, head.spec))]
+        train_step(head, optimizer, batches, phase.loss, lr=lr, clip_norm=1.0, reduce=lambda tensor: tensor)
+    head.eval()
+
+
+def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
+    """Train a tiny head, and compare answers with plain decoding: greedy and sampled, alone, in trees and batches."""
+    run, base, head = loaded([f"recipe={recipe}", "debug=tiny", "head.draft_vocab_size=null"], graphs)
+    opening = list(range(10, 19))
+    text = opening + decode(base, None, opening, max_new_tokens=96, ignore_eos=True).tokens
+    train(run, head, text, steps=40, lr=0.01)
+    prompts = [text[:9], text[:20], text[:50]]  # continued by what the head was trained on, so that it drafts well
+    tree = DraftConfig(tree=TokenTree.expansion([3, 2, 1][: head.depth]))
+    ways = {"alone": DraftConfig(tree=TokenTree.chain(head.depth)), "tree": tree, "batch": tree}
+    rates, accepted, drafted = {}, 0, 0
+    for name, sampler in SAMPLERS.items():
+        answer: Any = partial(decode_batch, base, sampler=sampler, max_new_tokens=ANSWER, ignore_eos=True)
+        plain = [answer(None, [ids], seeds=[row])[0].tokens for row, ids in enumerate(prompts)]
+        for way, draft_config in ways.items():
+            equalities = []
+            for rows in [[0, 1, 2]] if way == "batch" else [[0], [1], [2]]:
+                results = answer(head, [prompts[row] for row in rows], seeds=rows, draft_config=draft_config)
+                for row, result in zip(rows, results, strict=True):
+                    accepted += sum(step.accepted for step in result.steps)
+                    drafted += sum(step.depth for step in result.steps)
+                    answers = (prompts[row], plain[row], result.tokens)
+                    margin = partial(logit_margin, base, *answers)
+                    if not sampler.greedy:
+                        margin = partial(draw_margin, base, sampler, row, *answers)
+                    equalities.append(compare_outputs(plain[row], result.tokens, margin, dtype=base.rounds_to))
+            rates[f"{name}, {way}"] = equality_rate(equalities, base.rounds_to)
+    return {"ways": rates, "accepted": accepted / drafted}
+
+
+def checklist(config: DoctorConfig) -> list[Step]:
+    """Return the steps in order; their numbers are those of the checklist."""
+    kind = device_of(None).type
+    gpu = "" if kind != "cpu" else "needs a GPU; this machine computes on its CPU"
+    source = "" if (CHECKOUT / "benchmarks").exists() else "needs a checkout of the repository"
+    graphs = "" if graphs_of(device_of(None)) else f"{kind} has no graphs"
+    files = (resources.files("drafthead.recipes") / "recipe").iterdir()
+    recipes = sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith("_smollm2.yaml"))
+    own, large = config.train, ["recipe=medusa_llama3"]
+    rest = [override for override in own if not override.startswith("recipe=")]
+    heads = partial(benchmark, "heads", "--minutes", "5", "--data", "smollm2_large")
+    return [
+        ("0 machine", "", machine),
+        ("1 tests marked gpu", gpu or source, gpu_tests),
+        *((f"2 equality of {name}", "", partial(exactness, name, "never")) for name in recipes),
+        *((f"2 equality of {name}, graphs", graphs, partial(exactness, name, "always")) for name in recipes),
+        *((f"3 passes after {n} tokens", gpu if n > 1000 else "", partial(passes, own, n)) for n in CONTEXTS),
+        *((f"3 passes of 8B after {n} tokens", gpu, partial(passes, large, n)) for n in CONTEXTS),
+        *((f"4, 5 draft and loop of {name}", "", partial(passes, [f"recipe={name}", *rest], 200)) for name in recipes),
+        ("4, 5 draft and loop of 8B", gpu, partial(passes, ["recipe=eagle3_llama3"], 200)),
+        ("6 training step", source, partial(benchmark, "train_step", "--steps", "2", *own)),
+        ("6 training step of 8B", gpu or source, partial(benchmark, "train_step", *large)),
+        *((f"7 generation of {n} rows", gpu if n > 16 else "", partial(generation, own, n)) for n in ROWS),
+        ("8 every head for five minutes", gpu or source, heads),
+        ("9 profile", "", partial(profiled, own)),
+    ]
+
+
+def run_steps(path: Path, steps: Sequence[Step]) -> None:
+    """Run the steps that are not in the file ``path`` yet, and append a line for each. Failed ones are tried again."""
+    device = accelerator_name() or hardware()["cpu"]
+    rows = [row for row in read_json_lines(path) if row.get("device") == device]
+    done = {row["step"] for row in rows if "result" in row}
+    skipped = {(row["step"], row["skipped"]) for row in rows if "skipped" in row}
+    failed = 0
+    for name, reason, work in steps:
+        if name in done or (name, reason) in skipped:
+            continue
+        started, row = perf_counter(), {"step": name, "device": device}
+        try:
+            row |= {"skipped": reason} if reason else {"result": work()}
+        except Exception as error:  # one fault must not hide the results of the other steps
+            row["error"] = f"{type(error).__name__}: {one_line(error)}"
+            failed += 1
+        row["seconds"] = round(perf_counter() - started, 2)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        say(f"{name}: {row.get('error') or reason or 'done'}, {row['seconds']} s")
+    if failed:
+        raise UserError(f"{failed} steps failed; {path} has the errors, and the same command tries them again")
+    say(f"all steps are in {path}")
+
+
+def machine() -> dict[str, Any]:
+    """Return hardware, versions, and the driver and clocks of NVIDIA GPUs."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
+    gpus = subprocess.check_output(query, text=True).splitlines() if shutil.which("nvidia-smi") else []
+    return {"hardware": hardware(), "versions": versions(), "gpus": gpus}
+
+
+def gpu_tests() -> str:
+    """Run the tests that need a GPU and return the summary; a failure is an error."""
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], cwd=CHECKOUT, capture_output=True, text=True
+    )
+    if tests.returncode:
+        raise UserError(" | ".join(tests.stdout.splitlines()[-8:]) or tests.stderr[-400:])
+    return tests.stdout.splitlines()[-1]
+
+
+def benchmark(name: str, *arguments: str) -> Any:
+    """Return the record of a benchmark, which runs in a process of its own."""
+    with TemporaryDirectory(prefix="drafthead-doctor-") as folder:
+        record = Path(folder) / "record.json"
+        program = [sys.executable, str(CHECKOUT / "benchmarks" / f"{name}.py")]
+        done = subprocess.run([*program, "--json", str(record), *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{name}: {' | '.join(done.stderr.splitlines()[-3:])}")
+        return read_json(record)
+
+
+def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
+    """Return the costs of a step, drafting's and the loop's shares of it, and the passes' shares of the bandwidth."""
+    _, base, head = loaded(overrides)
+    costs = measure_costs(base, head, context)
+    parameters = list(base.model.parameters())
+    read = sum(p.numel() * p.element_size() for p in parameters)
+    if base.embedding.data_ptr() != base.lm_head.weight.data_ptr():  # only a few rows of the table are read
+        read -= base.embedding.numel() * base.embedding.element_size()
+    shape = base.cache_shape
+    read += 2 * costs.context * shape.layers * shape.heads * shape.head_dim * shape.dtype.itemsize
+    bandwidth = next((rate for word, rate in BANDWIDTH.items() if word in (accelerator_name() or "")), None)
+    step = costs.step(head.depth + 1, head.depth)
+    return {
+        "costs": costs.to_json(),
+        "draft_share": costs.draft_at(head.depth) / step,
+        "loop_share": costs.overhead / step,
+        "bandwidth_share": bandwidth and {n: read / bandwidth / seconds for n, seconds in costs.verify.items()},
+    }
+
+
+def generation(overrides: Sequence[str], rows: int) -> dict[str, float]:
+    """Return tokens per second of a batch in our loop and in ``generate`` of stock modules."""
+    _, base, _ = loaded(overrides)
+    new, generator = (16 if base.device.type == "cpu" else 128), torch.Generator().manual_seed(0)
+    ids = torch.randint(1, base.vocab_size, (rows, 64), generator=generator)  # without the padding id 0
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    work: dict[str, Callable[[], object]] = {
+        "ours": partial(decode_batch, base, None, ids.tolist(), max_new_tokens=new, ignore_eos=True),
+        "generate": partial(base.stock().generate, ids.to(base.device), **options),
+    }
+    speeds = {}
+    for name, decoder in work.items():
+        for _ in range(2):  # the first one warms up
+            base.synchronise()
+            started = perf_counter()
+            decoder()
+            base.synchronise()
+            speeds[name] = rows * new / (perf_counter() - started)
+    return speeds
+
+
+def profiled(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the ten operations that take most of decoding and of training, in milliseconds."""
+    run, base, head = loaded(overrides)
+    ids = [n % base.vocab_size for n in range(512)]
+    work: dict[str, Callable[[], object]] = {
+        "decoding": partial(decode, base, head, ids[:64], max_new_tokens=ANSWER, ignore_eos=True),
+        "training": partial(train, run, head, ids, steps=2, lr=0.0),
+    }
+    key, costs = f"self_{'cpu' if base.device.type == 'cpu' else 'device'}_time_total", {}
+    for name, function in work.items():
+        function()
+        with profile() as profiler:
+            function()
+        times = {event.key: round(getattr(event, key) / 1e3, 3) for event in profiler.key_averages()}
+        costs[name] = dict(sorted(times.items(), key=lambda item: -item[1])[:10])
+    return costs
