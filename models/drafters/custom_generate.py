@@ -10,7 +10,7 @@ Shape legend: B rows, T tokens, V vocabulary.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import RLock
@@ -85,9 +85,11 @@ def custom_generate(
             stopping_criteria = StoppingCriteriaList([*stopping_criteria, criterion])
         padding = _check_call(model, input_ids, generation_config, model_kwargs, call)
         check_stateless(logits_processor, input_ids, model.config.get_text_config().vocab_size)
+        streamer = call.get("streamer")
+        replay = Replay(input_ids, padding, logits_processor, stopping_criteria, generation_config, streamer)
         with attached(model, source) as (base, drafter):
-            request = _Request(input_ids, padding, logits_processor, stopping_criteria, generation_config)
-            return request.run(base, drafter, draft_config, call.get("streamer"))
+            replay.run(base, drafter, draft_config)
+        return replay.output()
 
     return generate
 
@@ -153,134 +155,88 @@ def _check_call(
     return [input_ids.shape[1] - count for count in mask.sum(1).tolist()]
 
 
-@dataclass(frozen=True)
-class _Request:
-    """The prepared arguments of a call of ``generate``."""
-
-    input_ids: Tensor
-    padding: list[int]
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-
-    def run(
-        self, base: BaseModel, head: DraftHead, draft_config: DraftConfig | None, streamer: Any
-    ) -> GenerateDecoderOnlyOutput | Tensor:
-        """Answer all rows."""
-        ids, config = self.input_ids, self.config
-        rows, length = ids.shape
-        lengths = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
-        eos = [c.eos_token_id for c in self.criteria if type(c) is EosTokenCriteria]
-        new_tokens = max(1, min(lengths) - length)
-        prompts = [row[padding:] for row, padding in zip(ids.tolist(), self.padding, strict=True)]
-        limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": new_tokens}
-        for number, prompt in enumerate(prompts):
-            check_ids(prompt, **limits, where=f"row {number} of input_ids")
-        # As in stock generate, a seed of torch's generator decides sampled answers, and greedy ones use none.
-        seeds = torch.randint(2**62, (rows,), device=ids.device).tolist() if config.do_sample else [0] * rows
-        sequences = [
-            DecodingSequence(number=number, prompt=prompt, seed=seed)
-            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-        ]
-        pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in self.criteria) else None
-        if eos and pad is None:
-            raise UserError("a stopping criterion with eos_token_id needs a pad_token_id; give generate one")
-        with_scores = bool(config.return_dict_in_generate and config.output_scores)
-        with_logits = bool(config.return_dict_in_generate and config.output_logits)
-        replay = Replay(
-            ids=ids,
-            rows=sequences,
-            max_new_tokens=new_tokens,
-            eos_ids=frozenset(token for tokens in eos for token in tokens.tolist()),
-            criteria=StoppingCriteriaList(
-                c for c in self.criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
-            ),
-            pad=None if pad is None else int(pad),
-            streamer=streamer,
-            processors=self.processors,
-            scores=[] if with_scores else None,
-            logits=[] if with_logits else None,
-        )
-        sampler: TargetSampler = Sampler()
-        if config.do_sample or self.processors:
-            sampler = ProcessedSampler(
-                self.processors, ids.to(base.device), self.padding, replay.pad or 0, bool(config.do_sample)
-            )
-        loop = DecodeLoop(
-            base=base,
-            drafter=head,
-            config=DecodeConfig(
-                draft_config=checked_draft_config(base, head, draft_config, rows, EXACT),
-                sampler=sampler,
-                rule=EXACT,
-                eos_ids=replay.eos_ids,
-            ),
-            max_new_tokens=new_tokens,
-            batch_size=rows,
-            capacity=max(map(len, prompts)) + new_tokens,
-            record_steps=False,
-            keep_logits=with_scores or with_logits,
-        )
-        for sequence in sequences:
-            sequence.on_tokens = replay.advance
-        for _ in loop.run(sequences):
-            pass
-        answer = replay.answer()
-        if streamer is not None:
-            streamer.end()
-        if not config.return_dict_in_generate:
-            return answer
-        return GenerateDecoderOnlyOutput(
-            sequences=answer,
-            scores=tuple(replay.scores) if replay.scores is not None else None,
-            logits=tuple(replay.logits) if replay.logits is not None else None,
-        )
-
-
-@dataclass(kw_only=True)
+@dataclass
 class Replay:
     """The steps of stock ``generate``, in which every row gets one token, made while the loop decodes ahead of them."""
 
     ids: Tensor
-    """[B, T] the left-padded prompts."""
-    rows: list[DecodingSequence]
-    max_new_tokens: int
-    eos_ids: frozenset[int]
-    criteria: StoppingCriteriaList
-    """Stopping criteria other than ``max_new_tokens`` and ``eos_ids``."""
-    pad: int | None
-    """Token of finished rows. None: they continue until all rows are finished, as in stock ``generate``."""
-    streamer: Any
+    """[B, T] the left-padded prompts, then also the tokens of earlier steps if somebody reads them."""
+    padding: list[int]
     processors: LogitsProcessorList
-    scores: list[Tensor] | None
-    """Processed logits [B, V] of every step, if wanted; 0 for finished rows."""
-    logits: list[Tensor] | None
-    """Logits [B, V] of every step, if wanted; 0 for finished rows."""
-    width: int = field(init=False)
-    """Tokens of the prompts with their padding."""
-    finished: list[bool] = field(init=False)
-    tokens: list[list[int]] = field(default_factory=list)
-    """Tokens of all rows, per step."""
+    criteria: StoppingCriteriaList
+    """Stopping criteria; after preparation those other than ``max_new_tokens`` and ``eos_ids``."""
+    config: GenerationConfig
+    streamer: Any
 
     def __post_init__(self) -> None:
-        self.width, self.finished = self.ids.shape[1], [False] * len(self.rows)
+        config, (count, self.width) = self.config, self.ids.shape
+        lengths = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
+        self.max_new_tokens = max(1, min(lengths) - self.width)
+        eos = [c.eos_token_id.tolist() for c in self.criteria if type(c) is EosTokenCriteria]
+        self.eos_ids = frozenset(token for tokens in eos for token in tokens)
+        # Without a token that ends rows, rows that a criterion ended continue until all have ended, as in stock.
+        pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in self.criteria) else None
+        if self.eos_ids and pad is None:
+            raise UserError("a stopping criterion with eos_token_id needs a pad_token_id; give generate one")
+        self.pad = None if pad is None else int(pad)
+        self.criteria = StoppingCriteriaList(
+            c for c in self.criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
+        )
+        # As in stock generate, torch's generator decides sampled answers, and greedy ones leave it alone.
+        seeds = torch.randint(2**62, (count,), device=self.ids.device).tolist() if config.do_sample else [0] * count
+        prompts = [row[padding:] for row, padding in zip(self.ids.tolist(), self.padding, strict=True)]
+        self.rows = [
+            DecodingSequence(number=n, prompt=prompts[n], seed=seeds[n], on_tokens=self.advance) for n in range(count)
+        ]
+        self.finished = [False] * count
+        self.tokens: list[list[int]] = []
+        """Tokens of all rows, per step."""
+        wanted = bool(config.return_dict_in_generate)
+        self.scores: list[Tensor] | None = [] if wanted and config.output_scores else None
+        self.logits: list[Tensor] | None = [] if wanted and config.output_logits else None
 
-    def advance(self, _tokens: Sequence[int] = ()) -> None:
+    def run(self, base: BaseModel, head: DraftHead, draft_config: DraftConfig | None) -> None:
+        """Answer all rows by the decoding loop."""
+        limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": self.max_new_tokens}
+        for row in self.rows:
+            check_ids(row.prompt, **limits, where=f"row {row.number} of input_ids")
+        sampler: TargetSampler = Sampler()
+        if self.config.do_sample or self.processors:
+            sampled, prompts = bool(self.config.do_sample), self.ids.to(base.device)
+            sampler = ProcessedSampler(self.processors, prompts, self.padding, self.pad or 0, sampled)
+        draft_config = checked_draft_config(base, head, draft_config, len(self.rows), EXACT)
+        config = DecodeConfig(draft_config=draft_config, sampler=sampler, rule=EXACT, eos_ids=self.eos_ids)
+        loop = DecodeLoop(
+            base=base,
+            drafter=head,
+            config=config,
+            max_new_tokens=self.max_new_tokens,
+            batch_size=len(self.rows),
+            capacity=max(len(row.prompt) for row in self.rows) + self.max_new_tokens,
+            record_steps=False,
+            keep_logits=self.scores is not None or self.logits is not None,
+        )
+        for _ in loop.run(self.rows):
+            pass
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def advance(self, _tokens: Sequence[int]) -> None:
         """Make the steps for which all rows have a token."""
         while not all(self.finished):
-            step = len(self.tokens)
             padded = [done and self.pad is not None for done in self.finished]
-            if any(not pad and len(row.answer) <= step for pad, row in zip(padded, self.rows, strict=True)):
+            if any(not pad and len(row.answer) <= len(self.tokens) for pad, row in zip(padded, self.rows, strict=True)):
                 return
-            # Users' criteria and processors run outside inference mode, like in stock generate.
+            # Users' criteria and processors run outside inference mode, as in stock generate.
             with torch.inference_mode(False), torch.no_grad():
-                self._step(step, padded)
+                self._step(padded)
 
-    def _step(self, step: int, padded: list[bool]) -> None:
-        """Make one step of stock ``generate``: scores, then stopping criteria, then the streamer."""
+    def _step(self, padded: list[bool]) -> None:
+        """Make one step: scores, then stopping criteria, then the streamer."""
+        step = len(self.tokens)
         if self.scores is not None or self.logits is not None:
-            vocabulary = self.rows[0].logits[0]
-            logits = torch.zeros(len(self.rows), len(vocabulary), device=self.ids.device)
+            # 0 for finished rows, which the base does not read any more
+            logits = torch.zeros(len(self.rows), len(self.rows[0].logits[0]), device=self.ids.device)
             for n, row in enumerate(self.rows):
                 if not padded[n]:
                     logits[n] = row.logits[step]
@@ -294,20 +250,24 @@ class Replay:
         stops = [False] * len(tokens)
         if self.criteria or self.scores is not None:
             self.ids = torch.cat([self.ids, torch.tensor(tokens, device=self.ids.device)[:, None]], 1)
-            if self.criteria:
-                scores = None if self.scores is None else tuple(self.scores)
-                stops = self.criteria(self.ids, scores).tolist()
+        if self.criteria:
+            stops = self.criteria(self.ids, None if self.scores is None else tuple(self.scores)).tolist()
         if self.streamer is not None:
             self.streamer.put(torch.tensor(tokens))
         for n, (stop, token) in enumerate(zip(stops, tokens, strict=True)):
-            self.finished[n] |= stop or token in self.eos_ids or len(self.tokens) == self.max_new_tokens
+            self.finished[n] |= stop or token in self.eos_ids or step + 1 == self.max_new_tokens
         for row, done in zip(self.rows, self.finished, strict=True):
             row.ended |= all(self.finished) or (done and self.pad is not None)
 
-    def answer(self) -> Tensor:
-        """Return prompts and answers, [B, T]."""
-        tokens = torch.tensor(self.tokens, device=self.ids.device).T
-        return torch.cat([self.ids[:, : self.width], tokens], 1)
+    def output(self) -> GenerateDecoderOnlyOutput | Tensor:
+        """Return what stock ``generate`` returns."""
+        answers = torch.tensor(self.tokens, device=self.ids.device).T
+        sequences = torch.cat([self.ids[:, : self.width], answers], 1)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        lists = {"scores": self.scores, "logits": self.logits}
+        values = {name: None if steps is None else tuple(steps) for name, steps in lists.items()}
+        return GenerateDecoderOnlyOutput(sequences=sequences, **values)
 
 
 class _Attached:

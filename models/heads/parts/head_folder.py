@@ -180,5 +180,5 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
         if trained.get(key) != actual[key]:
             raise UserError(
                 f"the head in {folder} was trained for {trained.get('name')} ({key} {trained.get(key)}), but the base "
-                f"is {actual['name']} ({key} {actual[key]}); leave out the base to load the head's own"
+                f"is {actual['name']} ({key} {actual[key]}); give a head of this base, or the head's own base"
             )
