@@ -194,7 +194,7 @@ def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tup
     Example: the root has drafts a and b, and a has draft c. If a and x are committed, the result is (length + 2, 2,
     (c,)).
     """
-    tokens, parents = proposal.tokens[0].tolist(), proposal.shape.parents[0].tolist()
+    tokens, parents = torch.stack([proposal.tokens[0], proposal.shape.parents[0]]).tolist()
     node, depth = 0, 0
     while True:
         depth += 1

@@ -79,6 +79,11 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def wide(values: Tensor) -> Tensor:
+    """Return ``values`` in ``wide_dtype``."""
+    return values.to(wide_dtype(values.device))
+
+
 def automatic_dtype(device: torch.device) -> str:
     """Return the dtype of weights by default."""
     return "float32" if device.type == "cpu" else "bfloat16"

@@ -56,7 +56,9 @@ def draw_margin(
     intervals.
     """
     before = ids + expected[:position]
-    probs = sampler.probs(fresh_logits(base, before)[None], torch.tensor([before], device=base.device))[0].double()
+    probs = (
+        sampler.probs(fresh_logits(base, before)[None], torch.tensor([before], device=base.device))[0].cpu().double()
+    )
     ends = (probs / probs.sum()).cumsum(0)
     point = sampling_point(seed, position)
     return max(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
+from drafthead.data.utils.devices import wide
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import PositiveFloat, Share, settings
 from drafthead.models.base.base_model import BaseModel
@@ -77,9 +78,9 @@ def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[Train
 def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
     """Return [5] float64: number of tokens, both negative log-likelihoods, greedy matches, KL."""
     before, after = original_nV.float().log_softmax(-1), tuned_nV.float().log_softmax(-1)
-    nll = [-dist.gather(1, targets_n[:, None]).double().sum() for dist in (before, after)]
-    matches = (before.argmax(-1) == after.argmax(-1)).double().sum()
-    kl = (before.exp() * (before - after)).double().sum()
+    nll = [-wide(dist.gather(1, targets_n[:, None])).sum() for dist in (before, after)]
+    matches = wide(before.argmax(-1) == after.argmax(-1)).sum()
+    kl = wide(before.exp() * (before - after)).sum()
     return torch.stack([matches.new_tensor(len(targets_n)), *nll, matches, kl])
 
 

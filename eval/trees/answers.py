@@ -21,6 +21,7 @@ from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.store import open_answers
 from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.text.readers import json_object, read_lines
+from drafthead.data.utils.devices import wide
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import make_folder
 from drafthead.data.utils.floats import Floats
@@ -222,7 +223,7 @@ def surprisal_sums(
         for start in range(text.boundary, len(text.ids), size):
             span = range(start, min(start + size, len(text.ids)))
             hidden = states.final[0, span.start - 1 : span.stop - 1]
-            probs = _target_probs(base, hidden, [text.ids[:at] for at in span], sampler).double()
+            probs = wide(_target_probs(base, hidden, [text.ids[:at] for at in span], sampler))
             tokens = torch.tensor([[text.ids[at]] for at in span], device=base.device)
             surprisal = -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
             possible = probs.gather(1, tokens)[:, 0] > 0
@@ -230,7 +231,7 @@ def surprisal_sums(
             variance = (probs * (surprisal - mean[:, None]) ** 2).sum(-1)
             excess = surprisal.gather(1, tokens)[:, 0] - mean
             counted = [possible.new_ones(len(tokens)), ~possible, excess * possible, variance * possible]
-            sums += torch.stack([each.double().sum() for each in counted]).cpu()
+            sums += torch.stack([wide(each).sum() for each in counted]).cpu()
     return sums
 
 

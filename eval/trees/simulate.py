@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from drafthead.data.utils.devices import wide
 from drafthead.data.utils.floats import Floats, bootstrap_interval
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.token_tree import TokenTree
@@ -48,7 +49,7 @@ def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) 
     match = d2t[None, :] == tokens[:, None]
     true = torch.where(match, logits, -torch.inf).amax(-1, keepdim=True)
     rank = torch.where(match.any(-1), (logits > true).sum(-1), width)
-    return (rank[:, None] == torch.arange(width, device=logits.device)).double()
+    return wide(rank[:, None] == torch.arange(width, device=logits.device))
 
 
 def candidate_accept_probs(
@@ -64,9 +65,9 @@ def candidate_accept_probs(
     ``norm(max(q - P, 0))``. Averaged over these draws the result is exact, and so are products over positions with
     independent draws. ``target`` and ``draft`` are probabilities [n, V], warped, after the committed path.
     """
-    p, q = target.double(), draft.double()
+    p, q = wide(target), wide(draft)
     # P(all candidates so far were rejected | the token is committed).
-    left = torch.ones(len(tokens), dtype=torch.float64, device=tokens.device)
+    left = torch.ones(len(tokens), dtype=p.dtype, device=tokens.device)
     by_candidate = []
     for s in range(width):
         accepted = _ratio(q.gather(1, tokens[:, None]), p.gather(1, tokens[:, None]))[:, 0].clamp(max=1.0)
@@ -102,7 +103,7 @@ def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
     result holds each position's factor, so that products along a chain are these minima.
     """
     # R_1, R_2, ...; the running minimum of R starts at R_0 = 1.
-    products = _ratio(draft.double(), target.double()).cumprod(1)
+    products = _ratio(wide(draft), wide(target)).cumprod(1)
     reached = torch.cat([torch.ones_like(products[:, :1]), products], 1).cummin(1).values
     above = reached[:, :-1]
     return torch.where(above > 0, reached[:, 1:] / above.clamp(min=torch.finfo(above.dtype).tiny), 0.0)

@@ -29,6 +29,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
+from drafthead.data.utils.devices import wide
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import BelowOne, NonNegativeFloat, PositiveFloat, settings
 from drafthead.models.base.base_config import ADAPTER
@@ -161,7 +162,7 @@ class Medusa2Head(MedusaHead):
         heads = super().loss(batch, tuned_hidden, config)
         base_sum, stats = self._base_loss(batch, tuned_hidden, base_hidden)
         weight = self.config.heads_weight * HEAD_SCHEDULES[self.config.heads_schedule](progress)
-        column = dict(zip(STATS, stats[0].double(), strict=True))
+        column = dict(zip(STATS, wide(stats[0]), strict=True))
         metrics = {
             "base_loss": (base_sum.detach(), column["count"]),
             "heads_loss": (heads.loss_sum.detach(), heads.tokens),
@@ -170,7 +171,7 @@ class Medusa2Head(MedusaHead):
         return replace(
             heads,
             loss_sum=base_sum + weight * heads.loss_sum,
-            sums=torch.cat([heads.sums, torch.stack([torch.stack(pair).double() for pair in metrics.values()])]),
+            sums=torch.cat([heads.sums, torch.stack([wide(torch.stack(pair)) for pair in metrics.values()])]),
             names=(*heads.names, *metrics),
         )
 

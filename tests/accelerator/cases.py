@@ -144,7 +144,7 @@ def assert_few(waits: list[Counter[tuple[str, str]]], most: int, what: str) -> N
 
 
 COMBINED = ("head+prompt_lookup:4:2", "head+suffix_memory:4:64", "relay:head@2+prompt_lookup@2")
-FAST_WAYS = ("tree", "batch", "sampled_drafts")
+FAST_WAYS = ("tree", "sampled_drafts")
 
 
 @every_head
@@ -305,3 +305,9 @@ def test_the_device_of_a_loaded_head(tmp_path: Path) -> None:
         head = load_head(tmp_path, device=device)
         assert head.base.device.type == (device or "cuda")
         assert {parameter.device.type for parameter in head.parameters()} == {head.base.device.type}
+
+
+def test_timing_waits_only_if_asked() -> None:
+    config, _ = WAYS["tree"]
+    counts = [decoded(head_on("medusa", "cuda"), "cuda", replace(config, timed=timed))[1] for timed in (False, True)]
+    assert [{step.total() for step in steps} for steps in counts] == [{1}, {3}]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import LossOutput
+from drafthead.data.utils.devices import wide
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import NonNegativeFloat, settings
 from drafthead.models.base.lm_head import LMHead
@@ -441,7 +442,7 @@ def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
 
     The metrics are loss_k, accept_k (top-1 hits) and, outside training, overlap_k.
     """
-    column = dict(zip(STATS, stats.double().unbind(1), strict=True))
+    column = dict(zip(STATS, wide(stats).unbind(1), strict=True))
     names, pairs = [], []
     for k in range(stats.shape[0]):
         for name, total, count in _METRICS:
