@@ -27,6 +27,7 @@ OPTIONS = {
     "medusa2": ("head.lora_dropout=0.0", "phases.joint.steps=3", "quality_limits.max_perplexity_ratio=null"),
     "hydra_pp": ("head.dropout=0.0",),
     "hydra": ("head.dropout=0.0",),
+    "dspark": ("head.places=null",),
 }
 """Settings that a published format can hold (Medusa), and without random numbers of the device."""
 RECIPES = ("medusa", "medusa2", "hydra", "hydra_pp", "mlp_speculator", "eagle3", "dspark", "kangaroo", "draft_lm")
