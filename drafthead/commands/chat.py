@@ -20,7 +20,7 @@ from drafthead.eval.report.side_by_side import ACCEPTED, coloured
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
-from drafthead.models.decoding.generate import TextStream, stream
+from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step_log import StepRecord
@@ -130,9 +130,8 @@ class Chat:
             "prompt. Speedups are over this speed, without the time to read prompts. As a conversation grows, plain "
             "decoding slows down, so the speedups are too low rather than too high."
         )
-        if base.ignored_settings:
-            left = f"not applied, of the base's generation_config.json: {', '.join(base.ignored_settings)}"
-            self._note(f"{left} (docs/bases.md)")
+        if left := ", ".join(base.ignored_settings):
+            self._note(f"not applied, of the base's generation_config.json: {left} (docs/bases.md)")
 
     def say(self, message: str) -> None:
         """Answer ``message`` and continue the conversation with both, or follow /reset."""
@@ -145,7 +144,7 @@ class Chat:
         ids = self.base.prompt_ids(messages)
         room = self.base.max_context - len(ids)
         if room < 1:
-            limit = f"the base's context of {self.base.max_context} tokens"
+            limit = f"the base's context of {self.base.max_context}"
             self._note(f"the conversation has {len(ids)} tokens, which fill {limit}; /reset starts a new one")
             return
         answer = stream(
@@ -175,16 +174,12 @@ class Chat:
         self.transcript.append_text(text).append("\n")
         if text.plain:
             self.messages = [*messages, {"role": "assistant", "content": text.plain}]
-        self.steps += answer.sequence.steps
-        self._note(self._speed(answer) + ending + "\n")
-
-    def _speed(self, answer: TextStream) -> str:
-        steps, tokens = answer.sequence.steps, len(answer.sequence.answer)
-        line = f"{tokens} tokens, {answer.accepted} of them accepted drafts; "
-        if not steps:
-            return line + "too short to be timed"
-        line += f"{_rate(steps):.1f} tokens/s, mean accepted length (tau) {answer.mean_accepted_length:.2f}"
-        return f"{line}; speedup so far {_rate(self.steps) / self.plain_rate:.2f}"
+        line = f"{len(answer.sequence.answer)} tokens, {answer.accepted} of them accepted drafts"
+        if steps := answer.sequence.steps:
+            self.steps += steps
+            line += f"; {_rate(steps):.1f} tokens/s, mean accepted length (tau) {answer.mean_accepted_length:.2f}"
+            line += f"; speedup so far {_rate(self.steps) / self.plain_rate:.2f}"
+        self._note(f"{line}{ending}\n")
 
     def _note(self, line: str) -> None:
         self.console.print(Text(line, style="dim"), soft_wrap=True)

@@ -1,7 +1,6 @@
 """``drafthead generate head=DIR Why is the sky blue?``: stream an answer, then say what drafting bought."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
@@ -13,7 +12,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.machine import OtherProcesses, other_processes_line
 from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
@@ -75,15 +74,17 @@ def main(config: GenerateConfig) -> None:
     console = Console(highlight=False)
     settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampler": config.sampler, "seed": config.seed}
     with OtherProcesses() as others:
-        result = decode(base, drafter, ids, **settings, draft_config=draft_config, on_tokens=_printer(base, console))
+        answer = stream(base, drafter, ids, **settings, draft_config=draft_config)
+        for piece in answer:
+            console.out(piece.text, end="", highlight=False)
     console.out("")
-    rate = len(result.tokens) / result.total_s
-    mean = sum(s.committed for s in result.steps) / max(1, len(result.steps))
-    line = f"{len(result.tokens)} tokens, {rate:.1f} tokens/s, mean accepted length {mean:.2f}"
+    tokens = answer.sequence.answer
+    rate = len(tokens) / answer.sequence.total_s
+    line = f"{len(tokens)} tokens, {rate:.1f} tokens/s, mean accepted length {answer.mean_accepted_length:.2f}"
     if config.compare:
         with others:
             baseline = decode(base, None, ids, **settings)
-        if baseline.tokens == result.tokens:
+        if baseline.tokens == tokens:
             same = "the same text"
         elif config.sampler.greedy:
             same = "another text (a near-tie; see drafthead eval)"
@@ -95,19 +96,3 @@ def main(config: GenerateConfig) -> None:
     if base.ignored_settings:
         left = f"not applied, of the base's generation_config.json: {', '.join(base.ignored_settings)}"
         console.print(f"{left} (docs/bases.md)", style="dim", markup=False, soft_wrap=True)
-
-
-def _printer(base: BaseModel, console: Console) -> Callable[[list[int]], None]:
-    """Return a function that prints the text of tokens as soon as it is final."""
-    answer: list[int] = []
-    shown = 0
-
-    def show(tokens: list[int]) -> None:
-        nonlocal shown
-        answer.extend(tokens)
-        text = base.tokenizer.decode(answer, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # half of a multi-byte character: wait for the rest
-            console.out(text[shown:], end="", highlight=False)
-            shown = len(text)
-
-    return show
