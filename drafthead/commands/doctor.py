@@ -1,5 +1,6 @@
 """``drafthead doctor``: a page about this machine to paste into an issue; ``full=true`` runs the GPU checklist."""
 
+import gc
 import json
 import shutil
 import subprocess
@@ -48,10 +49,9 @@ drafthead doctor > page.txt
 drafthead doctor full=true                        the GPU checklist: a JSON line per step, in doctor.jsonl
 drafthead doctor train=[recipe=medusa_llama3]     step costs of another recipe's base and head
 
-full=true skips what this device cannot do and says why. The same command resumes with the first unfinished step.
+full=true skips what this device cannot do and says why. The same command resumes.
 """
 CHECKOUT = Path(drafthead.__file__).resolve().parent.parent
-Loaded = tuple[RunConfig, BaseModel, DraftHead]
 Graphs = Literal["auto", "always", "never"]
 Step = tuple[str, str, Callable[[], Any]]
 """A step of the checklist: name, reason to skip it or an empty string, and the function that returns its result."""
@@ -76,9 +76,7 @@ class DoctorConfig:
     """File for the results of the checklist, one JSON line per step."""
     train: list[str] = field(default_factory=lambda: ["recipe=medusa_smollm2"])
     """Settings of ``drafthead train``. The costs of a step are those of their base and untrained head."""
-    recipes: list[str] = field(
-        default_factory=lambda: ["medusa_smollm2", "eagle3_smollm2", "dspark_smollm2", "medusa_llama3"]
-    )
+    recipes: list[str] = field(default_factory=lambda: ["medusa_smollm2", "eagle3_smollm2", "medusa_llama3"])
     """Recipes whose memory is compared with that of the device."""
 
 
@@ -92,49 +90,58 @@ def main(config: DoctorConfig) -> None:
 
 
 def page(config: DoctorConfig) -> list[str]:
-    """Return the lines of the page."""
+    """Return the lines of the page. A part that fails on this device is one line with the error."""
     started, host, device = perf_counter(), hardware(), device_of(None)
     free, total = memory()
-    say("exactness of a tiny head")
-    equal = exactness("eagle3_smollm2", "auto")
-    say("costs of a step")
-    _, base, head = loaded(config.train)
-    costs = measure_costs(base, head, repeats=5, sizes=[1, 2, 4, 8, 16, 32, 64])
+
+    def costs_lines() -> list[str]:
+        _, base, head = loaded(config.train)
+        costs = measure_costs(base, head, repeats=5, sizes=[1, 2, 4, 8, 16, 32, 64])
+        return [
+            f"kernels    {base.kernels or 'those of torch'}; graphs {'on' if base.uses_graphs else 'off'}",
+            f"step of {base.name}, {str(base.dtype)[6:]}, {costs.context} tokens in the cache, {head.config.head_type}",
+            "  nodes         " + "".join(f"{n:>8}" for n in costs.verify),
+            "  pass, ms      " + "".join(f"{1e3 * seconds:>8.1f}" for seconds in costs.verify.values()),
+            f"  draft, ms     {1e3 * costs.draft:>8.1f}\n  the rest, ms  {1e3 * costs.overhead:>8.1f}",
+            f"  {other_processes_line(costs.other_processes_cores)}",
+        ]
+
+    def exactness_lines() -> list[str]:
+        result = exactness("eagle3_smollm2", "auto")
+        title = f"exactness of a tiny eagle3 head on this device, {result['accepted']:.0%} of its drafts accepted"
+        rates = result["ways"].items()
+        return [
+            title,
+            *(f"  {way:<16}{r['same']} of {r['of']} as plain decoding{r['found'] or ''}" for way, r in rates),
+        ]
+
+    def memory_line(name: str) -> list[str]:
+        if perf_counter() - started > LAST_ESTIMATE_S:
+            return [f"  {name:<20} not estimated: there was no time left"]
+        estimate = Estimate(composed([f"recipe={name}"]), device=device.type)
+        needed = max(estimate.total(phase) for phase in estimate.phases)
+        fits = 1.1 * needed + 2**30 < free  # the margin that estimate/memory.py names
+        return [f"  {name:<20}{size(needed):>10}  {'fits' if fits else 'does not fit'}"]
+
     lines = [
         f"versions   {', '.join(f'{name} {version}' for name, version in versions().items())}",
         f"device     {device}, {host['gpu'] or 'no accelerator'}, {size(free)} of {size(total)} free",
         f"cpu        {host['cpu']}, {host['cores']} cores, {host['torch_threads']} torch threads, {host['ram_gb']} GB",
         f"disk       {size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}",
-        f"load       {other_processes_line(costs.other_processes_cores)}",
-        f"kernels    {base.kernels or 'those of torch'}; graphs {'on' if base.uses_graphs else 'off'}",
-        "",
-        f"exactness of a tiny eagle3 head on this device, {equal['accepted']:.0%} of its drafts accepted",
-        *(
-            f"  {way:<16}{rate['same']} of {rate['of']} equal to plain decoding{rate['found'] or ''}"
-            for way, rate in equal["ways"].items()
-        ),
-        "",
-        f"step of {base.name}, {str(base.dtype)[6:]}, {costs.context} tokens of context, {head.config.head_type} head",
-        "  nodes         " + "".join(f"{n:>8}" for n in costs.verify),
-        "  pass, ms      " + "".join(f"{1e3 * seconds:>8.1f}" for seconds in costs.verify.values()),
-        f"  draft, ms     {1e3 * costs.draft:>8.1f}",
-        f"  the rest, ms  {1e3 * costs.overhead:>8.1f}",
-        "",
-        "memory of a training step on this device, estimated; others: drafthead train recipe=NAME mode=estimate",
     ]
-    for name in config.recipes:
-        if perf_counter() - started > LAST_ESTIMATE_S:
-            lines.append(f"  {name:<20} not estimated: there was no time left")
-            continue
-        say(f"memory of {name}")
-        estimate = Estimate(composed([f"recipe={name}"]), device=device.type)
-        needed = max(estimate.total(phase) for phase in estimate.phases)
-        fits = 1.1 * needed + 2**30 < free  # the margin that estimate/memory.py names
-        lines.append(f"  {name:<20}{size(needed):>10}  {'fits' if fits else 'does not fit'}")
+    parts = {"exactness of a tiny head": exactness_lines, "costs of a step": costs_lines}
+    for name, part in (parts | {name: partial(memory_line, name) for name in config.recipes}).items():
+        say(f"{name} ...")
+        try:
+            lines += part()
+        except Exception as error:  # the page is most useful on a machine where something fails
+            lines.append(f"{name} FAILED: {type(error).__name__}: {one_line(error)}")
+        if name == "costs of a step":
+            lines.append("memory of a training step, estimated; others: drafthead train recipe=NAME mode=estimate")
     return [f"drafthead doctor, {perf_counter() - started:.0f} s", *lines]
 
 
-def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> Loaded:
+def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> tuple[RunConfig, BaseModel, DraftHead]:
     """Return a recipe's settings, base and untrained head. Weights that are not stored here are random."""
     run = composed(overrides)
     stored = run.base.name == EMBEDDED and any(cache_dir().glob("smollm2-*/manifest.json"))
@@ -160,8 +167,8 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
 def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
     """Train a tiny head, and compare answers with plain decoding: greedy and sampled, alone, in trees and batches."""
     run, base, head = loaded([f"recipe={recipe}", "debug=tiny", "head.draft_vocab_size=null"], graphs)
-    opening = list(range(10, 19))
-    text = opening + decode(base, None, opening, max_new_tokens=96, ignore_eos=True).tokens
+    text = list(range(10, 19))
+    text += decode(base, None, text, max_new_tokens=96, ignore_eos=True).tokens
     train(run, head, text, steps=40, lr=0.01)
     prompts = [text[:9], text[:20], text[:50]]  # continued by what the head was trained on, so that it drafts well
     tree = DraftConfig(tree=TokenTree.expansion([3, 2, 1][: head.depth]))
@@ -188,18 +195,17 @@ def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
 
 def checklist(config: DoctorConfig) -> list[Step]:
     """Return the steps in order; their numbers are those of the checklist."""
-    kind = device_of(None).type
-    gpu = "" if kind != "cpu" else "needs a GPU; this machine computes on its CPU"
+    device = device_of(None)
+    gpu = "" if device.type != "cpu" else "needs a GPU; this machine computes on its CPU"
     source = "" if (CHECKOUT / "benchmarks").exists() else "needs a checkout of the repository"
-    graphs = "" if graphs_of(device_of(None)) else f"{kind} has no graphs"
+    graphs = "" if graphs_of(device) else f"{device.type} has no graphs"
     files = (resources.files("drafthead.recipes") / "recipe").iterdir()
-    recipes = sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith("_smollm2.yaml"))
+    recipes = sorted(file.name[:-5] for file in files if file.name.endswith("_smollm2.yaml"))
     own, large = config.train, ["recipe=medusa_llama3"]
     rest = [override for override in own if not override.startswith("recipe=")]
-    heads = partial(benchmark, "heads", "--minutes", "5", "--data", "smollm2_large")
     return [
         ("0 machine", "", machine),
-        ("1 tests marked gpu", gpu or source, gpu_tests),
+        ("1 tests marked gpu", gpu or source, partial(python, "-m", "pytest", "-q", "-m", "gpu", "tests")),
         *((f"2 equality of {name}", "", partial(exactness, name, "never")) for name in recipes),
         *((f"2 equality of {name}, graphs", graphs, partial(exactness, name, "always")) for name in recipes),
         *((f"3 passes after {n} tokens", gpu if n > 1000 else "", partial(passes, own, n)) for n in CONTEXTS),
@@ -209,7 +215,7 @@ def checklist(config: DoctorConfig) -> list[Step]:
         ("6 training step", source, partial(benchmark, "train_step", "--steps", "2", *own)),
         ("6 training step of 8B", gpu or source, partial(benchmark, "train_step", *large)),
         *((f"7 generation of {n} rows", gpu if n > 16 else "", partial(generation, own, n)) for n in ROWS),
-        ("8 every head for five minutes", gpu or source, heads),
+        ("8 every head for five minutes", gpu or source, partial(benchmark, "heads", "--minutes", "5")),
         ("9 profile", "", partial(profiled, own)),
     ]
 
@@ -218,11 +224,10 @@ def run_steps(path: Path, steps: Sequence[Step]) -> None:
     """Run the steps that are not in the file ``path`` yet, and append a line for each. Failed ones are tried again."""
     device = accelerator_name() or hardware()["cpu"]
     rows = [row for row in read_json_lines(path) if row.get("device") == device]
-    done = {row["step"] for row in rows if "result" in row}
-    skipped = {(row["step"], row["skipped"]) for row in rows if "skipped" in row}
+    done = {(row["step"], row.get("skipped", "")) for row in rows if "error" not in row}
     failed = 0
     for name, reason, work in steps:
-        if name in done or (name, reason) in skipped:
+        if (name, reason) in done:
             continue
         started, row = perf_counter(), {"step": name, "device": device}
         try:
@@ -230,6 +235,9 @@ def run_steps(path: Path, steps: Sequence[Step]) -> None:
         except Exception as error:  # one fault must not hide the results of the other steps
             row["error"] = f"{type(error).__name__}: {one_line(error)}"
             failed += 1
+        gc.collect()  # the next step needs the device's memory, maybe in another process
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
         row["seconds"] = round(perf_counter() - started, 2)
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -246,33 +254,27 @@ def machine() -> dict[str, Any]:
     return {"hardware": hardware(), "versions": versions(), "gpus": gpus}
 
 
-def gpu_tests() -> str:
-    """Run the tests that need a GPU and return the summary; a failure is an error."""
-    tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], cwd=CHECKOUT, capture_output=True, text=True
-    )
-    if tests.returncode:
-        raise UserError(" | ".join(tests.stdout.splitlines()[-8:]) or tests.stderr[-400:])
-    return tests.stdout.splitlines()[-1]
-
-
 def benchmark(name: str, *arguments: str) -> Any:
-    """Return the record of a benchmark, which runs in a process of its own."""
+    """Return the record of a benchmark."""
     with TemporaryDirectory(prefix="drafthead-doctor-") as folder:
         record = Path(folder) / "record.json"
-        program = [sys.executable, str(CHECKOUT / "benchmarks" / f"{name}.py")]
-        done = subprocess.run([*program, "--json", str(record), *arguments], capture_output=True, text=True)
-        if done.returncode:
-            raise UserError(f"{name}: {' | '.join(done.stderr.splitlines()[-3:])}")
+        python(f"benchmarks/{name}.py", "--json", str(record), *arguments)
         return read_json(record)
+
+
+def python(*arguments: str) -> str:
+    """Return the output of ``python ...`` in a process of its own, in the checkout."""
+    done = subprocess.run([sys.executable, *arguments], cwd=CHECKOUT, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{arguments[0]}: {' | '.join((done.stdout + done.stderr).splitlines()[-5:])}")
+    return done.stdout
 
 
 def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
     """Return the costs of a step, drafting's and the loop's shares of it, and the passes' shares of the bandwidth."""
     _, base, head = loaded(overrides)
     costs = measure_costs(base, head, context)
-    parameters = list(base.model.parameters())
-    read = sum(p.numel() * p.element_size() for p in parameters)
+    read = sum(p.numel() * p.element_size() for p in base.model.parameters())
     if base.embedding.data_ptr() != base.lm_head.weight.data_ptr():  # only a few rows of the table are read
         read -= base.embedding.numel() * base.embedding.element_size()
     shape = base.cache_shape

@@ -14,13 +14,14 @@ TINY = ["recipe=medusa_smollm2", "debug=tiny"]
 
 
 def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    call("doctor", f"train=[{','.join(TINY)}]", "recipes=[medusa_smollm2]")
+    call("doctor", f"train=[{','.join(TINY)}]", "recipes=[medusa_smollm2,nowhere]")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 60 and max(map(len, lines)) <= 160
     text = "\n".join(lines)
-    assert text.count("3 of 3 equal to plain decoding\n") == 6
+    assert text.count("3 of 3 as plain decoding") == 6
     assert "drafthead 0." in text and "pass, ms" in text and "other processes" in text
     assert any(line.startswith("  medusa_smollm2") and line.endswith("fits") for line in lines)
+    assert lines[-1].startswith("nowhere FAILED: UserError: recipe=nowhere: ")
 
 
 @pytest.mark.slow
