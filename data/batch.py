@@ -140,7 +140,7 @@ class LossOutput:
     loss_sum: Tensor
     """Scalar float32: sum over trained tokens, to be divided once by the global ``tokens``."""
     tokens: Tensor
-    """Scalar int64: number of tokens trained at draft position 1."""
+    """Scalar int64: number of tokens trained at the draft position that has most, usually the first."""
     sums: Tensor
     """[len(names), 2] float64: numerators and denominators of the metrics ``names``, still on the device."""
     names: tuple[str, ...]

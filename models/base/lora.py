@@ -58,7 +58,7 @@ class LoraBase:
             raise UserError(
                 f"{base.name} has no linear layer {unknown[0]!r} for an adapter; choose from {sorted(names)}"
             )
-        if LM_HEAD in settings.targets and base.lm_head.weight.is_set_to(base.embedding):
+        if LM_HEAD in settings.targets and _is_tied(base):
             raise UserError(
                 f"{base.name} shares its output head with its embedding, so an adapter on the head would change both; "
                 "set head.lora_lm_head=false"
@@ -140,3 +140,10 @@ def _trainable_copy(base: BaseModel) -> Any:
     head.weight = nn.Parameter(base.lm_head.weight, requires_grad=False)
     model.set_output_embeddings(head)
     return model
+
+
+def _is_tied(base: BaseModel) -> bool:
+    """Return True if the output head is the embedding."""
+    if base.device.type == "meta":  # where all addresses are 0
+        return base.model.get_output_embeddings().weight is base.embedding
+    return base.lm_head.weight.data_ptr() == base.embedding.data_ptr()

@@ -18,6 +18,7 @@ from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.adapt import OnlineConfig, OnlineLearner, first_undrafted, frozen_copy, replayed
 from drafthead.train.trainer.optim import OptimConfig
@@ -114,6 +115,8 @@ def test_only_rejected_positions_are_trained(tiny_base: TinyBase) -> None:
     learner.buffer.append(one)
     before = {key: value.clone() for key, value in head.state_dict().items()}
     learner.update()
+    output = head.loss(one.batch(head.depth, "rejected"), one.hidden, LossConfig())
+    assert int(output.tokens) == 1, "one trained position, though it is not the first"
     changed = {key.split(".")[1] for key, value in head.state_dict().items() if not torch.equal(value, before[key])}
     assert changed == {"1"}, "blocks.1 drafts position 2"
 

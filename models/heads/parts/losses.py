@@ -451,5 +451,8 @@ def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
             names.append(f"{name}_{k + 1}")
             pairs.append(torch.stack([column[total][k], column[count][k]]))
     return LossOutput(
-        loss_sum=loss_sum, tokens=stats[0, STATS.index("count")].long(), sums=torch.stack(pairs), names=tuple(names)
+        loss_sum=loss_sum,
+        tokens=stats[:, STATS.index("count")].max().long(),
+        sums=torch.stack(pairs),
+        names=tuple(names),
     )

@@ -86,8 +86,8 @@ def test_bfloat16_computes_about_the_same_and_saves_float32(name: str, results: 
     expected, result = spread.one_process(name), results(name)[0]
     for want, metrics in zip(expected["metrics"], result["metrics"], strict=True):
         assert metrics["loss"] != want["loss"], "the head did not compute in bfloat16"
-        for key in ("loss", "grad_norm"):
-            assert metrics[key] == pytest.approx(want[key], rel=BFLOAT16_TOLERANCE), key
+        for key, tolerance in (("loss", BFLOAT16_TOLERANCE), ("grad_norm", 2 * BFLOAT16_TOLERANCE)):
+            assert metrics[key] == pytest.approx(want[key], rel=tolerance), key
     start = spread.build_head(spread.CASES[name]).state_dict()
     for key, tensor in expected["weights"].items():
         assert result["weights"][key].dtype == tensor.dtype
