@@ -37,6 +37,7 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.loop import DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, Step
+from drafthead.models.drafters.custom_generate import custom_generate
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -311,3 +312,18 @@ def test_timing_waits_only_if_asked() -> None:
     config, _ = WAYS["tree"]
     counts = [decoded(head_on("medusa", "cuda"), "cuda", replace(config, timed=timed))[1] for timed in (False, True)]
     assert [{step.total() for step in steps} for steps in counts] == [{1}, {3}]
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3, "output_scores": True}, {"max_time": 60.0}])
+def test_custom_generate(settings: dict[str, Any]) -> None:
+    """Drafting in transformers' ``generate`` gives the CPU's tokens, for prompts on either device."""
+    ids, mask = torch.tensor([random_ids(6), [0, 0, *random_ids(4, 1)]]), torch.ones(2, 6, dtype=torch.int64)
+    mask[1, :2] = 0
+    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 299, "pad_token_id": 0, **settings}
+    stock = base_on("cpu").stock().generate(ids, attention_mask=mask, **given)
+    for place in DEVICES:
+        drafts = custom_generate(head_on("medusa", "cuda"))
+        inputs = {"inputs": ids.to(place), "attention_mask": mask.to(place)}
+        out = base_on("cuda").stock().generate(**inputs, **given, custom_generate=drafts, return_dict_in_generate=True)
+        assert out.sequences.device.type == place and torch.equal(out.sequences.cpu(), stock)
+        assert out.scores is None or out.scores[0].device.type == place
