@@ -235,7 +235,7 @@ class DecodeState:
         #   tokens  x1    x2  bonus (pad)    tokens to append to the answer, equally many
         nodes = acceptance.nodes
         path = proposal.tokens.gather(1, nodes)
-        tokens = torch.cat([path[:, 1:], path[:, :1]], 1)
+        tokens = torch.cat([path[:, 1:], path[:, :1]], 1)  # the last column only makes room
         tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
         counts = self._truncated(tokens, acceptance.accepted + 1, room)
         hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))

@@ -74,9 +74,11 @@ class MedusaHead(DraftHead):
         return x, states
 
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int, context: LayerCache | None) -> Tensor:
-        """Run ``advance`` for all heads; drafting has its own pass because fewer, larger products are faster."""
+        """Return what ``advance`` gives for all heads, by fewer and larger products, which are faster."""
+        # The first blocks of as many heads as were ever drafted are packed together. The end of an answer drafts fewer
+        # and uses a part of them.
         most = self.packed.get("most", lambda: [0])
-        most[0] = heads = max(most[0], depth)  # the end of an answer needs fewer heads, and uses a part of the copies
+        most[0] = heads = max(most[0], depth)
         first, *deeper = self.packed.get(heads, lambda: self._packed_blocks(heads))
         inputs = torch.cat([hidden, self.embed(last_token, unit=True)], -1) if self.config.reads_last_token else hidden
         x = hidden[:, None] + F.silu(first[0](inputs).unflatten(-1, (heads, -1))[:, :depth])

@@ -291,8 +291,8 @@ class AnchorContext:
     def start(self, layer: HeadDecoderLayer, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         """Read the context's ``inputs`` [B, T, I] with ``layer``; return its step along the draft positions.
 
-        Each call of the step maps the inputs of the next position at all anchors, [B, S, I] -> [B, S, D]. Those of the
-        first one are the context's own, whose queries are known.
+        Each call of the step maps the inputs of the next position at all anchors, [B, S, I] -> [B, S, D]. The first is
+        for the anchors themselves. Their queries are known from the context, so its inputs only feed the residual.
         """
         query, key, value = layer.states(inputs, self.positions)
         query = self.at_anchors(query.transpose(1, 2)).transpose(1, 2)
