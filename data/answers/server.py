@@ -215,7 +215,7 @@ class Server:
                 await asyncio.sleep(0.5)
         raise UserError(
             f"{root} gave no answer to {request_name} in {tries} tries, lastly: {reason}; {RESUMES}. Check the server, "
-            "or lower server.concurrency or raise server.timeout or .tries"
+            "or lower data.answers.server.concurrency, or raise data.answers.server.timeout or .tries"
         )
 
     async def _note_status(self, response: Any) -> None:

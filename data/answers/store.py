@@ -88,7 +88,8 @@ class _Entry(NamedTuple):
 class AnswerStore:
     """A folder of answers for any number of readers.
 
-    One process writes, or several that opened the same shards and write shards of different numbers.
+    One process writes, or several at once: all open the store before any of them writes, and each shard number is used
+    by one process only.
 
     A shard is ``shard-00012.parquet`` and, with hidden states, ``shard-00012.safetensors``. The parquet file is renamed
     into place last, so a kill only loses answers that were not yet appended. Readers ignore leftovers of a killed

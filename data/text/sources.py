@@ -97,7 +97,10 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
         or len(commits) != len(sources)
         or not all(c is None or isinstance(c, str) and COMMIT.fullmatch(c) for c in commits)
     ):
-        raise UserError(f"{path} holds no commits of {len(sources)} sources; remove the folder {path.parent}")
+        raise UserError(
+            f"{path} must list a commit or null for each of the {len(sources)} sources, but does not; remove the "
+            f"folder {path.parent}"
+        )
     return [s if commit is None else replace(s, revision=commit) for s, commit in zip(sources, commits, strict=True)]
 
 

@@ -45,7 +45,7 @@ class Calibration:
     expected_tokens_largest: float
     """Mean accepted length of the best tree of ``LARGEST_TREE`` nodes, or of the most nodes that exist."""
     expected_speedup: float
-    """Over autoregressive decoding with v(1), by the measured step costs."""
+    """Speedup over autoregressive decoding, which takes v(1) + o per token (see ``CostModel``)."""
     curve: list[tuple[int, float, float]]
     """(nodes, simulated mean accepted length, expected speedup) of the best tree of every size."""
     methods: dict[str, dict[str, float]]

@@ -99,7 +99,8 @@ def _greedy_order(answers: Sequence[AcceptProbs], size: int, weights: Sequence[F
 def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | None = None) -> Floats:
     """Return P(candidate s is the accepted one | the node is reached) by depth and candidate, [K, S].
 
-    A depth is reached with the weight with which some candidate was accepted at every depth above.
+    At each depth, a position counts with its weight times the probability that some candidate was accepted at every
+    depth above.
     """
     table, weight = _stack(answers, weights)
     known = np.nan_to_num(table)
@@ -209,7 +210,7 @@ class Choice:
     expected_tokens: float
     """Mean accepted length, simulated."""
     expected_speedup: float
-    """Over autoregressive decoding with v(1), by the measured step costs."""
+    """Speedup over autoregressive decoding, which takes v(1) + o per token (see ``CostModel``)."""
     model_tokens: float
     """Mean accepted length by the model under which the tree was searched."""
 
@@ -231,7 +232,7 @@ def fastest(choices: Iterable[Choice]) -> Choice:
 
 
 def _depths(answers: Sequence[AcceptProbs], costs: CostModel) -> Iterable[int]:
-    """Return the depth bounds that change the cost of drafting."""
+    """Return the depths to limit trees to: each if drafting costs depend on the depth, else the largest only."""
     depth = answers[0].shape[1]
     return [depth] if costs.draft_by_depth is None else range(1, depth + 1)
 

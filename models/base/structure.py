@@ -115,9 +115,10 @@ def last_layers(model: Any, cache_shape: CacheShape, skipped: int) -> Any:
 def decoder_over(
     model: Any, cache_shape: CacheShape, layers: nn.ModuleList, norm: nn.Module | None, sources: Sequence[int]
 ) -> Any:
-    """Return a shallow copy of the model's decoder with these ``layers``, a config to match and, unless None, ``norm``.
+    """Return a shallow copy of the model's decoder with these ``layers`` and a config to match.
 
-    Layer ``sources[i]`` of the model is of the kind of ``layers[i]``. ``cache_shape`` is the model's.
+    ``norm`` replaces the final norm; None keeps it. ``layers[i]`` is of the kind of layer ``sources[i]`` of the model.
+    ``cache_shape`` is the model's.
     """
     config, count = copy(model.config), len(model.model.layers)
     inputs = {"hidden_size_per_layer_input": "a separate embedding", "num_kv_shared_layers": "another layer's keys"}

@@ -112,7 +112,7 @@ class SlidingLayers(FullLayers):
         if self._span.stop > self.held and not (committed and len(self.rows) == 1):
             raise UserError(
                 f"layers with a window hold {self.held} positions but {self._span.stop} are needed: the cache was made "
-                f"for trees of {self._room} nodes; make it for larger ones"
+                f"for trees of up to {self._room} nodes; create it with larger `nodes`"
             )
 
     def _after_first(self, positions_B: Tensor) -> Tensor:

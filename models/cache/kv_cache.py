@@ -285,9 +285,9 @@ class TreeCache:
             row.length = length
 
     def append(self, other: "TreeCache") -> None:
-        """Append to this row the committed positions that ``other`` has in addition, a whole cache of the same model.
+        """Append the committed positions of ``other`` that lie beyond this cache's end; both have one row.
 
-        Both have one row.
+        ``other`` is a cache of the same model that stores all positions in every layer (made without ``nodes``).
         """
         start = self.length
         self.begin(other.length - start, committed=True)

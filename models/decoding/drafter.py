@@ -109,7 +109,7 @@ class AdaptiveLength:
     """Levels removed after any other step."""
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
-        """Return the levels to draft, at least 1, after a step that drafted and accepted these numbers."""
+        """Return the levels to draft next, at least 1; ``length`` is the last step's."""
         if drafted == 0:
             return length  # a step without drafts says nothing about the drafter
         return length + self.grow if accepted >= drafted else max(1, length - self.shrink)

@@ -68,7 +68,7 @@ class AnswersConfig:
 
     @property
     def decoded_here(self) -> bool:
-        """Return True if the built-in decoding generates the answers, which then has their final hidden states."""
+        """Return True if the built-in decoding generates the answers; their final states are then available."""
         return not self.copied and self.server.url is None
 
     def manifest(self) -> dict[str, Any]:

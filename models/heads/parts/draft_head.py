@@ -269,7 +269,7 @@ class DraftHead(nn.Module, Drafter):
         return torch.stack(inputs, 1)
 
     def sources(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """Return the inputs [B, T, D] of ``first_states``."""
+        """Return what ``first_states`` reads in training, at every position, [B, T, D]: the base's ``h`` by default."""
         return base_hidden.final
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:

@@ -92,9 +92,9 @@ class HeadSession(StepwiseSession):
         return scaled
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the projection's inputs and ``draft_logits`` of draft position k (0-based), [B, F or 1, ...].
+        """Return the vocabulary projection's inputs and ``draft_logits`` of draft position k (0-based), [B, F, ...].
 
-        The arguments are those of ``expand``.
+        F is 1 if the head does not read drafts: all nodes then share them. The arguments are those of ``expand``.
         """
         if not self.model.reads_drafts:
             return self._inputs[:, k, None], self._logits[:, k, None]

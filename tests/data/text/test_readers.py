@@ -43,7 +43,7 @@ def test_a_commit_that_nobody_tells(dataset_hub: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [None, [], [OLD, OLD], ["main"], [1], {"org/set": OLD}])
 def test_kept_commits_are_checked(dataset_hub: Any, tmp_path: Path, content: Any) -> None:
     write_checksummed_json(tmp_path / "commits.json", content)
-    with pytest.raises(UserError, match="commits.json holds no commits of 1 sources; remove the folder"):
+    with pytest.raises(UserError, match="commits.json must list a commit .* of the 1 sources"):
         resolve_revision([SET], tmp_path / "commits.json")
 
 

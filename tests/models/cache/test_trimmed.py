@@ -187,7 +187,9 @@ def test_what_was_dropped_cannot_come_back(base_of: BaseOf) -> None:
         UserError, match=f"cannot go back to 20 positions: layers with a window of {WINDOW} have dropped"
     ):
         cache.crop([20])
-    with pytest.raises(UserError, match="hold 20 positions but .* are needed: the cache was made for trees of 4 nodes"):
+    with pytest.raises(
+        UserError, match="hold 20 positions but .* are needed: the cache was made for trees of up to 4 nodes"
+    ):
         base.verify(tokens[:, :30], TokenTree.chain(29).shape, cache)
     cache.crop([0])
     expected = base.forward(tokens, base.new_cache(CAPACITY)).final
