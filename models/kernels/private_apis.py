@@ -38,6 +38,8 @@ PRIVATE_NAMES = {
     "transformers.modeling_outputs.CausalLMOutputWithPast": _CHECKPOINTS,
     "transformers.utils.cached_file": "required: the config in a GGUF file cannot be read",
     "transformers.utils.logging": "required: no base can be loaded",
+    "transformers.generation.GenerateDecoderOnlyOutput": "required: custom_generate cannot return a dict",
+    "transformers.generation.logits_process": "required: custom_generate cannot tell processors without state",
     "transformers.generation.streamers.BaseStreamer": "required: transformers' generate cannot be timed",
     "transformers.convert_slow_tokenizer.bytes_to_unicode": "required: the tiny test model cannot be built",
 }

@@ -24,7 +24,7 @@ def saved_head(base: BaseModel, folder: Path, exit_layer: int) -> str:
 
 
 def files_of(folder: str) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return {path.name: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def evaluation_with(speedups: dict[str, tuple[float, float | None]]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_settings_of_another_head_are_named_at_once(tmp_path: Path) -> None:
     """``head=kangaroo`` with a Medusa recipe: the user typed none of the keys that do not fit."""
     with pytest.raises(UserError) as error:
         recipe(tmp_path, "head=kangaroo", "head.exit_layer=1")
-    message, unknown = str(error.value), ("num_layers", "own_lm_head", "induction_rank", "reads_last_token")
+    message, unknown = str(error.value), ("num_layers", "own_lm_head", "reads_last_token")
     assert f"KangarooConfig has no {', '.join(unknown)}" in message
     assert "\n" not in message and message.count("~head.") == len(unknown)
     fitting = recipe(tmp_path, "head=kangaroo", "head.exit_layer=1", *(f"~head.{key}" for key in unknown))
