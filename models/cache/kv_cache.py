@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trim:
-    """Which layers of a cache hold only the latest positions, and how many."""
+    """Sizes of the sliding-window layers of a cache, which hold only the latest positions."""
 
     layers: tuple[bool, ...]
     """True for each layer that is trimmed."""

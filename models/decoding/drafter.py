@@ -179,7 +179,7 @@ class DraftConfig:
 
 
 class Session(ABC):
-    """What a drafter keeps of the rows being decoded, from their prompts to the end of their answers.
+    """State of a drafter for the rows being decoded, from their prompts to the end of their answers.
 
     ``commit`` tells it which tokens were committed. Nothing is inferred by comparing tokens.
     """

@@ -79,7 +79,6 @@ class DecodeLoop:
     record_steps: bool = True
     keep_hidden_states: bool = False
     keep_logits: bool = False
-    on_step: Callable[[Step], None] | None = None
 
     @torch.inference_mode()
     def run(self, prompts: Iterable[DecodingSequence], every_step: bool = False) -> Iterator[DecodingSequence]:
@@ -167,8 +166,6 @@ class DecodeLoop:
             self._commit(row, step.tokens[n])
             if hidden is not None:
                 row.hidden.append(hidden[n, : len(step.tokens[n])])
-        if self.on_step is not None:
-            self.on_step(step)
         if self.record_steps:
             self._record(rows, step, positions, perf_counter() - started)
 

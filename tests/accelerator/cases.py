@@ -36,7 +36,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import DecodeConfig, Step
+from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.drafters.custom_generate import custom_generate
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
@@ -85,11 +85,6 @@ def decoded(
     waits: list[Counter[tuple[str, str]]] = []
     last = Counter[tuple[str, str]]()
 
-    def count(step: Step) -> None:
-        nonlocal last
-        waits.append(simulated.waited - last)
-        last = simulated.waited.copy()
-
     prompts = [random_ids(9 + 4 * row, seed=row) for row in range(rows)]
     sequences = [DecodingSequence(number=n, prompt=ids, seed=n + 3) for n, ids in enumerate(prompts)]
     loop = DecodeLoop(
@@ -99,10 +94,12 @@ def decoded(
         max_new_tokens=tokens,
         batch_size=rows,
         capacity=9 + 4 * rows + tokens,
-        on_step=count,
     )
-    answers = {row.number: row.answer for row in loop.run(sequences)}
-    return [answers[n] for n in range(rows)], waits[3:]
+    for _ in loop.run(sequences, every_step=True):
+        if max(len(row.steps) for row in sequences) > len(waits):  # all rows take a step together
+            waits.append(simulated.waited - last)
+            last = simulated.waited.copy()
+    return [row.answer for row in sequences], waits[3:]
 
 
 WAYS: dict[str, tuple[DecodeConfig, int]] = {
