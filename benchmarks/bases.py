@@ -2,7 +2,7 @@
 
     python benchmarks/bases.py                     # all families, one line each
     python benchmarks/bases.py --only gemma3,llama4
-    python benchmarks/bases.py --write             # also write the tables of docs/bases.md
+    python benchmarks/bases.py --write             # also write the tables of docs/explanation/bases.md
     python benchmarks/bases.py --base NAME         # a real checkpoint in float32: a folder, a Hub id, embedded:smollm2
 
 Every configuration of ``base_shapes.py`` is built tiny with random weights, saved, and loaded as a user would load it.
@@ -62,7 +62,7 @@ HEADS = {
     "eagle3": lambda: Eagle3Config(num_draft_tokens=3, ttt_steps=3, layers=[0, 1, 2]),
     "hydra_pp": lambda: HydraConfig(num_draft_tokens=3, prefix_layer=True),
 }
-PAGE = Path(__file__).parent.parent / "docs" / "bases.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "bases.md"
 MARKS = "<!-- made by python benchmarks/bases.py --write -->", "<!-- end -->"
 
 
@@ -326,7 +326,7 @@ def main() -> None:
     """Compare the configurations and print the outcomes."""
     options = parser(__doc__)
     options.add_argument("--only", default=",".join(SHAPES), metavar="A,B", help="names in base_shapes.py")
-    options.add_argument("--write", action="store_true", help="write the tables of docs/bases.md")
+    options.add_argument("--write", action="store_true", help="write the tables of docs/explanation/bases.md")
     options.add_argument("--base", metavar="NAME", help="compare this checkpoint instead")
     arguments = options.parse_args()
     names = listed("only", arguments.only, list(SHAPES))
@@ -348,7 +348,7 @@ def main() -> None:
 
 
 def tables(outcomes: dict[str, Outcome]) -> str:
-    """Return the generated part of docs/bases.md."""
+    """Return the generated part of docs/explanation/bases.md."""
     lines = [
         f"{summary(outcomes)}.",
         "",

@@ -1,4 +1,4 @@
-"""The heads that tests cover: every module under ``models/heads``, and the example head of ``docs/add_a_head.md``."""
+"""The heads that tests cover: every module of ``models/heads``, and the example head of docs/tutorials/new_head.md."""
 
 import re
 from collections.abc import Container, Iterable
@@ -12,7 +12,7 @@ from drafthead.models import heads
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.heads.parts.loading import config_class, head_types
 
-PAGE = Path(__file__).parent.parent / "docs" / "add_a_head.md"
+PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "new_head.md"
 EXAMPLE = "my_head"
 INDUCTION: dict[str, Any] = {"own_lm_head": False, "induction_rank": 6}
 TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {

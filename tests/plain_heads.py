@@ -1,7 +1,7 @@
 """Heads with every weight drawn, and plain torch to compute them from an exported folder or their weights alone.
 
-Names and the order of operations are those of the engines and of the methods' authors (docs/formats.md says how sure
-they are).
+Names and the order of operations are those of the engines and of the methods' authors (docs/reference/formats.md says
+how sure they are).
 """
 
 import json

@@ -133,7 +133,7 @@ def test_both_forms_of_the_loss_agree(script: Load, tmp_path: Path) -> None:
 
 
 def test_a_new_head_needs_no_list(script: Load) -> None:
-    """EXAMPLE is the head of docs/add_a_head.md, which is only a module of ``models.heads``."""
+    """EXAMPLE is the head of docs/tutorials/new_head.md, which is only a module of ``models.heads``."""
     assert {EXAMPLE, "medusa", "hydra_pp"} <= set(script("heads").known_heads())
 
 

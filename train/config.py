@@ -104,7 +104,7 @@ class RunConfig:
     base: BaseConfig = field(default_factory=BaseConfig)
     head: dict[str, Any] = field(default_factory=dict)
     """Head to train: ``head=NAME`` chooses a type, ``head.KEY=VALUE`` sets its settings. The keys of each type are in
-    docs/settings.md."""
+    docs/reference/settings.md."""
     init_from: str | None = None
     """Continue training from this head instead of an untrained one. It is a folder (also of an imported head) or a Hub
     repository. Settings and draft vocabulary are those of that head, and ``head`` must name its type."""
@@ -115,7 +115,7 @@ class RunConfig:
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
     shard: ShardConfig = field(default_factory=ShardConfig)
-    """What is spread over several devices: ``shard=none``, ``head``, ``full`` or ``hybrid`` (docs/scale.md)."""
+    """What several devices split: ``shard=none``, ``head``, ``full`` or ``hybrid`` (docs/guides/several_gpus.md)."""
     per_node_data: bool = False
     """Let every node make and keep its own corpora and caches. Use it for nodes without a shared ``data.folder``; the
     run folder must be shared in any case."""

@@ -5,7 +5,7 @@
         lr: Annotated[float, Field(gt=0, lt=1)] = 1e-3
         '''Peak learning rate.'''
 
-``--help`` and ``docs/settings.md`` are made from the same fields (``data/utils/help.py``).
+``--help`` and ``docs/reference/settings.md`` are made from the same fields (``data/utils/help.py``).
 """
 
 import dataclasses

@@ -131,7 +131,7 @@ class Chat:
             "decoding slows down, so the speedups are too low rather than too high."
         )
         if left := ", ".join(base.ignored_settings):
-            self._note(f"not applied, of the base's generation_config.json: {left} (docs/bases.md)")
+            self._note(f"not applied, of the base's generation_config.json: {left} (docs/explanation/bases.md)")
 
     def say(self, message: str) -> None:
         """Answer ``message`` and continue the conversation with both, or follow /reset."""

@@ -42,7 +42,7 @@ drafthead eval head=prompt_lookup:3 drafter=nested:early_exit:12@6+head base=emb
 suites: smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin
 drafters: prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]], max_gram[:CORPUS], early_exit:LAYERS[:TOKENS],
           model:NAME[:TOKENS], head:FOLDER; combined: A+B in one tree, relay:A@2+B@4, nested:A@6+B
-All settings and drafters are explained in docs/settings.md.
+All settings and drafters are explained in docs/reference/settings.md.
 """
 
 

@@ -95,4 +95,4 @@ def main(config: GenerateConfig) -> None:
     console.print(f"\n[dim]{line}; {other_processes_line(others.cores)}[/dim]", soft_wrap=True)
     if base.ignored_settings:
         left = f"not applied, of the base's generation_config.json: {', '.join(base.ignored_settings)}"
-        console.print(f"{left} (docs/bases.md)", style="dim", markup=False, soft_wrap=True)
+        console.print(f"{left} (docs/explanation/bases.md)", style="dim", markup=False, soft_wrap=True)

@@ -237,10 +237,10 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
         what = f"layers of type {recurrent}" if recurrent else "no self-attention over a key/value cache"
         raise UserError(
             f"{kind} models have {what}: rejected drafts cannot be removed from a recurrent state; "
-            "choose a base whose layers all have attention (docs/bases.md lists families)"
+            "choose a base whose layers all have attention (docs/explanation/bases.md lists families)"
         )
     if unknown:
-        raise UserError(f"{kind} models have layers of unknown type {unknown}; see docs/bases.md")
+        raise UserError(f"{kind} models have layers of unknown type {unknown}; see docs/explanation/bases.md")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(
             f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change with the "
@@ -296,7 +296,7 @@ def own_attention_code(kind: str) -> Iterator[None]:
             raise
         raise UserError(
             f"{kind} has a special attention in transformers, which cannot be replaced; choose another base "
-            "(docs/bases.md lists families)"
+            "(docs/explanation/bases.md lists families)"
         ) from None
 
 

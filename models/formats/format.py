@@ -234,7 +234,7 @@ class Format:
             reasons = "; ".join(f"{what} ({instead})" for what, instead in obstacles)
             raise UserError(
                 f"the format {self.name} cannot hold this head: {reasons}. In brackets: what to set, head.* when "
-                "training; recipes called NAME_served set it (docs/serving.md)"
+                "training; recipes called NAME_served set it (docs/guides/serve.md)"
             )
         kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}

@@ -15,7 +15,7 @@ The family: ``markov_rank: 0`` is DFlash, ``causal`` is JetSpec's block, and ``a
 unused for drafts, as both do. Weights have the names of DeepSpec's checkpoints, except for the Markov head.
 
 Differences from the reference code: layers can start as the base's last ones, and the Markov table can be a projection
-of the base's embedding (``tied_markov``). Random starts lose on small data (``docs/log.md``). All anchors are
+of the base's embedding (``tied_markov``). Random starts lose on small data (``docs/dev/log.md``). All anchors are
 trained unless ``places`` limits them. The head can draft over a part of the vocabulary. ``reads_state`` and the
 induction head are our additions.
 

@@ -1,8 +1,8 @@
 """The attention of every base: SDPA without copies of grouped keys and values, with sinks and soft caps.
 
 transformers' own ``sdpa`` repeats the keys and values of grouped-query models in every masked pass. At batch 48 this
-costs five times the attention itself (``docs/log.md``). A keyword that would change the result and is not implemented
-here is an error, so a base with any other attention is refused at load.
+costs five times the attention itself (``docs/dev/log.md``). A keyword that would change the result and is not
+implemented here is an error, so a base with any other attention is refused at load.
 
 Shape legend: B batch, H query heads, G key/value heads, T queries, S keys, E head width, F width of values.
 """

@@ -18,7 +18,7 @@ class TextConfig:
     """Text of the pretraining phase."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    """Sources of text: a list of ``{kind, name, ...}``. Keys of a source: see SourceConfig in docs/settings.md."""
+    """Sources of text: a list of ``{kind, name, ...}``. Keys: see SourceConfig in docs/reference/settings.md."""
     max_tokens: Annotated[int, Field(ge=64)] = 100_000
     """Tokens of packed text on disk. A stream ignores it."""
     stream: bool = False
@@ -40,7 +40,7 @@ class AnswersConfig:
     """The base's own answers, for the distillation phase."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    """Sources of prompts: a list of ``{kind, name, ...}``. Keys of a source: see SourceConfig in docs/settings.md."""
+    """Sources of prompts: a list of ``{kind, name, ...}``. Keys: see SourceConfig in docs/reference/settings.md."""
     prompts: NonNegative = 1000
     """Prompts taken from the sources."""
     self_prompted: NonNegative = 0

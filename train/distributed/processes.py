@@ -94,7 +94,7 @@ class _Heartbeat:
     """A thread that writes this process's state to the store every second and reads the states of the others.
 
     torchrun cannot replace this thread. It reports a process that died. For a process that hangs, it reports the
-    healthy process that gave up waiting (docs/log.md).
+    healthy process that gave up waiting (docs/dev/log.md).
     """
 
     def __init__(self, rank: int, count: int, timeout_s: float) -> None:

@@ -1,1 +1,1 @@
-"""Drafters of published systems that were slower than the others on every machine measured (docs/experimental.md)."""
+"""Drafters of published systems, slower than the others on every machine so far (docs/explanation/experimental.md)."""

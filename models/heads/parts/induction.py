@@ -4,7 +4,7 @@ It attends from the last two tokens of a path to every pair of neighbours in the
 token after the pair. A low-rank projection adds that code to the draft logits. In the context ``a b c ... a b``, the
 path ``a b`` scores ``c`` by both of its tokens.
 
-An attention layer learns to copy late (``docs/log.md``), while this head copies from the start. Codes are random
+An attention layer learns to copy late (``docs/dev/log.md``), while this head copies from the start. Codes are random
 projections of the base's embeddings, so a token's code matches itself and hardly any other. The output projection
 starts as the codes of the draft vocabulary. A sink takes the weight if nothing matches. The head reads ids
 alone, so the context needs no pass, and every node of a tree has its own prediction.

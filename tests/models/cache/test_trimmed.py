@@ -211,7 +211,7 @@ def test_where_nothing_would_be_saved_the_cache_is_whole(base_of: BaseOf) -> Non
     ],
 )
 def test_bytes_of_2000_tokens(name: str, more: dict[str, Any], whole: int, held: int, base_of: BaseOf) -> None:
-    """Memory is as small as docs/bases.md says."""
+    """Memory is as small as docs/explanation/bases.md says."""
     base, rows = base_of(name, window=64, max_position_embeddings=4096, **more), 4
     assert held_bytes(base.new_cache(2016)) == whole and held_bytes(base.new_cache(2016, nodes=16)) == held
     assert held_bytes(base.new_cache(2016, 16, rows)) == rows * held

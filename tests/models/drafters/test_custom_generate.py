@@ -1,4 +1,4 @@
-"""``model.generate(..., custom_generate=...)`` against stock ``generate``: the rows of ``docs/generate.md``."""
+"""``model.generate(..., custom_generate=...)`` against stock ``generate``: the rows of ``docs/guides/generate.md``."""
 
 import copy
 import random
@@ -35,7 +35,7 @@ from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, leaning, small_head
 
-PAGE = (Path(__file__).parents[3] / "docs" / "generate.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "guides" / "generate.md").read_text()
 IDS = torch.tensor([[5, 17, 99, 42, 7, 23], [0, 0, 0, 8, 9, 10], [0, 50, 60, 70, 80, 90]])
 MASK = (IDS != 0).long()
 NEW = 24

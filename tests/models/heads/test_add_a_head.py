@@ -1,4 +1,4 @@
-"""The example head of docs/add_a_head.md goes through the whole pipeline with the files that the page shows."""
+"""The example head of docs/tutorials/new_head.md goes through the whole pipeline with the files that the page shows."""
 
 import json
 from pathlib import Path
