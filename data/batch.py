@@ -111,6 +111,7 @@ def pad_rows(rows: Sequence[HiddenStates]) -> HiddenStates:
     """Return hidden states of single rows ([1, T, ...], T varies) as one batch, padded with zeros."""
 
     def pad(states: list[Tensor]) -> Tensor:
+        """Return rows [1, T, ...] as one tensor [B, T, ...]."""
         return torch.nn.utils.rnn.pad_sequence([row[0] for row in states], batch_first=True)
 
     layers = [row.layers for row in rows if row.layers is not None]

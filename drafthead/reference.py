@@ -24,10 +24,10 @@ prints the values that a command would use. A wrong key or value is an error tha
 
 def commands() -> dict[str, Registered]:
     """Return the settings of every command by its name; ``data`` takes those of ``train``."""
-    own = [name for name in COMMANDS if name not in ("train", "data")]
-    for name in own:
+    names = [name for name in COMMANDS if name not in ("train", "data")]
+    for name in names:
         import_module(COMMANDS[name][0])
-    return {"train": Registered(RunConfig, {})} | {name: REGISTERED[name] for name in own}
+    return {"train": Registered(RunConfig, {})} | {name: REGISTERED[name] for name in names}
 
 
 def reference() -> str:

@@ -176,6 +176,7 @@ def join(parts: list[HiddenStates], length: int) -> HiddenStates:
     """Return pieces [1, T, ...] as one [1, length, ...], padded with zeros: nothing reads the last token's states."""
 
     def joined(pieces: list[Tensor]) -> Tensor:
+        """Return the pieces of one kind of states as one tensor."""
         whole = torch.cat(pieces, 1)[:, :length]
         return torch.nn.functional.pad(whole, (0, 0, 0, length - whole.shape[1]))
 

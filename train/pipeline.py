@@ -253,6 +253,7 @@ def quality(context: RunContext) -> None:
         return
 
     def batches(name: str, rows: datasets.Dataset) -> Iterator[TrainBatch]:
+        """Yield the rows one by one and report progress."""
         for n in range(len(rows)):
             display.progress(f"held-out {name}, read by both bases", n, len(rows))
             yield collate(rows, [n])

@@ -92,6 +92,7 @@ def _plain(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten ``nested`` to JSON values by dotted key; a list of mappings gets its indices as keys."""
 
     def indexed(value: Any) -> Any:
+        """Replace lists of mappings by mappings from index to item."""
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             value = dict(enumerate(value))
         return {str(key): indexed(item) for key, item in value.items()} if isinstance(value, Mapping) else value

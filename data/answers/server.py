@@ -263,6 +263,7 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     """
 
     async def served_models() -> dict[str, int | None]:
+        """Return the context length of every model by its name."""
         async with Server(config) as server:
             return await server.models()
 

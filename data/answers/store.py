@@ -158,7 +158,7 @@ class AnswerStore:
         if blocks:
             # [sum of n, D]: one row per token; the last token of an answer has no hidden state (NaN).
             gap = np.full((1, blocks[0].shape[1]), np.nan, dtype=np.float16)
-            hidden_states = np.concatenate([part for block in blocks for part in (block.astype(np.float16), gap)])
+            hidden_states = np.concatenate([rows for block in blocks for rows in (block.astype(np.float16), gap)])
         size = sum(4 * len(answer.input_ids) for answer in answers) + getattr(hidden_states, "nbytes", 0)
         require_space(self.folder, 1_000_000 + size, "the next shard of answers")
         try:

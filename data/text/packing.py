@@ -117,6 +117,7 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
     table = dataset.with_format("arrow")[row_numbers]
 
     def column(name: str) -> _Array:
+        """Return a column of the rows as an array [B, T]."""
         values: _Array = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         return values.reshape(len(row_numbers), -1)
 

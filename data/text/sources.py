@@ -250,6 +250,7 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
     """
 
     def read(source: SourceConfig, most: int | None) -> Iterator[str]:
+        """Yield the documents of a source."""
         texts = iter_documents(source, most)
         # Embedded and builtin sets are complete, unless weights limit them.
         return texts if source.weight is None or most is None else _up_to(texts, most)
@@ -261,12 +262,14 @@ def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> l
     """Return at most ``limit`` prompts of all sources without near-duplicates, shuffled by ``seed``."""
 
     def read(source: SourceConfig, most: int | None) -> Iterator[list[Message]]:
+        """Yield the prompts of a source."""
         # Datasets may be large, so no more than needed is read. Other sources are read whole and cut after the shuffle.
         if source.kind == "hf" and source.limit is None:
             source = replace(source, limit=most)
         return islice(iter_prompts(source), None if source.weight is None else most)
 
     def key(messages: list[Message]) -> str:
+        """Return a hash by which near-duplicates are equal."""
         return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))
 
     return _load(sources, read, limit, key, seed)[:limit]

@@ -112,6 +112,7 @@ def hydra_task(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], Non
     """
 
     def guarded(cfg: DictConfig) -> None:
+        """Run the task and report errors in one line."""
         with one_line_errors():
             task(cfg)
 

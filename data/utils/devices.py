@@ -32,17 +32,18 @@ def choose_device(name: str) -> None:
 
 def device_of(device: torch.device | str | None) -> torch.device:
     """Return ``device``, checked; None is the chosen device, else the machine's accelerator, else the CPU."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
-        return _chosen[0] if _chosen else found or torch.device("cpu")
+        return _chosen[0] if _chosen else accelerator or torch.device("cpu")
     try:
-        wanted = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError:
-        wanted = None
-    if wanted is None or (wanted.type not in ("cpu", "meta") and (found is None or wanted.type != found.type)):
-        has = "no accelerator" if found is None else f"{torch.accelerator.device_count()} of type {found.type}"
-        raise UserError(f"device={device} cannot be used; torch finds {has} here, and cpu")
-    return wanted
+        chosen = None
+    present = None if accelerator is None else accelerator.type
+    if chosen is None or chosen.type not in ("cpu", "meta", present):
+        devices = f"{torch.accelerator.device_count()} of type {present}" if present else "no accelerator"
+        raise UserError(f"device={device} cannot be used; torch finds {devices} here, and cpu")
+    return chosen
 
 
 def reads_freely(device: torch.device) -> bool:

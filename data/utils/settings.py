@@ -42,11 +42,13 @@ def settings(**options: Any) -> Callable[[type[T]], type[T]]:
     """Decorate a settings class: a dataclass (``options`` are those of ``dataclass``) that checks its fields."""
 
     def decorate(cls: type[T]) -> type[T]:
+        """Return ``cls`` as a dataclass whose constructor raises ``UserError``."""
         checked: Any = pydantic.dataclasses.dataclass(config=_CONFIG, **options)(cls)
         init = checked.__init__
 
         @wraps(init)
         def raising_user_errors(self: T, *args: Any, **values: Any) -> None:
+            """Initialise the settings; report an invalid value as a ``UserError``."""
             try:
                 init(self, *args, **values)
             except ValidationError as error:

@@ -60,8 +60,11 @@ def command(
     store.store(name=name, node={"defaults": defaults, "hydra": hidden})
 
     def decorate(task: Task[T]) -> Callable[[], None]:
+        """Return the entry point that runs ``task``."""
+
         @hydra_task
         def checked(cfg: DictConfig) -> None:
+            """Run ``task`` on checked settings."""
             task(parse(cfg, cls))
 
         checked.__module__ = task.__module__

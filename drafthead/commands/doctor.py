@@ -95,6 +95,7 @@ def page(config: DoctorConfig) -> list[str]:
     free, total = memory()
 
     def costs_lines() -> list[str]:
+        """Return the measured costs of a decoding step."""
         _, base, head = loaded(config.train)
         costs = measure_costs(base, head, repeats=5, sizes=[1, 2, 4, 8, 16, 32, 64])
         return [
@@ -107,6 +108,7 @@ def page(config: DoctorConfig) -> list[str]:
         ]
 
     def exactness_lines() -> list[str]:
+        """Return how many answers of each way to decode equal plain decoding."""
         result = exactness("eagle3_smollm2", "auto")
         title = f"exactness of a tiny eagle3 head on this device, {result['accepted']:.0%} of its drafts accepted"
         rates = result["ways"].items()
@@ -116,6 +118,7 @@ def page(config: DoctorConfig) -> list[str]:
         ]
 
     def memory_line(name: str) -> list[str]:
+        """Return the estimated memory of a recipe's training step."""
         if perf_counter() - started > LAST_ESTIMATE_S:
             return [f"  {name:<20} not estimated: there was no time left"]
         estimate = Estimate(composed([f"recipe={name}"]), device=device.type)
@@ -130,10 +133,10 @@ def page(config: DoctorConfig) -> list[str]:
         f"disk       {size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}",
     ]
     parts = {"exactness of a tiny head": exactness_lines, "costs of a step": costs_lines}
-    for name, part in (parts | {name: partial(memory_line, name) for name in config.recipes}).items():
+    for name, lines_of in (parts | {name: partial(memory_line, name) for name in config.recipes}).items():
         say(f"{name} ...")
         try:
-            lines += part()
+            lines += lines_of()
         except Exception as error:  # the page is most useful on a machine where something fails
             lines.append(f"{name} FAILED: {type(error).__name__}: {one_line(error)}")
         if name == "costs of a step":
@@ -201,22 +204,22 @@ def checklist(config: DoctorConfig) -> list[Step]:
     graphs = "" if graphs_of(device) else f"{device.type} has no graphs"
     files = (resources.files("drafthead.recipes") / "recipe").iterdir()
     recipes = sorted(file.name[:-5] for file in files if file.name.endswith("_smollm2.yaml"))
-    own, large = config.train, ["recipe=medusa_llama3"]
-    rest = [override for override in own if not override.startswith("recipe=")]
+    overrides, large = config.train, ["recipe=medusa_llama3"]
+    rest = [override for override in overrides if not override.startswith("recipe=")]
     return [
         ("0 machine", "", machine),
         ("1 tests marked gpu", gpu or source, partial(python, "-m", "pytest", "-q", "-m", "gpu", "tests")),
         *((f"2 equality of {name}", "", partial(exactness, name, "never")) for name in recipes),
         *((f"2 equality of {name}, graphs", graphs, partial(exactness, name, "always")) for name in recipes),
-        *((f"3 passes after {n} tokens", gpu if n > 1000 else "", partial(passes, own, n)) for n in CONTEXTS),
+        *((f"3 passes after {n} tokens", gpu if n > 1000 else "", partial(passes, overrides, n)) for n in CONTEXTS),
         *((f"3 passes of 8B after {n} tokens", gpu, partial(passes, large, n)) for n in CONTEXTS),
         *((f"4, 5 draft and loop of {name}", "", partial(passes, [f"recipe={name}", *rest], 200)) for name in recipes),
         ("4, 5 draft and loop of 8B", gpu, partial(passes, ["recipe=eagle3_llama3"], 200)),
-        ("6 training step", source, partial(benchmark, "train_step", "--steps", "2", *own)),
+        ("6 training step", source, partial(benchmark, "train_step", "--steps", "2", *overrides)),
         ("6 training step of 8B", gpu or source, partial(benchmark, "train_step", *large)),
-        *((f"7 generation of {n} rows", gpu if n > 16 else "", partial(generation, own, n)) for n in ROWS),
+        *((f"7 generation of {n} rows", gpu if n > 16 else "", partial(generation, overrides, n)) for n in ROWS),
         ("8 every head for five minutes", gpu or source, partial(benchmark, "heads", "--minutes", "5")),
-        ("9 profile", "", partial(profiled, own)),
+        ("9 profile", "", partial(profiled, overrides)),
     ]
 
 
@@ -274,18 +277,18 @@ def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
     """Return the costs of a step, drafting's and the loop's shares of it, and the passes' shares of the bandwidth."""
     _, base, head = loaded(overrides)
     costs = measure_costs(base, head, context)
-    read = sum(p.numel() * p.element_size() for p in base.model.parameters())
+    size_read = sum(p.numel() * p.element_size() for p in base.model.parameters())
     if base.embedding.data_ptr() != base.lm_head.weight.data_ptr():  # only a few rows of the table are read
-        read -= base.embedding.numel() * base.embedding.element_size()
+        size_read -= base.embedding.numel() * base.embedding.element_size()
     shape = base.cache_shape
-    read += 2 * costs.context * shape.layers * shape.heads * shape.head_dim * shape.dtype.itemsize
+    size_read += 2 * costs.context * shape.layers * shape.heads * shape.head_dim * shape.dtype.itemsize
     bandwidth = next((rate for word, rate in BANDWIDTH.items() if word in (accelerator_name() or "")), None)
     step = costs.step(head.depth + 1, head.depth)
     return {
         "costs": costs.to_json(),
         "draft_share": costs.draft_at(head.depth) / step,
         "loop_share": costs.overhead / step,
-        "bandwidth_share": bandwidth and {n: read / bandwidth / seconds for n, seconds in costs.verify.items()},
+        "bandwidth_share": bandwidth and {n: size_read / bandwidth / seconds for n, seconds in costs.verify.items()},
     }
 
 

@@ -173,9 +173,9 @@ def own_row(
     base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0
 ) -> dict[str, Any]:
     """Return the head's own tree with its threshold, which the other rows ignore because they simulate whole trees."""
-    own = default_draft_config(head)
-    simulated = simulate_texts(base, head, texts, own, sampler, seed=seed)
-    return row_of(f"own, threshold {own.confidence_threshold:g}", own.nodes, simulated)
+    draft_config = default_draft_config(head)
+    simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
+    return row_of(f"own, threshold {draft_config.confidence_threshold:g}", draft_config.nodes, simulated)
 
 
 def rows(

@@ -30,6 +30,7 @@ def follow_parent() -> None:
     """Kill this process group when standard input closes."""
 
     def wait() -> None:
+        """Read standard input until it closes, then kill the group."""
         while os.read(0, 4096):
             pass
         os.killpg(0, signal.SIGKILL)

@@ -258,6 +258,7 @@ def _shortened(table: TabularLM, depth: int, length: Callable[[Proposal], torch.
     draft_config = DraftConfig(tree=TokenTree.chain(depth), draft_sampling=WITH, sampler=RAW)
 
     def draft(last_token: torch.Tensor, rng: RandomSource) -> Proposal:
+        """Draft a whole chain, then cut it."""
         proposal = TableDraft(table, draft_config)(last_token, rng)
         parents = proposal.shape.parents.expand(len(last_token), -1)
         is_kept = torch.arange(depth + 1) <= length(proposal)[:, None]

@@ -179,6 +179,7 @@ def speedup_interval(rows: Rows, baseline: Rows, seed: int = 0) -> tuple[float, 
     """
 
     def statistic(totals: np.ndarray) -> np.ndarray:
+        """Return the speedup for sums [..., 4] of the columns below."""
         tokens, seconds, base_tokens, base_s = np.moveaxis(totals, -1, 0)
         return np.asarray((tokens / seconds) / (base_tokens / base_s))
 

@@ -80,6 +80,7 @@ def summarise(
     machine = {"hardware": measured_on, "versions": versions()}
 
     def group(rows: Rows, members: list[int]) -> dict[str, Any]:
+        """Return the metrics of some rows, which answer the prompts ``members``."""
         outputs = {name: [(turns[n], equality[n]) for n in members] for name, equality in equalities.items()}
         return _group({name: rows[rows.method == name] for name in (*baselines, *methods)}, outputs) | machine
 

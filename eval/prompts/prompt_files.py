@@ -34,6 +34,7 @@ def read_jsonl(path: Path) -> list[EvalPrompt]:
     """
 
     def convert(line: bytes, number: int) -> EvalPrompt:
+        """Return a line's prompt."""
         row = json_object(line)
         keys = [key for key in COLUMNS if key in row]
         if len(keys) != 1:

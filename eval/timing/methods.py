@@ -89,6 +89,7 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
     """Return our loop, speculative with a drafter."""
 
     def answer(ids: list[int]) -> DecodeResult:
+        """Decode one prompt."""
         return decode(
             base,
             drafter,

@@ -177,13 +177,14 @@ def positions(
 def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer]) -> list[HiddenStates]:
     """Return the base's hidden states [1, T, D] of every answer: the stored ones, or those of one forward pass."""
 
-    def read(text: FinishedAnswer) -> HiddenStates:
+    def states(text: FinishedAnswer) -> HiddenStates:
+        """Return the hidden states of one answer."""
         if text.final is None or drafter.spec.layers:
             return base.hidden_states(as_batch(text).to(base.device), drafter.spec)
         stored = text.final.to(base.device, base.dtype)
         return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
-    return [read(text) for text in texts]
+    return [states(text) for text in texts]
 
 
 def as_batch(text: FinishedAnswer) -> TrainBatch:

@@ -78,6 +78,7 @@ def _greedy_order(answers: Sequence[AcceptProbs], size: int, weights: Sequence[F
     accepted: dict[tuple[int, ...], Floats] = {(): weight * valid[:, 0]}
 
     def push_children(parent: float, path: tuple[int, ...]) -> None:
+        """Add the children of ``path``, whose value is ``parent``, to the frontier."""
         k = len(path)
         counts, total = accepted[path] @ known[:, k], float(accepted[path].sum())
         conditional = (counts + PRIOR_WEIGHT * marginal[k]) / (total + PRIOR_WEIGHT)
@@ -278,6 +279,7 @@ def cross_fitted(
     largest, depth = max(sizes), answers[0].shape[1]
 
     def trees(half: Sequence[AcceptProbs]) -> list[TokenTree]:
+        """Return the best tree of every size."""
         if method == "greedy":
             order = greedy_tree(half, largest - 1)
             return [order.tree(size - 1) for size in sizes]

@@ -63,6 +63,7 @@ def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
     tensors: dict[str, Tensor] = {}
 
     def walk(item: Any, path: str) -> Any:
+        """Return ``item`` as JSON and collect its tensors under names that start with ``path``."""
         if isinstance(item, Tensor):
             tensors[path] = item.detach().cpu().contiguous()
             return {"tensor": path}

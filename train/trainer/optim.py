@@ -101,6 +101,7 @@ def build_optimizer(
         raise UserError("the head has no trainable parameter; unfreeze a part of it in the recipe's head group")
 
     def settings(groups: dict[tuple[float, bool], list[nn.Parameter]]) -> list[dict[str, Any]]:
+        """Return torch's parameter groups, with a weight decay for matrices only."""
         return [
             {"params": group, "weight_decay": 0.0 if is_vector else config.weight_decay, "lr_mult": mult}
             for (mult, is_vector), group in sorted(groups.items(), key=lambda item: item[0])
