@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist worksteal
 # Containers often set this variable; without cached bytecode every process compiles torch and transformers again.
@@ -10,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow test-engines test-accelerator check coverage hooks demo clean
+.PHONY: help setup test test-slow test-engines test-accelerator check docs coverage hooks demo clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -29,6 +30,11 @@ $(READY): pyproject.toml constraints.txt
 	  echo "   set-up: $$(($$(date +%s) - started)) s"
 	@touch $@
 
+# Apart from the set-up of a first run, which does not need them.
+$(DOCS_READY): $(READY)
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 test: $(READY) ## run the fast tests
 	$(PYTEST) -m "not slow and not gpu and not engines" $(TWO)
 
@@ -43,11 +49,16 @@ test-engines: $(READY) ## test with a real llama.cpp and a real vLLM, installed 
 test-accelerator: $(READY) ## test every device path on a simulated GPU; needs g++
 	PYTHONPATH=tests $(PYTEST) -p accelerator.simulated tests/accelerator/cases.py tests/accelerator/cases_runs.py $(TWO)
 
-check: $(READY) ## ruff, format, mypy and the fast tests; must pass before every commit
+check: $(READY) $(DOCS_READY) ## ruff, format, mypy, spelling, links and the fast tests; must pass before every commit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+	$(MAKE) --no-print-directory docs
 	$(MAKE) --no-print-directory test
+
+docs: $(DOCS_READY) ## build the site into build/site; a broken link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 coverage: $(READY) ## run the fast tests and report the source lines they reach
 	$(BIN)/coverage run -m pytest -m "not slow and not gpu and not engines"; failed=$$?; \
