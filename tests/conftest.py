@@ -81,7 +81,7 @@ def _tiny_base(model_type: str, seed: int, **settings: Any) -> BaseModel:
     return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=seed))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_base() -> Callable[..., BaseModel]:
     """Return a function that makes a random base of an architecture, whose greedy answers vary."""
 
