@@ -1,147 +1,406 @@
-"""Compare draft heads on SmolLM2 that were trained on the same answers for the same time.
+"""One fair table of draft heads: the same answers, the same training time on one core, several seeds, one machine.
 
-    python benchmarks/heads.py --minutes 20
-    python benchmarks/heads.py --heads medusa,my_head --minutes 5 --out outputs/two_heads
-    python benchmarks/heads.py --minutes 0.05 --suite builtin --out outputs/tiny_heads debug=tiny     a quick test
+    python benchmarks/heads.py                                          everything
+    python benchmarks/heads.py --stage time                             only the timing of trained heads (8 minutes)
+    python benchmarks/heads.py --stage table                            only print, draw, and write the pages
+    python benchmarks/heads.py --heads medusa,my_head --minutes 5 --seeds 0 --out outputs/two --json two.json
+    python benchmarks/heads.py --minutes 0.02 --seeds 0 --suite builtin --out outputs/tiny --json tiny.json debug=tiny
 
-1. Every head is trained with its recipe `<head>_smollm2` (or `head=<head> phases=cpu`) on the corpus of --data, with
-   cached hidden states. A probe of a few steps per phase measures the step times. The recipe's steps are then scaled by
-   one factor, so that training takes --minutes. Corpora, caches, validation and checkpoints are not counted.
-2. `drafthead eval` answers the suite with all heads, prompt lookup and autoregressive decoding, interleaved. It prints
-   the table. A head that changed its base is evaluated in a separate run.
+Heads are those of ``recipes/head`` and ``models/heads``; each has the settings of its recipe ``<head>_smollm2``, or
+``head=<head> phases=cpu`` without one. Stages, in order:
 
-The same command resumes after an interruption. The machine must be otherwise idle: the probes decide the steps.
+1. measure: the CPU time of a training step of every phase, once per head, on one thread. A budget of minutes becomes a
+   number of steps, and the recipe's phases keep their proportions. CPU time hardly depends on other processes. Steps,
+   unlike "train until the time is over", give every seed the same training, let the learning rate end where the recipe
+   ends it, and make the table reproducible: with the steps of the record, another machine trains the same heads.
+   Corpora, hidden states of the base, validation and checkpoints are not counted.
+2. train: `drafthead train`, one thread, for every budget, seed and head. Each head's tree of --nodes nodes is chosen on
+   the dev half of the suite. The mean accepted length tau, alone and with prompt lookup in one tree, is that of
+   decoding the test half greedily. It is simulated on the base's own answers, which gives the same number. A head that
+   changed its base drafts for the answers of its own base.
+3. time: the heads of the longest budget that all heads have finished answer prompts of the test half with prompt lookup
+   and stock `generate`, interleaved. Only this stage needs an idle machine.
+4. table: medians and ranges over the seeds, printed, and a figure; --write also writes the tables of the pages.
+
+The record (--json) is written after every result. The same command continues after an interruption.
 """
 
+import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import sleep
+from time import process_time
+from typing import Any
 
-from common import entry_point, listed, parser, save_record
+import numpy as np
+import torch
+from common import at_least, entry_point, listed, parser, print_table
+from heads_table import caption, figure, markdown, rows
 
+from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, read_json_lines, write_json
-from drafthead.models.heads.parts.loading import head_types
-from drafthead.train.config import composed
+from drafthead.data.utils.files import read_json, write_atomic, write_json
+from drafthead.data.utils.machine import hardware, versions
+from drafthead.eval.config import EvalConfig
+from drafthead.eval.evaluate import evaluate
+from drafthead.eval.metrics.summary import METHOD, speedup_of
+from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_texts, text_ranks
+from drafthead.eval.trees.calibrate import WIDTH
+from drafthead.eval.trees.search import greedy_tree
+from drafthead.eval.trees.simulate import SimulatedAcceptance, accept_probs_of_ranks
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.drafter import Drafter
+from drafthead.models.decoding.loop import default_draft_config
+from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.drafters.expression import build_drafter, parse_drafter
+from drafthead.models.heads.parts.head_folder import write_trees
+from drafthead.models.heads.parts.loading import head_types, load_base_and_head, load_head
+from drafthead.train.config import RunConfig, composed
+from drafthead.train.distributed.launcher import launched
+from drafthead.train.pipeline import RunContext
+from drafthead.train.trainer.step import StepResult
+from drafthead.train.trainer.trainer import Trainer
 
-RECIPES = Path(__file__).parent.parent / "recipes"
-COMMAND = [sys.executable, "-m", "drafthead.cli"]
-PROBE_STEPS, PROBE_WARM = 8, 3
-"""Steps per phase in a probe, and the number of first ones that are not counted."""
+ROOT = Path(__file__).parent.parent
+RECORD = ROOT / "docs" / "results" / "heads.json"
+PAGES = (RECORD.with_suffix(".md"), ROOT / "README.md")
+MARKS = "<!-- made by python benchmarks/heads.py --stage table --write -->", "<!-- end -->"
+STAGES = ("measure", "train", "time", "table")
+LOOKUP = "prompt_lookup:8:2"
+PROBE_STEPS, SLOW_PROBE_STEPS, PROBE_WARM = 10, 3, 2
+"""Steps of a phase that are measured; fewer in a phase that trains the base; and how many of them are not counted."""
 NEVER = 10**9
+TIMED_TOKENS = 48
+"""Length of timed answers."""
 
 
 def known_heads() -> list[str]:
     """Return the names of all heads and variants: modules of ``models/heads`` and files of ``recipes/head``."""
-    return sorted({*head_types(), *(path.stem for path in RECIPES.glob("head/*.yaml"))})
+    return sorted({*head_types(), *(path.stem for path in (ROOT / "recipes").glob("head/*.yaml"))})
 
 
-def settings_of(name: str, arguments: Namespace) -> list[str]:
+@dataclass
+class Record:
+    """The JSON file of the results."""
+
+    path: Path
+    content: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path, settings: dict[str, Any]) -> "Record":
+        """Continue the record in a file, or begin one."""
+        if not path.exists():
+            begun = {"benchmark": "heads", "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            machine = {"hardware": hardware(), "versions": versions(), "settings": settings}
+            return cls(path, {**begun, **machine, "precision": None, "heads": {}, "lookup": None, "runs": []})
+        content = read_json(path)
+        if changed := [name for name, value in settings.items() if content["settings"].get(name) != value]:
+            raise UserError(
+                f"{path} was begun with other settings ({', '.join(changed)}); choose another --json and --out, or "
+                "remove both"
+            )
+        return cls(path, content)
+
+    def save(self) -> None:
+        """Write the file."""
+        write_json(self.path, self.content)
+
+    def run(self, head: str, minutes: float, seed: int) -> dict[str, Any] | None:
+        """Return the results of a trained head, or None."""
+        runs = (r for r in self.content["runs"] if (r["head"], r["minutes"], r["seed"]) == (head, minutes, seed))
+        return next(runs, None)
+
+
+# Training --------------------------------------------------------------------------------------------------------
+
+
+def settings_of(name: str, arguments: Namespace, seed: int = 0) -> list[str]:
     """Return the settings for `drafthead train`, except for the numbers of steps."""
     recipe = f"{name}_smollm2"
-    has_recipe = (RECIPES / "recipe" / f"{recipe}.yaml").exists()
-    settings = [f"recipe={recipe}"] if has_recipe else [f"head={name}", "phases=cpu"]
+    has_recipe = (ROOT / "recipes" / "recipe" / f"{recipe}.yaml").exists()
+    settings = [f"recipe={recipe}"] if has_recipe else [f"head={name}", "phases=cpu", f"name={name}"]
     tiny = any(override.startswith("debug=") for override in arguments.overrides)
-    settings += [f"data.folder={arguments.out / 'corpora'}" if tiny else f"data={arguments.data}"]
-    settings += [f"out={arguments.out / name}", "eval.limit=2", "eval.max_new_tokens=24", *arguments.overrides]
-    return [*settings, *(f"phases.{phase}.store_hidden_states=true" for phase in composed(settings).phases)]
+    settings += [f"data.folder={arguments.out / f'corpora-{seed}'}"] if tiny else [f"data={arguments.data}"]
+    return [*settings, f"seed={seed}", *arguments.overrides]
 
 
-def probe(settings: Sequence[str], phases: Sequence[str]) -> dict[str, float]:
-    """Return the median seconds per step of every phase from a short run, which is stopped after the last probe."""
-    with TemporaryDirectory(prefix="drafthead-probe-") as folder:
-        rare = ["log_every=1", f"validate_every={NEVER}", f"checkpoint.every_steps={NEVER}", f"out={folder}"]
-        steps = [f"phases.{name}.steps={PROBE_STEPS}" for name in phases]
-        times: dict[str, list[float]] = dict.fromkeys(phases, [])
-        with subprocess.Popen([*COMMAND, "train", *settings, *steps, *rare]) as process:
-            while min(map(len, times.values())) < PROBE_STEPS:
-                ended = process.poll() is not None  # asked before the file is read, or the last lines could be missed
-                rows = [row for row in read_json_lines(Path(folder) / "metrics.jsonl") if "step_ms" in row]
-                times = {name: [row["step_ms"] / 1e3 for row in rows if row["phase"] == name] for name in phases}
-                if ended and min(map(len, times.values())) < PROBE_STEPS:
-                    raise UserError("the probe failed; its output above says why")
-                sleep(0.2)
-            process.terminate()
-    return {name: median(seconds[PROBE_WARM:]) for name, seconds in times.items()}
+class TimedTrainer(Trainer):
+    """A trainer that records the CPU time of its steps."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.seconds: list[float] = []
+
+    def _step(self, *arguments: Any) -> StepResult:
+        started = process_time()
+        result = super()._step(*arguments)
+        self.seconds.append(process_time() - started)
+        return result
 
 
-def train_head(name: str, arguments: Namespace) -> None:
-    """Train one head for --minutes; skip a finished one."""
-    folder, settings = arguments.out / name, settings_of(name, arguments)
+def measure(settings: Sequence[str]) -> tuple[dict[str, float], str]:
+    """Return the median CPU seconds of a training step by phase, and the precision of training."""
     phases = composed(settings).phases
-    budget = {"minutes": arguments.minutes, "overrides": arguments.overrides}
-    path = folder / "budget.json"
-    if not path.exists():
-        step_s = probe(settings, list(phases))
-        factor = 60 * arguments.minutes / sum(phase.steps * step_s[n] for n, phase in phases.items())
-        steps = {n: max(1, round(factor * phase.steps)) for n, phase in phases.items()}
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, {**budget, "step_s": step_s, "steps": steps})
-    saved = read_json(path)
-    if any(saved[key] != value for key, value in budget.items()):
-        raise UserError(f"{folder} was begun with other settings; choose another --out, or remove that folder")
-    if (folder / "eval.json").exists():
-        return
-    steps, total = saved["steps"], sum(saved["steps"].values())
-    schedule = [f"phases.{n}.steps={count}" for n, count in steps.items()]
+    counts = {name: SLOW_PROBE_STEPS if phase.train_base else PROBE_STEPS for name, phase in phases.items()}
+    with TemporaryDirectory(prefix="drafthead-probe-") as folder:
+        steps = [f"phases.{name}.steps={count}" for name, count in counts.items()]
+        rare = [f"validate_every={NEVER}", f"checkpoint.every_steps={NEVER}", f"out={folder}", "tracker=none"]
+        run = composed([*settings, *steps, *rare])
+        with launched(run) as launch:
+            context = RunContext(run, launch)
+            context.corpora.answers()
+            trainer = TimedTrainer(run, context.new_head(), context.corpora, Path(folder), launch, None)
+            trainer.train()
+            precision = str(launch.sharding.precision(context.corpora.base)).removeprefix("torch.")
+            launch.sharding.close()
+    medians, first = {}, 0
+    for name, count in counts.items():
+        seconds = trainer.seconds[first : first + count]
+        medians[name], first = median(seconds[min(PROBE_WARM, count - 1) :]), first + count
+    return medians, precision
+
+
+def steps_of(run: RunConfig, step_s: Mapping[str, float], minutes: float) -> dict[str, int]:
+    """Return the steps of every phase that take ``minutes`` together, in the proportions of the recipe."""
+    factor = 60 * minutes / sum(phase.steps * step_s[name] for name, phase in run.phases.items())
+    return {name: max(1, round(factor * phase.steps)) for name, phase in run.phases.items()}
+
+
+def train(settings: Sequence[str], steps: Mapping[str, int], precision: str, folder: Path) -> None:
+    """Train a head on one thread; an interrupted run continues at its last checkpoint."""
+    phases, total = composed(settings).phases, sum(steps.values())
+    schedule = [f"phases.{name}.steps={count}" for name, count in steps.items()]
     # A short phase must not consist of warm-up steps only.
-    schedule += [f"phases.{n}.optim.warmup_steps={min(p.optim.warmup_steps, steps[n] // 4)}" for n, p in phases.items()]
-    schedule += [f"validate_every={max(1, total // 4)}", f"log_every={max(1, total // 40)}"]
-    if subprocess.run([*COMMAND, "train", *settings, *schedule], check=False).returncode:
-        raise UserError(f"training {name} failed; its output above says why")
+    warm = {name: min(phase.optim.warmup_steps, steps[name] // 4) for name, phase in phases.items()}
+    schedule += [f"phases.{name}.optim.warmup_steps={count}" for name, count in warm.items()]
+    schedule += [f"{name}_every={max(1, total // parts)}" for name, parts in (("validate", 4), ("log", 20))]
+    fixed = [f"shard.precision={precision}", f"out={folder}", "stages=[corpora,train]", "tracker=none"]
+    command = [sys.executable, "-m", "drafthead.cli", "train", *settings, *schedule, *fixed]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if subprocess.run(command, check=False, env=environment).returncode:
+        raise UserError(f"training {folder.name} failed; its output above says why")
 
 
-def evaluate(names: Sequence[str], folder: Path, arguments: Namespace) -> None:
-    """Answer the suite with the heads of one base in an interleaved run."""
-    heads = [arguments.out / name / "head" for name in names]
-    methods = [*(f"head:{head}" for head in heads[1:]), "prompt_lookup:3", "hf_prompt_lookup:3"]
-    settings = [f"head={heads[0]}", f"baselines=[{','.join(methods)}]", f"out={folder}", f"suite={arguments.suite}"]
-    settings += [f"limit={arguments.limit}", f"max_new_tokens={arguments.max_new_tokens}"]
-    settings += [f"sampler.temperature={arguments.temperature:g}", "split=test"]
-    if subprocess.run([*COMMAND, "eval", *settings], check=False).returncode:
-        raise UserError(f"evaluating {', '.join(names)} failed; its output above says why")
+# Acceptance ------------------------------------------------------------------------------------------------------
 
 
-def main(given: list[str] | None = None) -> int:
-    """Train and evaluate; return 1 if a head could not be trained."""
-    options = parser(__doc__)
-    add = options.add_argument
-    add("--minutes", type=float, default=20.0, metavar="N", help="training time per head (default 20)")
-    add("--heads", default=",".join(known_heads()), metavar="LIST", help="comma-separated; default: all heads")
-    add("--out", type=Path, default=Path("outputs/heads"), metavar="DIR", help="default outputs/heads")
-    add("--data", default="smollm2_large", metavar="NAME", help="recipes/data/NAME.yaml (ignored with debug=...)")
-    add("--suite", default="spec_bench_like", metavar="NAME", help="prompts, as in `drafthead eval`")
-    add("--limit", type=int, default=36, metavar="N", help="number of prompts over all tasks")
-    add("--max-new-tokens", type=int, default=96, metavar="N", help="answer length")
-    add("--temperature", type=float, default=0.0, metavar="T", help="default 0: greedy")
-    add("overrides", nargs="*", metavar="key=value", help="settings of all runs, as for `drafthead train`")
-    arguments = options.parse_intermixed_args(given)
-    if not 0 < arguments.minutes < NEVER:
-        raise UserError(f"--minutes must be more than 0, got {arguments.minutes:g}")
-    groups: dict[str, list[str]] = {}
-    failed = {}
-    for name in listed("heads", arguments.heads, known_heads()):
+class Judge:
+    """A base with its own answers, on which heads are compared."""
+
+    def __init__(self, base: BaseModel, arguments: Namespace) -> None:
+        self.base, self.arguments = base, arguments
+
+    def _answers(self, split: str) -> list[FinishedAnswer]:
+        a = self.arguments
+        limits = {"suite": a.suite, "limit": a.limit, "max_new_tokens": a.max_new_tokens}
+        return base_answers(self.base, **limits, split=split, keep_hidden_states=True)
+
+    @cached_property
+    def dev(self) -> list[FinishedAnswer]:
+        """Answers on which trees are chosen."""
+        return self._answers("dev")
+
+    @cached_property
+    def test(self) -> list[FinishedAnswer]:
+        """Answers on which tau is measured."""
+        return self._answers("test")
+
+    def tau(self, spec: str, head: Drafter | None = None) -> dict[str, Any]:
+        """Return the mean accepted length of a drafter."""
+        config = None if head is None else default_draft_config(head)
+        drafter, draft_config = build_drafter(parse_drafter(spec), self.base, head, config)
+        # One by one, as in decoding: a combined drafter divides its nodes among the rows of a batch.
+        sampler = Sampler(temperature=0.0)
+        simulated: SimulatedAcceptance = simulate_texts(
+            self.base, drafter, self.test, draft_config, sampler, in_order="+" in spec
+        )
+        return {"tau": simulated.mean_accepted_length, "interval_95": simulated.interval}
+
+    def acceptance(self, folder: Path) -> dict[str, Any]:
+        """Choose the tree of a saved head, and return its acceptance."""
+        head = load_head(folder, self.base)
+        ranks = text_ranks(head, self.dev)
+        drafts = self.arguments.nodes - 1
+        head.tree = greedy_tree([accept_probs_of_ranks(r, WIDTH) for r in ranks], drafts).tree(drafts)
+        write_trees(folder, head)
+        positions = np.concatenate(text_ranks(head, self.test))
+        hits = [float((column[column >= 0] == 0).mean()) for column in positions.T]
+        return {"alone": self.tau("head", head), "with_lookup": self.tau(f"head+{LOOKUP}", head), "acceptance": hits}
+
+
+def measure_all(record: Record, heads: Sequence[str], arguments: Namespace) -> dict[str, str]:
+    """Measure the training step of every head that the record lacks; return the errors by head."""
+    content, failed = record.content, {}
+    for name in heads:
+        if name in content["heads"]:
+            continue
         try:
-            train_head(name, arguments)
+            step_s, precision = measure(settings_of(name, arguments))
         except UserError as error:
             failed[name] = str(error)
             continue
-        alone = composed(settings_of(name, arguments)).trains_base
-        groups.setdefault(name if alone else "shared", []).append(name)
-    results = {}
+        content["precision"] = content["precision"] or precision
+        content["heads"][name] = {"step_s": step_s, "trains_base": composed(settings_of(name, arguments)).trains_base}
+        record.save()
+        print(f"{name}: " + ", ".join(f"{phase} {1e3 * s:.0f} ms a step" for phase, s in step_s.items()), flush=True)
+    return failed
+
+
+def train_all(record: Record, heads: Sequence[str], arguments: Namespace) -> dict[str, str]:
+    """Train and judge every head that the record lacks; return the errors by head.
+
+    All heads of a budget and seed come before the next seed, and all seeds before the next budget.
+    """
+    content, failed, shared = record.content, {}, None
+    todo = [(m, seed, name) for m in arguments.minutes for seed in arguments.seeds for name in heads]
+    for minutes, seed, name in todo:
+        if name in failed or name not in content["heads"] or record.run(name, minutes, seed):
+            continue
+        settings, folder = settings_of(name, arguments, seed), run_folder(arguments.out, name, minutes, seed)
+        run = composed(settings)
+        steps = steps_of(run, content["heads"][name]["step_s"], minutes)
+        try:
+            train(settings, steps, content["precision"], folder)
+        except UserError as error:
+            failed[name] = str(error)
+            continue
+        if run.trains_base:
+            judge = Judge(load_base_and_head(folder / "head")[0], arguments)
+        else:
+            judge = shared = shared or Judge(BaseModel.load(run.base), arguments)
+            content["lookup"] = content["lookup"] or judge.tau(LOOKUP)
+        result = judge.acceptance(folder / "head")
+        shutil.rmtree(folder / "checkpoints")  # hundreds of megabytes
+        content["runs"].append({"head": name, "minutes": minutes, "seed": seed, "steps": steps, **result})
+        record.save()
+        taus = f"tau {result['alone']['tau']:.3f} alone, {result['with_lookup']['tau']:.3f} with prompt lookup"
+        print(f"{folder.name}: {taus}", flush=True)
+    return failed
+
+
+def run_folder(out: Path, name: str, minutes: float, seed: int) -> Path:
+    """Return the folder of a run."""
+    return out / f"{name}-{minutes:g}min-seed{seed}"
+
+
+# Speed -----------------------------------------------------------------------------------------------------------
+
+
+def time_heads(record: Record, heads: Sequence[str], arguments: Namespace) -> None:
+    """Time the first seed's heads of the longest budget that all heads have finished."""
+    heads, seed = [name for name in heads if name in record.content["heads"]], arguments.seeds[0]
+    finished = [m for m in arguments.minutes if all(record.run(name, m, seed) for name in heads)]
+    if not finished:
+        raise UserError("no budget has all heads trained yet; run the stage train first")
+    minutes, groups = max(finished), dict[str, list[str]]()
+    for name in heads:
+        groups.setdefault(name if record.content["heads"][name]["trains_base"] else "shared", []).append(name)
+    speed: dict[str, Any] = {"minutes": minutes, "seed": seed, "prompts": arguments.time_limit}
+    speed |= {"max_new_tokens": TIMED_TOKENS, "heads": {}, "groups": {}}
     for group, names in groups.items():
-        folder = arguments.out / f"eval-{group}-T{arguments.temperature:g}"
-        evaluate(names, folder, arguments)
-        results[group] = {"heads": names, **read_json(folder / "eval.json")["overall"]}
+        folders = {name: run_folder(arguments.out, name, minutes, seed) / "head" for name in names}
+        base, _ = load_base_and_head(folders[names[0]])
+        lookup, _ = build_drafter(parse_drafter(LOOKUP), base)
+        specs = {name: (f"head:{folder}", f"head:{folder}+{LOOKUP}") for name, folder in folders.items()}
+        config = EvalConfig(
+            suite=arguments.suite,
+            split="test",
+            limit=arguments.time_limit,
+            max_new_tokens=TIMED_TOKENS,
+            baselines=[spec for pair in specs.values() for spec in pair],
+        )
+        folder = arguments.out / f"time-{group}-{minutes:g}min"
+        folder.mkdir(parents=True, exist_ok=True)
+        overall = evaluate(base, lookup, config, folder, Display().progress)["overall"]
+        for name, (alone, combined) in specs.items():
+            speed["heads"][name] = {"alone": speeds(overall, alone), "with_lookup": speeds(overall, combined)}
+        copied = {key: overall[key] for key in ("autoregressive_tokens_per_second", "hardware")}
+        speed["groups"][group] = {"lookup": speeds(overall, METHOD), **copied}
+    record.content["speed"] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **speed}
+    record.save()
+
+
+def speeds(overall: dict[str, Any], method: str) -> dict[str, Any]:
+    """Return the speedup of a method over the fastest autoregressive decoder, and how many answers were identical."""
+    numbers = overall["methods"][method]
+    copied = {key: numbers[key] for key in ("tokens_per_second", "identical_outputs")}
+    interval = numbers["speedup"]["interval_95"]
+    return {"speedup": speedup_of(overall, method), "interval_95": interval, **copied}
+
+
+def main(given: list[str] | None = None) -> int:
+    """Run the stages; return 1 if a head could not be measured."""
+    options = parser(__doc__)
+    options.set_defaults(json=RECORD)
+    add = options.add_argument
+    add("--stage", default="all", metavar="NAME", help=f"one of {', '.join(STAGES)}; default: all")
+    add("--minutes", default="4,15", metavar="LIST", help="budgets of CPU minutes per head (default 4,15)")
+    add("--seeds", default="0,1,2", metavar="LIST", help="seeds of every budget (default 0,1,2)")
+    add("--heads", default=",".join(known_heads()), metavar="LIST", help="comma-separated; default: all heads")
+    add("--out", type=Path, default=Path("outputs/heads"), metavar="DIR", help="default outputs/heads")
+    add("--data", default="smollm2", metavar="NAME", help="recipes/data/NAME.yaml (ignored with debug=...)")
+    add("--suite", default="spec_bench_like", metavar="NAME", help="prompts, as in `drafthead eval`")
+    add("--limit", type=int, default=24, metavar="N", help="prompts of each half for tau (default 24)")
+    add("--time-limit", type=int, default=6, metavar="N", help="prompts to time (default 6)")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="answer length (default 64)")
+    add("--nodes", type=int, default=6, metavar="N", help="nodes of a head's tree, root included (default 6)")
+    add("--write", action="store_true", help="write the table into README.md and docs/results/heads.md")
+    add("overrides", nargs="*", metavar="key=value", help="settings of all runs, as for `drafthead train`")
+    arguments = options.parse_intermixed_args(given)
+    at_least(arguments, 2, "nodes", "max_new_tokens")
+    at_least(arguments, 1, "limit", "time_limit")
+    stages = list(STAGES) if arguments.stage == "all" else listed("stage", arguments.stage, STAGES)
+    heads = listed("heads", arguments.heads, known_heads())
+    arguments.minutes = listed_numbers("minutes", arguments.minutes, float)
+    arguments.seeds = listed_numbers("seeds", arguments.seeds, int)
+    if min(arguments.minutes) <= 0:
+        raise UserError(f"--minutes must be more than 0, got {min(arguments.minutes):g}")
+    names = ("data", "suite", "limit", "max_new_tokens", "nodes", "overrides")
+    record = Record.open(arguments.json, {name: getattr(arguments, name) for name in names})
+    failed: dict[str, str] = {}
+    if "measure" in stages or "train" in stages:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        if "measure" in stages:
+            failed |= measure_all(record, heads, arguments)
+        if "train" in stages:
+            failed |= train_all(record, heads, arguments)
+        torch.set_num_threads(threads)
+    if "time" in stages:
+        time_heads(record, heads, arguments)
+    if "table" in stages:
+        print_table(caption(record.content), rows(record.content))
+        write_atomic(arguments.json.with_suffix(".svg"), figure(record.content))
+        for page in PAGES if arguments.write else ():
+            write_between_marks(page, markdown(record.content))
     for name, message in failed.items():
         print(f"left out: {name}: {message}", file=sys.stderr)
-    save_record(arguments, "heads", {"groups": results, "failed": failed})
     return 1 if failed else 0
+
+
+def listed_numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+    """Return the numbers in a comma-separated list."""
+    try:
+        return [kind(value) for value in text.split(",")]
+    except ValueError:
+        raise UserError(f"--{option} needs numbers, separated by commas, got {text}") from None
+
+
+def write_between_marks(page: Path, text: str) -> None:
+    """Replace what stands between the marks of a page."""
+    before, mark, rest = page.read_text().partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not end:
+        raise UserError(f"{page} has no lines {MARKS[0]} and {MARKS[1]} to write between")
+    write_atomic(page, f"{before}{mark}\n{text}\n{end}{after}")
 
 
 if __name__ == "__main__":
