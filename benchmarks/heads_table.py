@@ -77,15 +77,21 @@ def rows(record: dict[str, Any]) -> list[dict[str, str]]:
 def caption(record: dict[str, Any]) -> str:
     """Return what the table shows, on which machine, and how many seeds every budget has."""
     counts = {m: [len(runs_of(record, head, m)) for head in record["heads"]] for m in budgets(record)}
-    seeds = ", ".join(
-        f"{m:g} minutes: {max(n)} seed{'s' * (max(n) > 1)}" + (f" ({n.count(0)} heads missing)" if 0 in n else "")
-        for m, n in counts.items()
-    )
+    seeds = ", ".join(f"{m:g} minutes: {seed_count(n)}" for m, n in counts.items())
     machine, settings = record["hardware"], record["settings"]
     return (
         f"{settings['limit']} prompts of {settings['suite']}, trees of {settings['nodes']} nodes; {seeds}; one core of "
         f"{machine['cpu']}, {record['date'][:10]}"
     )
+
+
+def seed_count(counts: Sequence[int]) -> str:
+    """Return the seeds of a budget from the number of every head: ``2 to 3 seeds``, ``1 seed (4 of 9 heads)``."""
+    least, most = min(counts), max(counts)
+    text = f"{most} seed{'s' * (most > 1)}"
+    if not least:
+        return f"{text} ({sum(map(bool, counts))} of {len(counts)} heads)"
+    return text if least == most else f"{least} to {text}"
 
 
 def markdown(record: dict[str, Any]) -> str:

@@ -1,10 +1,10 @@
 """The benchmarks run: on a random tiny base, for their function and not for their times."""
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +50,8 @@ def test_decode_measures_every_part_of_a_step(script: Load, head: Path, tmp_path
         ("train_step", ["recipe=nowhere"], "recipe=nowhere: "),
         ("heads", ["--heads", "medsua"], "--heads .*, got medsua"),
         ("heads", ["--minutes", "0"], "--minutes .*, got 0"),
+        ("heads", ["--seeds", "one"], "--seeds .*, got one"),
+        ("heads", ["--stage", "speed"], "--stage .*, got speed"),
     ],
 )
 def test_bad_input_fails_before_anything_loads(script: Load, name: str, given: list[str], says: str) -> None:
@@ -139,25 +141,58 @@ def test_a_new_head_needs_no_list(script: Load) -> None:
 
 @pytest.mark.slow
 def test_heads_are_trained_for_equal_time_and_measured(script: Load, tmp_path: Path) -> None:
-    out, record = tmp_path / "heads", tmp_path / "heads.json"
+    out, path = tmp_path / "heads", tmp_path / "heads.json"
     given = ["--heads", "medusa,hydra,medusa2", "--minutes", "0.02", "--suite", "builtin", "--limit", "2"]
-    given += ["--max-new-tokens", "8", "--out", str(out), "--json", str(record), "debug=tiny"]
-    assert script("heads").main(given) == 0
-    groups = json.loads(record.read_text())["groups"]
-    assert {name: group["heads"] for name, group in groups.items()} == {
-        "shared": ["medusa", "hydra"],
-        "medusa2": ["medusa2"],
+    given += ["--max-new-tokens", "8", "--time-limit", "2", "--out", str(out), "--json", str(path), "debug=tiny"]
+    assert script("heads").main([*given, "--seeds", "0"]) == 0
+    record = json.loads(path.read_text())
+    trained = {(run["head"], run["seed"]): run for run in record["runs"]}
+    assert set(trained) == {(name, 0) for name in ("medusa", "hydra", "medusa2")}
+    for (name, _), run in trained.items():
+        step_s = record["heads"][name]["step_s"]
+        seconds = sum(count * step_s[phase] for phase, count in run["steps"].items())
+        assert seconds == pytest.approx(0.02 * 60, abs=sum(step_s.values())), "steps that take the budget"
+        assert run["alone"]["tau"] >= 1 and len(run["acceptance"]) >= 3
+        assert json.loads((out / f"{name}-0.02min-seed0" / "head" / "tree.json").read_text())["choices"]
+    assert record["lookup"]["tau"] >= 1 and set(record["speed"]["groups"]) == {"shared", "medusa2"}
+    for speed in record["speed"]["heads"].values():
+        assert speed["alone"]["identical_outputs"]["same"] == speed["with_lookup"]["identical_outputs"]["same"] == 2
+    assert "prompt lookup alone" in path.with_suffix(".svg").read_text()
+
+    # A second seed is added; what is finished is not trained again.
+    before = {file: file.stat().st_mtime_ns for file in out.glob("*-seed0/head/*.safetensors")}
+    assert script("heads").main([*given, "--seeds", "0,1", "--stage", "train,table"]) == 0
+    runs = json.loads(path.read_text())["runs"]
+    assert [run for run in runs if run["seed"] == 0] == record["runs"] and len(runs) == 6
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    with pytest.raises(UserError, match=r"other settings \(nodes\)"):
+        script("heads").main([*given, "--nodes", "5"])
+
+
+def small_record() -> dict[str, Any]:
+    """Two heads: one with two seeds, one whose longer training is not finished."""
+    taus = [("medusa", 4, 0, 1.5), ("medusa", 4, 1, 1.6), ("hydra", 4, 0, 1.7), ("medusa", 15, 0, 1.8)]
+    runs = [
+        {"head": head, "minutes": m, "seed": seed, "alone": {"tau": tau}, "with_lookup": {"tau": tau + 0.3}}
+        | {"acceptance": [tau / 4]}
+        for head, m, seed, tau in taus
+    ]
+    speed = {"heads": {"medusa": {"alone": {"speedup": 1.2}, "with_lookup": {"speedup": 1.3}}}}
+    speed["groups"] = {"shared": {"lookup": {"speedup": 1.1}}}
+    machine = {"hardware": {"cpu": "a CPU"}, "date": "2026-11-24", "settings": {"limit": 2, "suite": "s", "nodes": 6}}
+    return {**machine, "heads": {"medusa": {}, "hydra": {}}, "lookup": {"tau": 1.4}, "runs": runs, "speed": speed}
+
+
+def test_the_table_of_heads_has_medians_ranges_and_gaps(script: Load) -> None:
+    text = script("heads_table").markdown(small_record())
+    assert "4 minutes: 1 to 2 seeds, 15 minutes: 1 seed (1 of 2 heads)" in text
+    cells = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines()[4:]
     }
-    assert len(groups["shared"]["methods"]) == 2 + 2, "two heads, two kinds of prompt lookup"
-    for group in groups.values():
-        for method in group["methods"].values():
-            assert method["identical_outputs"]["same"] == 2
-    trained = (out / "medusa" / "eval.json").stat().st_mtime_ns
-    assert script("heads").main(given) == 0
-    assert (out / "medusa" / "eval.json").stat().st_mtime_ns == trained, "a finished head is not trained again"
-    with pytest.raises(UserError, match="other settings"):
-        arguments = argparse.Namespace(out=out, data="", minutes=1.0, overrides=["debug=tiny"])
-        script("heads").train_head("medusa", arguments)
+    assert list(cells) == ["`hydra`", "`medusa`", "prompt lookup alone"], "the best comes first"
+    assert cells["`medusa`"] == ["1.55 (1.50–1.60)", "1.85 (1.80–1.90)", "1.80", "2.10", "45", "1.20x", "1.30x"]
+    assert cells["`hydra`"] == ["1.70", "2.00", "–", "–", "42", "–", "–"]
+    assert cells["prompt lookup alone"] == ["–", "1.40", "–", "1.40", "–", "–", "1.10x"]
 
 
 def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> None:
