@@ -38,6 +38,7 @@ VISION: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1},
     **{"image_size": 28, "patch_size": 14, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64, "head_dim": 16},
 }
+DEEPSTACK = {"deepstack_visual_indexes": [0]}
 MROPE = {**ROPE, "mrope_section": [2, 3, 3]}
 
 
@@ -63,6 +64,9 @@ GEMMA4 = {
 }
 LLAMA4 = {**EXPERTS, "intermediate_size_mlp": 96, "attention_chunk_size": 8192}
 LLAMA4_CHUNK = {**LLAMA4, "attention_chunk_size": 32}
+GPT = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512}
+INDEXED = {"index_topk": 16, "index_head_dim": 8, "index_n_heads": 2}
+GRANITE = {"logits_scaling": 8.0}
 PHI3_LONG = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
 
 PLAIN = (
@@ -88,6 +92,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     **{name: shape(name, MIXED, more) for name, more in WITH_WINDOWS.items()},
     **{f"{name}_full": shape(name, MIXED, WIDE, more) for name, more in WITH_WINDOWS.items()},
     **{f"{name}_window": shape(name, EXPERTS, MIXED) for name in ("mellum", "laguna", "exaone_moe")},
+    **{name: shape(name, sliding_window=None) for name in ("phi3", "starcoder2")},
+    **{f"{name}_window": shape(name, sliding_window=32) for name in ("phi3", "starcoder2", "doge")},
+    **{name: shape(name, EXPERTS, sliding_window=None) for name in ("mixtral", "phimoe")},
+    **{f"{name}_window": shape(name, EXPERTS, sliding_window=32) for name in ("mixtral", "phimoe")},
+    **{f"{n}_window": shape(n, MIXED, use_sliding_window=True, max_window_layers=2) for n in ("qwen2", "qwen3")},
+    **{n: composite(n, shape(f"{n}_text", rope_parameters=MROPE)) for n in ("qwen2_vl", "qwen2_5_vl", "glm4v")},
     # Llama and its relatives: one kind of layer
     "llama_bias": shape("llama", attention_bias=True, mlp_bias=True),
     "llama_tied": shape("llama", tie_word_embeddings=True),
@@ -96,13 +106,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama_linear": shape("llama", rope_parameters=rope("linear", 4.0)),
     "llama_dynamic": shape("llama", rope_parameters=rope("dynamic", 4.0)),
     "mistral_full": shape("mistral", sliding_window=None),
-    "phi3": shape("phi3", sliding_window=None),
     "phi3_longrope": shape("phi3", PHI3_LONG, sliding_window=None),
     "phi4_mini": shape("phi3", sliding_window=None, partial_rotary_factor=0.75, head_dim=16),
-    "starcoder2": shape("starcoder2", sliding_window=None),
-    "granite": shape(
-        "granite", logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1
-    ),
+    "granite": shape("granite", GRANITE, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1),
     "cohere": shape("cohere", logit_scale=0.0625),
     "cohere_scale1": shape("cohere", logit_scale=1.0),
     "hunyuan_dense": shape("hunyuan_v1_dense"),
@@ -110,43 +116,30 @@ SHAPES: dict[str, dict[str, Any]] = {
     "exaone4_1b": shape("exaone4", sliding_window=None, layer_types=[FULL] * 4),
     "hyperclovax": shape("hyperclovax", logits_scaling=0.125, embedding_multiplier=2.0),
     "minicpm3": shape("minicpm3", LATENT, dim_model_base=16, scale_emb=2, scale_depth=1.4),
-    "gpt_bigcode": shape("gpt_bigcode", n_embd=64, n_head=4, n_layer=4, n_positions=512, multi_query=True),
-    "gpt_bigcode_heads": shape("gpt_bigcode", n_embd=64, n_head=4, n_layer=4, n_positions=512, multi_query=False),
+    "gpt_bigcode": shape("gpt_bigcode", GPT, multi_query=True),
+    "gpt_bigcode_heads": shape("gpt_bigcode", GPT, multi_query=False),
     "vaultgemma": shape("vaultgemma", MIXED, query_pre_attn_scalar=16),
     # Windows and chunks
     "mistral": shape("mistral", sliding_window=32),
     "mistral_wide": shape("mistral", WIDE),
     "ministral": shape("ministral", MIXED),
-    "qwen2_window": shape("qwen2", MIXED, use_sliding_window=True, max_window_layers=2),
-    "qwen3_window": shape("qwen3", MIXED, use_sliding_window=True, max_window_layers=2),
-    "phi3_window": shape("phi3", sliding_window=32),
-    "starcoder2_window": shape("starcoder2", sliding_window=32),
     "starcoder2_wide": shape("starcoder2", WIDE),
     "gemma2": shape("gemma2", MIXED, query_pre_attn_scalar=16),
     "gemma2_nosoftcap": shape("gemma2", MIXED, attn_logit_softcapping=None, final_logit_softcapping=None),
     "gemma3n_text": shape("gemma3n_text", MIXED, num_kv_shared_layers=0, hidden_size_per_layer_input=8),
     "cwm_window": shape("cwm", MIXED),
     "smollm3_window": shape("smollm3", MIXED, use_sliding_window=True),
-    "mixtral_window": shape("mixtral", EXPERTS, sliding_window=32),
     "qwen3_moe_window": shape("qwen3_moe", EXPERTS, use_sliding_window=True, sliding_window=32),
-    "phimoe_window": shape("phimoe", EXPERTS, sliding_window=32),
-    "doge_window": shape("doge", sliding_window=32),
     # Sinks
     "gpt_oss": shape("gpt_oss", EXPERTS, MIXED),
     "gpt_oss_full": shape("gpt_oss", EXPERTS, MIXED, WIDE),
     "granitemoe_swa": shape("granitemoe_swa", EXPERTS, MIXED, logits_scaling=8.0),
     # Mixtures of experts
-    "mixtral": shape("mixtral", EXPERTS, sliding_window=None),
-    "phimoe": shape("phimoe", EXPERTS, sliding_window=None),
-    "granitemoe": shape("granitemoe", EXPERTS, logits_scaling=8.0),
-    "granitemoeshared": shape("granitemoeshared", EXPERTS, logits_scaling=8.0, shared_intermediate_size=32),
+    "granitemoe": shape("granitemoe", EXPERTS, GRANITE),
+    "granitemoeshared": shape("granitemoeshared", EXPERTS, GRANITE, shared_intermediate_size=32),
     "granitemoehybrid_attention": shape(
-        "granitemoehybrid",
-        EXPERTS,
-        layer_types=["attention"] * 4,
-        logits_scaling=8.0,
-        position_embedding_type="rope",
-        shared_intermediate_size=32,
+        *("granitemoehybrid", EXPERTS, GRANITE, {"shared_intermediate_size": 32}),
+        **{"layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
     ),
     "dots1": shape("dots1", EXPERTS, num_key_value_heads=4),
     "hunyuan_moe": shape("hunyuan_v1_moe", EXPERTS),
@@ -188,34 +181,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral3_window": composite("mistral3", shape("mistral", sliding_window=32), {"model_type": "pixtral"}),
     "ministral3_vision": composite("mistral3", shape("ministral3"), {"model_type": "pixtral"}),
     "mistral4": composite("mistral3", shape("mistral4", EXPERTS, LATENT), {"model_type": "pixtral"}),
-    "qwen2_vl": composite("qwen2_vl", shape("qwen2_vl_text", rope_parameters=MROPE)),
-    "qwen2_5_vl": composite("qwen2_5_vl", shape("qwen2_5_vl_text", rope_parameters=MROPE)),
-    "qwen3_vl": composite("qwen3_vl", shape("qwen3_vl_text", rope_parameters=MROPE), {"deepstack_visual_indexes": [0]}),
-    "qwen3_vl_moe": composite(
-        "qwen3_vl_moe",
-        shape("qwen3_vl_moe_text", EXPERTS, rope_parameters=MROPE),
-        {"deepstack_visual_indexes": [0]},
-    ),
+    "qwen3_vl": composite("qwen3_vl", shape("qwen3_vl_text", rope_parameters=MROPE), DEEPSTACK),
+    "qwen3_vl_moe": composite("qwen3_vl_moe", shape("qwen3_vl_moe_text", EXPERTS, rope_parameters=MROPE), DEEPSTACK),
     "llama4": composite(
         "llama4", shape("llama4_text", LLAMA4_CHUNK), {"vision_output_dim": 32, "projector_output_dim": 32}
     ),
-    "glm4v": composite("glm4v", shape("glm4v_text", rope_parameters=MROPE)),
     "glm4v_moe": composite(
         "glm4v_moe", shape("glm4v_moe_text", EXPERTS, rope_parameters={**MROPE, "mrope_section": [2, 1, 1]})
     ),
     "llava_llama": composite("llava", shape("llama"), {"model_type": "clip_vision_model", "projection_dim": 16}),
     "paligemma": composite("paligemma", shape("gemma"), {"model_type": "siglip_vision_model", "projection_dim": 64}),
     # Not structured like Llama, or without a plain cache
-    "gpt2": shape("gpt2", n_embd=64, n_head=4, n_layer=4, n_positions=512),
-    "gptj": shape("gptj", n_embd=64, n_head=4, n_layer=4, n_positions=512, rotary_dim=8),
+    "gpt2": shape("gpt2", GPT),
+    "gptj": shape("gptj", GPT, rotary_dim=8),
     "opt": shape("opt", ffn_dim=96, word_embed_proj_dim=64),
     "bloom": shape("bloom", n_head=4, n_layer=4),
     "mpt": shape("mpt", d_model=64, n_heads=4, n_layers=4, max_seq_len=512),
     "falcon": shape("falcon", without=("head_dim",)),
     "xglm": shape("xglm", d_model=64, attention_heads=4, num_layers=4, ffn_dim=96),
     "modernbert_decoder": shape("modernbert-decoder"),
-    "deepseek_v32": shape("deepseek_v32", EXPERTS, LATENT, index_topk=16, index_head_dim=8, index_n_heads=2),
-    "glm_moe_dsa": shape("glm_moe_dsa", EXPERTS, LATENT, index_topk=16, index_head_dim=8, index_n_heads=2),
+    **{name: shape(name, EXPERTS, LATENT, INDEXED) for name in ("deepseek_v32", "glm_moe_dsa")},
     "minimax_attention": shape("minimax", EXPERTS, layer_types=[FULL] * 4),
     # Recurrent
     "granitemoehybrid": shape("granitemoehybrid", EXPERTS, layer_types=["mamba", "attention"] * 2),

@@ -63,8 +63,10 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 @torch.inference_mode()
-def generated(model: Any, prompts: Sequence[list[int]], new: int, eos: int | None = None) -> list[list[int]]:
-    """Return the answers of transformers' batched greedy ``generate``, padded on the left.
+def generated(
+    model: Any, prompts: Sequence[list[int]], new: int, eos: int | None = None, **settings: Any
+) -> list[list[int]]:
+    """Return the answers of transformers' batched ``generate``, greedy by default, padded on the left.
 
     Without ``eos`` every answer has ``new`` tokens.
     """
@@ -72,8 +74,8 @@ def generated(model: Any, prompts: Sequence[list[int]], new: int, eos: int | Non
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     least = {"min_new_tokens": new} if eos is None else {}
-    ends = {"eos_token_id": eos, "pad_token_id": pad, **least}
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **ends)
+    given = {"eos_token_id": eos, "pad_token_id": pad, "do_sample": False, **least, **settings}
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, **given)
     answers: list[list[int]] = out[:, width:].tolist()
     return answers
 

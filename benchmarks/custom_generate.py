@@ -8,12 +8,13 @@ All tokens must be equal. The overhead is the median difference of a pair, divid
 """
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from common import at_least, entry_point, parser, print_table, save_record
+from common import at_least, entry_point, generated, parser, print_table, save_record
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -55,24 +56,11 @@ def decoded(head: DraftHead, prompts: list[list[int]], sampler: Sampler, new: in
         batch_size=len(prompts),
         capacity=max(map(len, prompts)) + new,
     )
-    torch.manual_seed(0)
     seeds = torch.randint(2**62, (len(prompts),)).tolist()  # as `generate` draws them
     rows = [DecodingSequence(number=n, prompt=prompts[n], seed=seeds[n]) for n in range(len(prompts))]
     for _ in loop.run(rows):
         pass
     return [row.answer for row in rows], max(len(row.steps) for row in rows)
-
-
-def generated(head: DraftHead, prompts: list[list[int]], settings: dict[str, Any], new: int) -> list[list[int]]:
-    """Return the answers of ``generate`` with the head."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    given = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **settings}
-    torch.manual_seed(0)
-    out = head.base.model.generate(ids, attention_mask=mask, **given, custom_generate=custom_generate(head))
-    answers: list[list[int]] = out[:, width:].tolist()
-    return answers
 
 
 def measure(
@@ -83,6 +71,7 @@ def measure(
     for repeat in range(repeats + 1):
         seconds: dict[str, float] = {}
         for way in ("loop", "generate") if repeat % 2 else ("generate", "loop"):
+            torch.manual_seed(0)
             started = perf_counter()
             if way == "loop":
                 answers, steps = loop()
@@ -111,11 +100,11 @@ def main(given: list[str] | None = None) -> None:
     base, head = load_base_and_head(arguments.head)
     suite = load_suite(arguments.suite, arguments.rows)
     prompts, new = [conversation_ids(base.tokenizer, prompt) for prompt in suite], arguments.max_new_tokens
-    results = {}
+    results, drafted = {}, {"custom_generate": custom_generate(head), "min_new_tokens": None}
     for name, (sampler, settings) in CASES.items():
         results[name] = measure(
-            lambda sampler=sampler: decoded(head, prompts, sampler, new),  # type: ignore[misc]
-            lambda settings=settings: generated(head, prompts, settings, new),  # type: ignore[misc]
+            partial(decoded, head, prompts, sampler, new),
+            partial(generated, base.model, prompts, new, **drafted, **settings),
             arguments.repeats,
         )
     title = f"generate over the bare loop, {len(prompts)} rows of {arguments.suite}"
