@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -20,7 +21,7 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step_log import DecodeResult
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, evaluation_of, step_record, summarised, task_results
+from support import TinyBase, call, evaluation_of, small_head, step_record, summarised, task_results
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 LATENCY = [(1, 0.05), (4, 0.06), (16, 0.09)]
@@ -37,8 +38,12 @@ def evaluation() -> dict[str, Any]:
     return evaluation_of(task_results(1.4), **tasks)
 
 
-def page_of(folder: Path, found: dict[str, Any]) -> str:
-    return report.write_report(folder, found, latency=None, tree=None, training_log=None, title="t").read_text()
+def page_of(folder: Path, evaluation: dict[str, Any], figures: bool = False) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if not figures:  # they take a second
+            patch.setattr(report, "draw_figures", lambda *_: ())
+        page = report.write_report(folder, evaluation, latency=None, tree=None, training_log=None, title="t")
+    return page.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +180,7 @@ def compared() -> dict[str, Any]:
 
 
 def test_several_methods_and_the_explained_speedup(compared: dict[str, Any], tmp_path: Path) -> None:
-    page = page_of(tmp_path, compared)
+    page = page_of(tmp_path, compared, figures=True)
     for name in ("speculative", "prompt_<wbr>lookup", "autoregressive<small>our loop</small>"):
         assert f'<th scope="row">{name}</th>' in page
     assert "Mean accepted length 2.00 × 10.0 ms of an\nautoregressive step (autoregressive)" in page
@@ -261,3 +266,11 @@ def test_accepted_drafts_are_coloured_beside_the_plain_answer(tiny_base: TinyBas
     console.print(side_by_side(base, drafter, DraftConfig(tree=TokenTree.chain(drafter.depth)), ids, 24))
     shown = out.getvalue()
     assert f"{len(accepted)} of 24 tokens are accepted drafts" in shown and f"{1 + len(drafted.steps)} passes" in shown
+
+
+def test_an_evaluation_as_a_user_types_it(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call("eval", f"head={small_head(tiny_base(), tmp_path / 'head')}", "suite=builtin", "limit=2", "max_new_tokens=8")
+    folder = tmp_path / "eval-builtin"
+    assert json.loads((folder / "eval.json").read_text())["overall"]["identical_outputs"]["same"] == 2
+    assert all((folder / path).stat().st_size > 1000 for path in ("report.html", "plots/ctar.png"))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from drafthead.data.utils.errors import UserError
@@ -21,9 +20,8 @@ from drafthead.models.cache import static_cache
 from drafthead.models.cache.kv_cache import CacheShape
 from drafthead.models.cache.static_cache import MIN_WINDOW, WINDOW_STEP, StaticKVCache, StaticModel, window_for
 from drafthead.models.decoding.drafter import DraftConfig, DynamicTree
-from drafthead.models.decoding.loop import EXACT, decode
+from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
@@ -143,34 +141,6 @@ def test_same_tokens(bases: tuple[BaseModel, BaseModel], name: str, sampler: Sam
     assert answers[0] == answers[1] == answers[2] == answers[3]
 
 
-class _Watch(TorchDispatchMode):
-    """Refuses what would wait for a device: reading a value, or a shape that depends on one."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not any(name in str(func) for name in self.WAITS), f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_never_waits_for_the_device(bases: tuple[BaseModel, BaseModel]) -> None:
-    """Not the passes, which could not be captured then, and in a greedy session nothing else in a step either."""
-    base = bases[1]
-    head = medusa(base)
-    session = DecodeState.empty(
-        base, head, DecodeConfig(draft_config=DraftConfig(tree=SMALL), sampler=Sampler(), rule=EXACT), 1, 100
-    )
-    session.read_prompts([PROMPT])
-    cache = session.cache
-    assert isinstance(cache, StaticKVCache)
-    lengths = [len(PROMPT)]
-    for _ in range(4):
-        with torch.inference_mode(), _Watch():
-            outcome = session.step([0], [0])
-        lengths.append(lengths[-1] + len(outcome.tokens[0]))
-        assert cache.length == lengths[-1]
-
-
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_stays_on_its_device(tiny_base: TinyBase, kind: str, dtype: torch.dtype) -> None:
@@ -270,15 +240,6 @@ def replaying(base: BaseModel, head: MedusaHead) -> FakeBackend:
     assert base._static is not None
     base._static.backend = head.static_calls._backend = backend
     return backend
-
-
-def test_replays_give_the_same_tokens(make: MakeBase, bases: tuple[BaseModel, BaseModel]) -> None:
-    base, expected = make("always"), decode(bases[0], None, PROMPT, max_new_tokens=24, ignore_eos=True).tokens
-    head = medusa(base)
-    backend = replaying(base, head)
-    for drafter in (None, head, None, head):
-        assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == expected
-    assert backend.replays > 60
 
 
 def test_outputs_are_the_callers_to_keep() -> None:

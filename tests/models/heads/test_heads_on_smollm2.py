@@ -1,4 +1,4 @@
-"""On the real embedded model: greedy text of every head and drafter is plain text."""
+"""On the real embedded model: greedy text of every head is plain text."""
 
 from functools import cache
 from pathlib import Path
@@ -9,13 +9,8 @@ from hydra import compose, initialize_config_module
 
 from drafthead import recipes
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig, Drafter, DynamicTree
+from drafthead.models.decoding.drafter import DraftConfig, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
-from drafthead.models.drafters.combined import CombinedDrafter
-from drafthead.models.drafters.draft_model import early_exit
-from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
-from drafthead.models.drafters.prompt_lookup import PromptLookup
-from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base, load_base_and_head, load_head
 from drafthead.models.token_tree import TokenTree
@@ -87,24 +82,3 @@ def test_greedy_text_is_plain_text(recipe: str, tmp_path: Path) -> None:
     loaded = load_head(tmp_path, target)
     again = decode(target, loaded, prompts()[0], max_new_tokens=NEW, draft_config=PLANS["tree"], ignore_eos=True)
     assert again.tokens == plain[0]
-
-
-@pytest.mark.parametrize("kind", ["lookup", "early exit", "combined", "nested"])
-def test_greedy_text_of_other_drafters_is_plain_text(kind: str) -> None:
-    exit_model, lookup = early_exit(base(), 24, num_tokens=2), PromptLookup(num_tokens=3)
-    drafters: dict[str, Drafter] = {
-        "lookup": lookup,
-        "early exit": exit_model,
-        "combined": CombinedDrafter([untrained_head(), lookup]),
-        "nested": VerticalCascade(exit_model.model, lookup, num_tokens=3),
-    }
-    plain = plain_texts(base())
-    batch = decode_batch(base(), drafters[kind], prompts(), max_new_tokens=NEW, ignore_eos=True)
-    alone = decode(base(), drafters[kind], prompts()[0], max_new_tokens=NEW, ignore_eos=True)
-    assert [result.tokens for result in batch] == plain and alone.tokens == plain[0]
-    assert sum(step.accepted for result in batch for step in result.steps) > 0
-
-
-def untrained_head() -> MedusaHead:
-    """Drafts the base's own next token again and again: right often enough to be accepted and rejected."""
-    return MedusaConfig(num_draft_tokens=2, own_lm_head=False).build(base()).eval()
