@@ -2,18 +2,22 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, field, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from rich.table import Table
 from rich.text import Text
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.files import write_json
-from drafthead.data.utils.settings import settings
+from drafthead.data.utils.settings import Positive, PositiveFloat, require, settings
+from drafthead.eval.lossless.callables import ROUNDING, load_sampler
+from drafthead.eval.lossless.callables import distances as sampler_distances
 from drafthead.eval.lossless.cases import LOSSY
 from drafthead.eval.lossless.certify import PAIRS, Row, certify, rule_total_variation, settings_label
 
@@ -25,6 +29,7 @@ usage: drafthead certify [key=value ...]
 drafthead certify
 drafthead certify each=true only=block
 drafthead certify json=rows.json
+drafthead certify callable=my_rules:leviathan length=3
 
 Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
 of every random draw. Results of a row:
@@ -33,6 +38,11 @@ of every random draw. Results of a row:
   refused  it cannot be built, because it would bias the output
   biased   a published way of drafting that is known to bias the output, and found to do so
   FAILED   anything else; the exit code is then 1
+
+With callable=module:function, a sampler of your own is enumerated on random targets, each with a draft model near it.
+It is called with (target, draft, choose, length) and returns the tokens of one step. target(prefix) and draft(prefix)
+return probabilities, choose(probs) draws an index, and torch.multinomial and torch.rand are enumerated too. The exit
+code is 1 if it is biased.
 """
 
 
@@ -46,6 +56,23 @@ class CertifyConfig:
     """Only rows that contain these words, as the table prints them."""
     json: str | None = None
     """File for all rows, as JSON."""
+    callable: str = ""
+    """Speculative sampler to enumerate instead of ours: ``module:function``."""
+    length: Positive = 2
+    """Drafts per step that ``callable`` may make."""
+    vocabulary: Annotated[int, Field(ge=2, le=127)] = 3
+    """Tokens of the random targets that ``callable`` runs on."""
+    target: list[PositiveFloat] = field(default_factory=list)
+    """Next-token probabilities of the only target that ``callable`` runs on, instead of random targets."""
+    draft: list[PositiveFloat] = field(default_factory=list)
+    """Next-token probabilities of its draft model."""
+
+    def __post_init__(self) -> None:
+        same = len(self.target) == len(self.draft)
+        require(same and len(self.target) != 1, "draft", "as many probabilities as target, at least 2", self.draft)
+        for key in ("target", "draft"):
+            total = sum(getattr(self, key))
+            require(not self.target or abs(total - 1) < 1e-6, key, "probabilities that add up to 1", getattr(self, key))
 
 
 @command("certify", CertifyConfig, USAGE)
@@ -53,6 +80,9 @@ def main(config: CertifyConfig) -> None:
     """Enumerate and print; exit code 1 when a row failed."""
     torch.set_num_threads(1)  # the tensors are small
     display = Display()
+    if config.callable:
+        check_callable(config, display)
+        return
     with display.stage("enumerating"):
         rows = certify(config.only, lambda done, total: display.progress("rows", done, total))
     if config.json:
@@ -80,6 +110,26 @@ def main(config: CertifyConfig) -> None:
             f"mean of {PAIRS} targets"
         )
     if any(row.result == "FAILED" for row in rows):
+        raise SystemExit(1)
+
+
+def check_callable(config: CertifyConfig, display: Display) -> None:
+    """Enumerate the user's sampler and print its distance from the target; exit code 1 if it is biased."""
+    sampler = load_sampler(config.callable)
+    probs = (config.target, config.draft) if config.target else None
+    with display.stage("enumerating"):
+        distances, outcomes = sampler_distances(sampler, config.length, config.vocabulary, probs)
+    worst, mean = max(distances), sum(distances) / len(distances)
+    result = "exact" if worst < ROUNDING else "biased"
+    targets = "the given target" if probs else f"{len(distances)} random targets of {config.vocabulary} tokens"
+    display.line(
+        f"{config.callable}: {result}. Total variation of {config.length + 1} tokens from the target's own: mean "
+        f"{mean:.4f}, largest {worst:.4f}, on {targets}, {outcomes:,} outcomes"
+    )
+    if config.json:
+        row = {"rule": config.callable, "result": result, "outcomes": outcomes, "total_variation": distances}
+        write_json(Path(config.json), [row])
+    if result == "biased":
         raise SystemExit(1)
 
 

@@ -1,0 +1,197 @@
+"""``certify`` for a speculative sampler that is a Python function, such as another project's.
+
+The function runs once for every outcome of its random choices. It makes them with ``choose(probs)``, or with torch:
+``torch.multinomial`` draws are choices, and so is every comparison of a ``torch.rand`` number with a probability. So
+code of other projects runs unchanged.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from drafthead.data.utils.errors import UserError, one_line
+from drafthead.eval.lossless.enumerate import CommittedProbs, total_variation
+from drafthead.eval.lossless.tabular_lm import TabularLM
+
+NextToken: TypeAlias = Callable[[Sequence[int]], Tensor]
+"""Function from a prefix to the probabilities [V] of the next token, float64."""
+SpeculativeSampler: TypeAlias = Callable[[NextToken, NextToken, Callable[[Any], int], int], Sequence[int]]
+"""Function of (target, draft, choose, length) that returns the tokens of one step: up to ``length`` accepted drafts and
+one token more. ``choose(probs)`` returns an index drawn from ``probs``."""
+ROUNDING = 1e-6
+"""Total variation below this is rounding, since a sampler may compute in float32."""
+PAIRS = 16
+"""Random targets, each with a draft model near it."""
+MOST_OUTCOMES = 200_000
+RUNS = 20
+"""Repetitions of the first outcome, which show random numbers that are not enumerated."""
+VIEWS = frozenset(("getitem", "view", "reshape", "squeeze", "unsqueeze", "select", "expand", "flatten", "unbind"))
+DRAWS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform", "exponential", "rand_like")
+
+
+class _Choices(TorchFunctionMode):
+    """The random choices of one run: first those of a script, then the likeliest ones."""
+
+    def __init__(self, script: tuple[int, ...]) -> None:
+        super().__init__()
+        self._script = script
+        self._made: tuple[int, ...] = ()
+        self._uniform: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """Uniform random numbers by ``id``, with the bounds that comparisons have set so far."""
+        self.weight = 1.0
+        self.others: list[tuple[int, ...]] = []
+        """Scripts of the choices that were not made."""
+
+    def choose(self, probs: Any) -> int:
+        """Return the next choice, an index of ``probs``."""
+        values = [float(value) for value in probs]
+        if not values or min(values) < -ROUNDING or abs(sum(values) - 1) > ROUNDING:
+            raise UserError(f"choose(probs) needs probabilities that add up to 1, got {values}")
+        choice = max(range(len(values)), key=values.__getitem__)
+        if len(self._made) < len(self._script):
+            choice = min(self._script[len(self._made)], len(values) - 1)
+        else:
+            self.others += [(*self._made, n) for n, value in enumerate(values) if value > 0 and n != choice]
+        self._made += (choice,)
+        self.weight *= values[choice]
+        return choice
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Turn torch's random draws into choices; run all other functions."""
+        name, kwargs = getattr(func, "__name__", "").strip("_"), kwargs or {}
+        if name == "multinomial":
+            probs, samples = args[0], kwargs.get("num_samples", args[1] if len(args) > 1 else 1)
+            if samples != 1:
+                raise UserError("torch.multinomial is enumerated for num_samples=1 only; draw one token at a time")
+            drawn = [self.choose(row / row.sum()) for row in probs.reshape(-1, probs.shape[-1])]
+            return torch.tensor(drawn).view(*probs.shape[:-1], 1)
+        if name in ("rand", "rand_like"):
+            numbers = func(*args, **kwargs)
+            low = torch.zeros(numbers.shape, dtype=torch.float64)
+            return self._track(numbers, low, torch.ones_like(low))
+        if name in DRAWS:
+            raise UserError(f"torch.{name} cannot be enumerated; draw with choose(probs), multinomial or rand")
+        if not any(id(argument) in self._uniform for argument in args):
+            return func(*args, **kwargs)
+        if name in ("lt", "le", "gt", "ge") and id(args[0]) in self._uniform:
+            return self._below(args[0], args[1]) ^ (name in ("gt", "ge"))
+        if name in ("lt", "le", "gt", "ge"):
+            return self._below(args[1], args[0]) ^ (name in ("lt", "le"))
+        if name in VIEWS and id(args[0]) in self._uniform:
+            return self._track(*(func(values, *args[1:], **kwargs) for values in self._uniform[id(args[0])]))
+        raise UserError(f"torch.{name} of a random number cannot be enumerated; compare the number with a probability")
+
+    def _track(self, numbers: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        self._uniform[id(numbers)] = numbers, low, high
+        return numbers
+
+    def _below(self, numbers: Tensor, limits: Any) -> Tensor:
+        """Return if uniform numbers are below ``limits``, given all earlier comparisons of the numbers."""
+        _, low, high = self._uniform[id(numbers)]
+        limits = torch.as_tensor(limits, dtype=torch.float64)
+        shape = (low + limits).shape
+        low, high, limits = low.expand(shape), high.expand(shape), limits.expand(shape)
+        below = torch.zeros(limits.shape, dtype=torch.bool)
+        for at in torch.cartesian_prod(*map(torch.arange, limits.shape)).view(below.numel(), -1).tolist():
+            index = tuple(at) if below.dim() else ()
+            bottom, top = float(low[index]), float(high[index])
+            limit = min(max(float(limits[index]), bottom), top)
+            share = (limit - bottom) / max(top - bottom, 1e-300)
+            below[index] = self.choose([1 - share, share]) == 1
+            (high if below[index] else low)[index].fill_(limit)
+        return below
+
+
+def sampler_distribution(
+    sampler: SpeculativeSampler, target: TabularLM, draft: TabularLM, length: int
+) -> CommittedProbs:
+    """Return the exact distribution of the tokens that one step of ``sampler`` commits."""
+
+    def run(script: tuple[int, ...]) -> tuple[list[int], _Choices]:
+        choices = _Choices(script)
+        try:
+            with torch.inference_mode(), choices:
+                drawn = sampler(_next_token(target), _next_token(draft), choices.choose, length)
+                tokens = [int(token) for token in drawn]
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"the sampler failed: {type(error).__name__}: {one_line(error)}") from error
+        if not 1 <= len(tokens) <= length + 1 or not all(0 <= token < target.vocabulary for token in tokens):
+            raise UserError(
+                f"a step commits 1 to {length + 1} tokens below {target.vocabulary}, but the sampler returned {tokens}"
+            )
+        return tokens, choices
+
+    result = CommittedProbs(target.vocabulary, length)
+    waiting: list[tuple[int, ...]] = [()]
+    while waiting:
+        script = waiting.pop()
+        tokens, choices = run(script)
+        if any(run(script)[0] != tokens for _ in range(1 if script else RUNS)):
+            raise UserError("the sampler draws random numbers outside torch; draw with choose(probs)")
+        number = sum(token * target.vocabulary**n for n, token in enumerate(reversed(tokens)))
+        result.by_length[len(tokens) - 1][number] += choices.weight
+        result.outcomes += 1
+        waiting += choices.others
+        if result.outcomes + len(waiting) > MOST_OUTCOMES:
+            raise UserError(f"the sampler has more than {MOST_OUTCOMES} outcomes; lower length or vocabulary")
+    return result
+
+
+def distances(
+    sampler: SpeculativeSampler,
+    length: int,
+    vocabulary: int = 3,
+    probs: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> tuple[list[float], int]:
+    """Return the total variation of ``sampler``'s output from each target's, and the number of outcomes.
+
+    Targets and draft models are ``PAIRS`` random ones over ``vocabulary`` tokens, or one pair of ``probs``.
+    """
+    targets = [TabularLM.random(vocabulary, length, seed) for seed in range(PAIRS)]
+    pairs = [(target, target.near(PAIRS + seed, 1.0)) for seed, target in enumerate(targets)]
+    if probs:
+        pairs = [(constant(probs[0], length), constant(probs[1], length))]
+    total, outcomes = [], 0
+    for target, draft in pairs:
+        committed = sampler_distribution(sampler, target, draft, length)
+        total.append(total_variation(committed, target.logits.softmax(-1)))
+        outcomes += committed.outcomes
+    return total, outcomes
+
+
+def constant(probs: Sequence[float], length: int) -> TabularLM:
+    """Return a model with the same next-token probabilities after every prefix of up to ``length`` tokens."""
+    prefixes = sum(len(probs) ** level for level in range(length + 1))
+    return TabularLM(torch.tensor(probs, dtype=torch.float64).log().expand(prefixes, -1))
+
+
+def load_sampler(name: str) -> SpeculativeSampler:
+    """Return the function ``module:function``, also of a module in the current folder."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        sampler: SpeculativeSampler = getattr(import_module(module), function)
+    except Exception as error:
+        raise UserError(f"callable={name} cannot be loaded ({one_line(error)}); give module:function") from None
+    finally:
+        sys.path.remove("")
+    return sampler
+
+
+def _next_token(table: TabularLM) -> NextToken:
+    def probs(prefix: Sequence[int]) -> Tensor:
+        number = 0
+        for token in prefix:
+            number = number * table.vocabulary + 1 + int(token)
+        if number >= len(table.logits):
+            raise UserError(f"the sampler reads a prefix of {len(prefix)} tokens; draft at most `length` of them")
+        return table.logits[number].softmax(-1)
+
+    return probs
