@@ -21,8 +21,6 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
-from drafthead.data.embedded.packages import smollm2_folder
-from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.devices import automatic_dtype
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
@@ -132,6 +130,8 @@ class BaseConfig:
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer to use with the weights in ``folder`` (or of that hub id)."""
         if self.tokenizer == "builtin:tiny":
+            from drafthead.data.embedded.tiny import tiny_tokenizer  # only tests and examples need it
+
             return tiny_tokenizer()
         gguf = {"gguf_file": self.gguf_file} if self.gguf_file and self.tokenizer is None else {}
         try:
@@ -303,7 +303,11 @@ def own_attention_code(kind: str) -> Iterator[None]:
 def _stored(
     config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    folder = str(smollm2_folder(progress)) if config.name == EMBEDDED else config.name
+    folder = config.name
+    if config.name == EMBEDDED:
+        from drafthead.data.embedded.packages import smollm2_folder  # only this base needs it
+
+        folder = str(smollm2_folder(progress))
     options = how | config.hub_options()
     if config.gguf_file:
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.

@@ -140,7 +140,7 @@ class StepwiseDrafter(Protocol):
     def vocab_size(self) -> int:
         """Size V of the target's vocabulary, which probs cover."""
 
-    def open(self, rows: int, cache: TreeCache | None = None) -> "StepwiseSession": ...
+    def open(self, rows: int, cache: TreeCache | None = None) -> Session: ...
 
 
 class Levels(ABC):

@@ -217,13 +217,6 @@ class DSparkHead(DraftHead):
         slots = self.norm(x).unflatten(1, (-1, self.config.slots)).flatten(0, 1)[:, self.first_slot :]
         return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.source_idx)])
 
-    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int, context: LayerCache | None) -> Tensor:
-        assert context is not None
-        slots = self.block(last_token, hidden)
-        out = context.read_block(slots, self.seen_slots(slots.device)[None], self.decoder_layers)
-        normed: Tensor = self.norm(out[:, self.first_slot : self.first_slot + depth])
-        return normed
-
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
@@ -255,6 +248,7 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
 class DSparkSession(HeadSession):
     """A session with the keys and values of the fused context."""
 
+    model: DSparkHead
     context: LayerCache
 
     def __init__(self, head: DSparkHead, rows: int) -> None:
@@ -271,6 +265,12 @@ class DSparkSession(HeadSession):
         super().commit(tokens, counts, base_hidden)
         assert base_hidden is not None and base_hidden.layers is not None
         self.context.commit(self.model.fuse(base_hidden.layers), counts)
+
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
+        slots = self.model.block(last_token, hidden)
+        out = self.context.read_block(slots, self.model.seen_slots(slots.device)[None], self.model.decoder_layers)
+        normed: Tensor = self.model.norm(out[:, self.model.first_slot : self.model.first_slot + depth])
+        return normed
 
     def sink_states(self) -> Tensor:
         return self._inputs

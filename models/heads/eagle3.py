@@ -34,8 +34,8 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import last_valid, take_rows
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, start_as_base
-from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions
-from drafthead.models.heads.parts.head_session import HeadSession, States
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
+from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.linear import reads_in
@@ -242,13 +242,6 @@ class Eagle3Head(DraftHead):
         first = context.at_anchors(pairs)[:, :, None]
         return first if steps == 1 else torch.cat([first, torch.unflatten(masked, 1, (-1, steps - 1))], 2)
 
-    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int, context: LayerCache | None) -> Tensor:
-        assert context is not None
-        root = torch.cat([self.embed(last_token), hidden], -1)[:, None]
-        masked = self.masked(depth - 1).expand(len(last_token), -1, -1)
-        normed: Tensor = self.norm(context.start(torch.cat([root, masked], 1)))
-        return normed
-
 
 def published_layers(count: int) -> tuple[int, int, int]:
     """Return the layers that EAGLE-3 reads of a base of ``count``: 2, L // 2 and L - 3, where 1 is the first.
@@ -261,6 +254,8 @@ def published_layers(count: int) -> tuple[int, int, int]:
 
 class EagleSession(HeadSession):
     """A session that pairs each token ``x_{t+1}`` with the feature ``f_t`` before it."""
+
+    model: Eagle3Head
 
     def __init__(self, head: Eagle3Head, rows: int) -> None:
         super().__init__(head, rows)
@@ -298,3 +293,9 @@ class EagleSession(HeadSession):
 
     def source(self) -> Tensor:
         return self._feature
+
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
+        root = torch.cat([self.model.embed(last_token), hidden], -1)[:, None]
+        masked = self.model.masked(depth - 1).expand(len(last_token), -1, -1)
+        normed: Tensor = self.model.norm(self.context.start(torch.cat([root, masked], 1)))
+        return normed

@@ -29,8 +29,8 @@ from drafthead.data.utils.settings import BelowOne, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, norm_scale
-from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions
-from drafthead.models.heads.parts.head_session import HeadSession, States
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
+from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.heads.parts.res_block import ResBlock
 from drafthead.models.kernels.attention import document_mask

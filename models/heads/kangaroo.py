@@ -194,6 +194,7 @@ class KangarooSession(HeadSession):
     The shallow layers write into the target's cache. Without one (replay, calibration) they have a cache of their own.
     """
 
+    model: KangarooHead
     context: LayerCache
 
     def __init__(self, head: KangarooHead, rows: int, target: TreeCache | None) -> None:

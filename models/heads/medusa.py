@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig
-from drafthead.models.heads.parts.head_session import States
-from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
+from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.heads.parts.res_block import Blocks
 from drafthead.models.kernels.linear import inference_copy, joined_linear
 
@@ -57,6 +56,7 @@ class MedusaHead(DraftHead):
     """K Medusa heads."""
 
     config: MedusaConfig
+    session = HeadSession
     reads_drafts = False
 
     def __init__(self, config: MedusaConfig, base: BaseModel, d2t: Tensor | None) -> None:
@@ -73,7 +73,7 @@ class MedusaHead(DraftHead):
         x: Tensor = self.blocks[k](*states)
         return x, states
 
-    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int, context: LayerCache | None) -> Tensor:
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Return what ``advance`` gives for all heads, by fewer and larger products, which are faster."""
         # The first blocks of as many heads as were ever drafted are packed together. The end of an answer drafts fewer
         # and uses a part of them.

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from drafthead.data.utils.settings import NonNegative, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig
-from drafthead.models.heads.parts.head_session import States
+from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
+from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.kernels.linear import reads_in
 
 NORM_EPS = 1e-6
@@ -184,6 +184,7 @@ class MLPSpeculatorHead(DraftHead):
     """K positions, each one step of a recurrent cell."""
 
     config: MLPSpeculatorConfig
+    session = HeadSession
 
     def __init__(self, config: MLPSpeculatorConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)

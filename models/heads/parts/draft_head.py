@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,16 +33,14 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.lora import LoraSettings
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import Drafter
+from drafthead.models.decoding.drafter import Drafter, Session
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer
 from drafthead.models.heads.parts.head_folder import (
     FORMAT,
     write_custom_generate,
     write_trees,
 )
-from drafthead.models.heads.parts.head_session import HeadSession, States
 from drafthead.models.heads.parts.induction import InductionHead
-from drafthead.models.heads.parts.layer_cache import LayerCache
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads, TiedMarkov
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.parts.targets import DraftTargets, rank_of
@@ -122,6 +120,8 @@ class DraftHeadConfig(ABC):
             return self.build(base, d2t)
 
 
+States = tuple[Tensor, ...]
+"""State that a node passes on to its children: tensors [..., width], [B, F, width] while drafting."""
 Attend = Callable[[Tensor], Tensor]
 """Runs the head's own attention layers over one more token of every path: inputs [..., I] -> [..., D]."""
 
@@ -130,6 +130,8 @@ class DraftHead(nn.Module, Drafter):
     """A draft head, attached to the frozen base that it drafts for."""
 
     config: DraftHeadConfig
+    session: ClassVar[type[Any]]
+    """Class of its sessions, called with the head and the number of rows: ``HeadSession`` unless ``open`` differs."""
     projections: DraftLMHeads
     """Projections to the vocabulary, made by ``lm_heads``."""
     reads_base = True
@@ -253,14 +255,13 @@ class DraftHead(nn.Module, Drafter):
         """
         raise NotImplementedError
 
-    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int, context: LayerCache | None) -> Tensor:
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Return the projection's inputs of the first ``depth`` positions, [B, K, D], if none reads drafts.
 
         Args:
             hidden: [B, D] the session's ``source``.
             last_token: [B] int64.
             depth: K.
-            context: keys and values of the head's own layers, with ``attends``.
         """
         states, inputs = self.first_states(hidden), []
         for k in range(depth):
@@ -439,8 +440,9 @@ class DraftHead(nn.Module, Drafter):
         """Return the factor on the phase's learning rate for a parameter."""
         return 1.0
 
-    def open(self, rows: int, cache: TreeCache | None = None) -> "HeadSession":
-        return HeadSession(self, rows)
+    def open(self, rows: int, cache: TreeCache | None = None) -> Session:
+        session: Session = self.session(self, rows)
+        return session
 
     # Saving and loading --------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ Shape legend: B batch, K draft positions, F frontier nodes, D base width, W draf
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +11,17 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.models.decoding.drafter import DraftConfig, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseSession
+from drafthead.models.heads.parts.draft_head import DraftHead, States
 from drafthead.models.heads.parts.induction import InductionContext
 from drafthead.models.heads.parts.layer_cache import LayerCache
-
-States = tuple[Tensor, ...]
-"""State that a node passes on to its children: tensors [..., width], [B, F, width] while drafting."""
 
 
 class HeadSession(StepwiseSession):
     """What a head keeps of the rows being decoded: the base's last state, and the contexts of attention and parts."""
 
-    drafter: Any
-    """The ``DraftHead``, whose file imports this one."""
+    drafter: DraftHead
 
-    def __init__(self, head: Any, rows: int) -> None:
+    def __init__(self, head: DraftHead, rows: int) -> None:
         self.drafter, self.lengths = head, [0] * rows
         self.model = head.inference()
         """The inference copy of the head."""
@@ -73,10 +69,14 @@ class HeadSession(StepwiseSession):
             return
 
         def read(hidden: Tensor, last_token: Tensor) -> States:
-            inputs = model.all_inputs(hidden, last_token, depth, self.context)
+            inputs = self.all_inputs(hidden, last_token, depth)
             return inputs, model.draft_logits(inputs, None)
 
         self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
+
+    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
+        """Return the head's ``all_inputs``; a head that attends to the context overrides this method instead."""
+        return self.model.all_inputs(hidden, last_token, depth)
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         k, self._level = self._level, self._level + 1
@@ -117,6 +117,7 @@ class HeadSession(StepwiseSession):
         x = self._input
         if self._added is not None:
             x = torch.cat([x.expand(-1, self._added.shape[1], -1), self._added], -1)
+        assert self.model.confidence is not None
         confidence: Tensor = self.model.confidence(x)[..., 0].sigmoid()
         return confidence
 

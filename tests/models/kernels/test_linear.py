@@ -80,7 +80,7 @@ def test_weights_in_8_bits_round_no_input(rows: int) -> None:
 
 def test_loaded_weights_are_the_ones_that_draft(tiny_base: TinyBase) -> None:
     first, second = (MedusaConfig(num_draft_tokens=2).build(tiny_base(seed=seed)).eval() for seed in (0, 1))
-    inputs = torch.randn(1, 32), torch.tensor([5]), 2, None
+    inputs = torch.randn(1, 32), torch.tensor([5]), 2
     with torch.inference_mode():
         before, expected = (head.draft_logits(head.all_inputs(*inputs), None) for head in (first, second))
         assert not torch.equal(before, expected)
