@@ -237,7 +237,7 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
         what = f"layers of type {recurrent}" if recurrent else "no self-attention over a key/value cache"
         raise UserError(
             f"{kind} models have {what}: rejected drafts cannot be removed from a recurrent state; "
-            "choose a base whose layers all have attention (docs/explanation/bases.md lists families)"
+            "choose a base whose layers all have attention (docs/reference/bases.md lists families)"
         )
     if unknown:
         raise UserError(f"{kind} models have layers of unknown type {unknown}; see docs/explanation/bases.md")
@@ -296,7 +296,7 @@ def own_attention_code(kind: str) -> Iterator[None]:
             raise
         raise UserError(
             f"{kind} has a special attention in transformers, which cannot be replaced; choose another base "
-            "(docs/explanation/bases.md lists families)"
+            "(docs/reference/bases.md lists families)"
         ) from None
 
 

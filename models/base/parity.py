@@ -111,7 +111,7 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
     except Exception as error:
         raise UserError(
             f"{config.model_type} {what} ({type(error).__name__}: {one_line(error)}); choose another base "
-            "(docs/explanation/bases.md lists families)"
+            "(docs/reference/bases.md lists families)"
         ) from None
 
 
@@ -173,7 +173,7 @@ def check_against_stock(base: Base) -> None:
                     raise UserError(
                         f"{kind} read {what} differs from transformers' own attention by {error:.1%} of the largest "
                         "logit, so drafts would change the output; choose another base "
-                        "(docs/explanation/bases.md lists families)"
+                        "(docs/reference/bases.md lists families)"
                     )
     finally:
         base.windows = windows

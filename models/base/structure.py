@@ -34,7 +34,7 @@ def llama_like(model: Any) -> Any:
     if not (hasattr(model, "model") and hasattr(model.model, "norm") and hasattr(model.model, "layers")):
         raise UserError(
             f"{model.config.model_type} is not built like a Llama (model.layers, model.norm); choose another base "
-            "(docs/explanation/bases.md lists families)"
+            "(docs/reference/bases.md lists families)"
         )
     return model
 

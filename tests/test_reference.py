@@ -1,0 +1,44 @@
+"""The generated pages of docs/reference equal what the code generates."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+import drafthead
+from drafthead.cli import COMMANDS
+from drafthead.eval.prompts.suites import FACTS, SUITES, load_suite
+from drafthead.reference import FOLDER, GENERATED, PAGES, pages
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    made = {path.stem: text for path, text in pages()}
+    assert made.keys() == PAGES.keys()
+    for name, text in made.items():
+        assert (FOLDER / f"{name}.md").read_text() == text, "run: python -m drafthead.reference"
+        assert text.startswith(GENERATED)
+
+
+def test_pages_cover_commands_suites_and_public_names() -> None:
+    text = {name: (FOLDER / f"{name}.md").read_text() for name in PAGES}
+    assert all(f"\n## drafthead {name}\n" in text["commands"] for name in COMMANDS)
+    assert set(FACTS) == set(SUITES), "every suite has an entry in FACTS of eval/prompts/suites.py"
+    assert all(f"## drafthead.{name}\n" in text["api"] for name in drafthead.__all__ if name != "__version__")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_has_as_many_prompts_as_its_page_says(suite: str) -> None:
+    assert len(load_suite(suite)) == FACTS[suite].prompts
+
+
+@pytest.mark.slow
+def test_the_page_of_bases_has_what_the_benchmark_finds(script: Callable[[str], ModuleType]) -> None:
+    bases = script("bases")
+    names = ("mistral", "gemma3n_text", "bloom", "mamba")
+    made = bases.tables({name: bases.outcome(bases.SHAPES[name]) for name in names}).splitlines()
+    page = (FOLDER / "bases.md").read_text()
+    assert page.startswith(bases.INTRODUCTION)
+    for name in names:
+        (row,) = [line for line in made if line.startswith(f"| {name} |")]
+        assert row in page.splitlines(), "run: python benchmarks/bases.py --write"
