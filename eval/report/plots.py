@@ -275,8 +275,11 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
 
 
 @styled
-def draw_tree(tree: TokenTree) -> Figure:
-    """Draw the token tree, root at the left. A node's number is its rank among its drafter's candidates."""
+def draw_tree(tree: TokenTree, labels: Sequence[str] | None = None) -> Figure:
+    """Draw the token tree, root at the left. A node's number is its rank among its drafter's candidates.
+
+    ``labels``: texts in the nodes instead of the ranks.
+    """
     inner = set(tree.parents)
     leaves = [node for node in sorted(range(len(tree)), key=lambda node: tree.paths[node]) if node not in inner]
     heights = {node: float(y) for y, node in enumerate(leaves)}
@@ -284,15 +287,16 @@ def draw_tree(tree: TokenTree) -> Figure:
         if node in inner:
             below = [heights[child] for child, parent in enumerate(tree.parents) if parent == node]
             heights[node] = (min(below) + max(below)) / 2
-    figure, axes = new_axes(height=max(1.6, 0.7 + 0.17 * len(leaves)))
+    size, leaf = (11, 0.17) if labels is None else (21, 0.3)
+    figure, axes = new_axes(height=max(1.6, 0.7 + leaf * len(leaves)))
     depths = [len(path) for path in tree.paths]
     colours = [INK, *_shades(max(tree.depth, 1))]
     for node, parent in enumerate(tree.parents):
         x, y = depths[node], heights[node]
         if parent >= 0:
             axes.plot([depths[parent], x], [heights[parent], y], color=GRID, zorder=1)
-        axes.plot([x], [y], "o", color=colours[x], markersize=11, zorder=2)
-        label = "" if parent < 0 else str(tree.ranks[node] + 1)
+        axes.plot([x], [y], "o", color=colours[x], markersize=size, zorder=2)
+        label = labels[node] if labels is not None else "" if parent < 0 else str(tree.ranks[node] + 1)
         axes.text(x, y, label, color="white", fontsize=7.5, ha="center", va="center_baseline")
     axes.set(xlabel="draft position", xticks=range(tree.depth + 1), yticks=[], ylim=(len(leaves) - 0.3, -0.7))
     axes.spines["left"].set_visible(False)
