@@ -61,6 +61,7 @@ def evaluate(
     costs: CostModel | None = None,
     training_log: list[dict[str, Any]] | None = None,
     development: Sequence[FinishedAnswer] | None = None,
+    training_data: str | None = None,
 ) -> dict[str, Any]:
     """Answer a suite autoregressively, speculatively and with the config's baselines; write ``eval.json`` and a page.
 
@@ -74,6 +75,7 @@ def evaluate(
         costs: step costs on this machine, for the prediction and the report.
         training_log: rows of ``metrics.jsonl``, for the report.
         development: the base's answers to the dev half, if they are known.
+        training_data: a line about the head's training data, for the report.
 
     Returns:
         The contents of ``eval.json``, and "resumed": how many of how many turns an earlier run had answered.
@@ -104,7 +106,15 @@ def evaluate(
     write_json(folder / "eval.json", evaluation)
     latency = None if costs is None else sorted(costs.verify.items())
     tree = draft_config.tree if isinstance(draft_config.tree, TokenTree) else None
-    write_report(folder, evaluation, latency=latency, tree=tree, training_log=training_log, title=folder.name)
+    write_report(
+        folder,
+        evaluation,
+        latency=latency,
+        tree=tree,
+        training_log=training_log,
+        title=folder.name,
+        training_data=training_data,
+    )
     # Not in the file, which must not depend on how often the evaluation was interrupted.
     return evaluation | {"resumed": [timed.resumed, len(timed.prompts)]}
 

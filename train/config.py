@@ -172,7 +172,7 @@ class RunConfig:
     def stores_answer_states(self) -> bool:
         """Return True if answers are stored with their final hidden states while they are generated."""
         stored = any(p.corpus == "answers" and p.store_hidden_states for p in self.phases.values())
-        return stored and self.data.answers.decoded_here
+        return stored and self.data.answers.decoded_here and not self.data.transcripts
 
     @property
     def answer_row_length(self) -> int:
@@ -216,7 +216,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
         except UserError as error:
             raise UserError(f"phases.{name}: {error}") from None
     answer = run.data.answers.max_prompt_tokens + run.data.answers.sampler.max_new_tokens
-    if answer > run.answer_row_length:
+    if answer > run.answer_row_length and run.data.uses_answers:
         raise UserError(
             f"data.answers makes rows of up to {answer} tokens (max_prompt_tokens + max_new_tokens), but phase "
             f"rows hold {run.answer_row_length}; raise phases.*.seq_len or lower them"

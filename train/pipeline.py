@@ -13,7 +13,7 @@ import datasets
 from accelerate.utils import set_seed
 
 from drafthead.data.answers.backend import ProcessGroup
-from drafthead.data.answers.store import AnswerStore
+from drafthead.data.answers.store import AnswerStore, open_answers
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.utils.errors import UserError
@@ -39,11 +39,12 @@ from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora, is_held_out
+from drafthead.train.corpora.transcripts import agreement_line
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.preflight import preflight
-from drafthead.train.publish.card import write_card
-from drafthead.train.run_folder import CALIBRATION, CONTINUED, QUALITY, open_folder
+from drafthead.train.publish.card import contents, write_card
+from drafthead.train.run_folder import CALIBRATION, CONTINUED, QUALITY, TRANSCRIPTS, open_folder
 from drafthead.train.tracking.provenance import write_provenance
 from drafthead.train.tracking.tracker import Tracker
 from drafthead.train.trainer.batches import open_held_out, unseen_text
@@ -86,7 +87,8 @@ class RunContext:
         is_shared = any(stage in COLLECTIVE for stage in run.stages)
         group = rank_group(launch.accelerator, run.per_node_data) if is_shared else ProcessGroup()
         states = run.stores_answer_states
-        return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line, states)
+        longest = run.answer_row_length
+        return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line, states, longest)
 
     @cached_property
     def base(self) -> BaseModel:
@@ -110,6 +112,12 @@ class RunContext:
         if run.eval.split != "test" or not run.tree_prompts:
             return None
         return development_answers(self.base, run.eval, run.tree_prompts, self.load_head().spec)
+
+    @property
+    def agreement(self) -> str | None:
+        """A line about the agreement of the run's transcripts with the base; None without transcripts."""
+        path = self.folder / TRANSCRIPTS
+        return agreement_line(read_json(path)) if path.exists() else None
 
     def new_head(self) -> DraftHead:
         """Build the head to train: untrained, with adapters if the run trains its base, or the ``init_from`` head."""
@@ -155,9 +163,9 @@ def corpora(context: RunContext) -> None:
     corpora, display, run = context.corpora, context.display, context.run
     if context.launch.is_main:
         display.console.print(StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table())
-    with undisturbed_rng(), display.stage("corpus: the base's own answers"):
+    with undisturbed_rng(), display.stage(f"corpus: {contents(run)}"):
         stats = corpora.answers().stats
-        display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} ended by the base itself")
+        display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} with an end of turn")
     lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
     for seq_len in sorted(lengths):
         with undisturbed_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
@@ -172,6 +180,8 @@ def train(context: RunContext) -> None:
     run, launch, corpora = context.run, context.launch, context.corpora
     tracker = context.tracker if launch.is_main else None
     corpora.answers()
+    if launch.is_main and corpora.agreement is not None:
+        write_json(context.folder / TRANSCRIPTS, corpora.agreement)
     set_seed(run.seed)
     head = context.new_head()
     if len(head.d2t) < head.vocab_size:
@@ -206,11 +216,11 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
     path, run, display = context.folder / CONTINUED, context.run, context.display
     lengths = read_json(path) if path.exists() else {}
     if when not in lengths or when == "after":
-        folders = {"new": Path(run.data.folder)}
+        stores = {"new": context.corpora.answers()}
         if run.init_data:
-            folders["old"] = Path(run.init_data)
-        with undisturbed_rng(), display.stage(f"acceptance {when} training on: {', '.join(folders)} data"):
-            lengths[when] = {name: _held_out_length(head, folder) for name, folder in folders.items()}
+            stores["old"] = open_answers(Path(run.init_data))
+        with undisturbed_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
+            lengths[when] = {name: _held_out_length(head, store) for name, store in stores.items()}
         write_json(path, lengths)
     if when == "after":
         for name, length in lengths[when].items():
@@ -218,12 +228,12 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
             display.line(f"   {name} data, held out: mean accepted length {before:.2f} before, {length:.2f} after")
 
 
-def _held_out_length(head: DraftHead, folder: Path) -> float:
+def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
     """Return the simulated mean accepted length of chains over all positions, on a corpus's held-out answers."""
-    store = AnswerStore(folder / "answers").read(with_hidden_states=False)
-    answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in store if is_held_out(a.prompt_number)]
+    read = store.read(with_hidden_states=False)
+    answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in read if is_held_out(a.prompt_number)]
     if not answers:
-        raise UserError(f"{folder} has no held-out answers to measure acceptance on; name a larger corpus")
+        raise UserError(f"{store.folder} has no held-out answers to measure acceptance on; name a larger corpus")
     probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, answers[:MAX_HELD_OUT_ANSWERS])]
     return simulate_acceptance(probs, TokenTree.chain(head.depth)).mean_accepted_length
 
@@ -344,6 +354,7 @@ def evaluate(context: RunContext) -> None:
             costs=costs,
             training_log=log,
             development=context.development_answers,
+            training_data=context.agreement,
         )
     display.console.print(console_table(evaluation))
     for line in console_lines(evaluation, log):
@@ -364,7 +375,8 @@ def card(context: RunContext) -> None:
     saved = checkpoints(context.checkpoints)
     processes = saved_state(saved[-1]).get("processes", 1) if saved else 1
     result = read_json(folder / QUALITY) if run.trains_base else None
-    write_card(run, context.load_head(), context.corpora.answers().stats, read_json(path), result, folder, processes)
+    stats = context.corpora.answers().stats
+    write_card(run, context.load_head(), stats, read_json(path), result, folder, processes, context.agreement)
     for purpose, command in (
         ("try it", f'drafthead generate head={context.head_folder} "Why is the sky blue?"'),
         ("measure it on other prompts", f"drafthead eval head={context.head_folder} suite=spec_bench_like limit=18"),

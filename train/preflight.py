@@ -1,9 +1,11 @@
 """Checks of a run's inputs before its model is loaded."""
 
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, shares
+from drafthead.data.text.transcripts import Findings, iter_transcripts
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import require_login
 from drafthead.eval.prompts.suites import load_suite
@@ -37,7 +39,15 @@ def preflight(run: RunConfig) -> None:
     for source in text.sources:
         wholly = source.kind in WHOLLY_READ and not text.stream
         _require_entries(iter_documents(source, max_characters=None if wholly else 1), wholly, "text", source)
-    for source in answers.sources:
+    findings = Findings()
+    for source in run.data.transcripts:
+        wholly = source.kind in WHOLLY_READ
+        usable = sum(1 for _ in islice(iter_transcripts(source, findings), None if wholly else 1))
+        if not usable or run.data.bad_transcripts == "reject":
+            findings.raise_rejected()
+        if not usable:
+            raise UserError(f"{source} in data.transcripts is empty; name another file or dataset")
+    for source in answers.sources if run.data.uses_answers else []:
         _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, "answers", source)
 
 

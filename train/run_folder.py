@@ -20,9 +20,10 @@ from drafthead.train.config import RunConfig
 SETTINGS = "training-settings.json"
 QUALITY = "quality.json"
 CONTINUED = "init_from.json"
+TRANSCRIPTS = "transcripts.json"
 CALIBRATION = "calibration.json"
 RESULTS = {
-    "train": ("checkpoints", "head", "metrics.jsonl", CONTINUED),
+    "train": ("checkpoints", "head", "metrics.jsonl", CONTINUED, TRANSCRIPTS),
     "quality": (QUALITY,),
     "tree": (CALIBRATION,),
     "evaluate": ("eval.json", "eval-log-*.jsonl"),

@@ -65,6 +65,16 @@ def prompt_ids(
 
     ``template_kwargs`` are variables of the chat template, such as ``enable_thinking``.
     """
+    return encode(tokenizer, render(tokenizer, messages, template_kwargs))
+
+
+def render(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+    generation_prompt: bool = True,
+) -> str:
+    """Return ``messages`` as the chat template writes them, with the start of the answer if ``generation_prompt``."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -72,14 +82,19 @@ def prompt_ids(
             f"the tokenizer of {tokenizer.name_or_path or 'the base'} has no chat template, so conversations cannot "
             "be rendered; use an instruction-tuned base or give the base a chat template"
         )
+    conversation: Any = list(messages)
     try:
-        text = str(
+        return str(
             tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **(template_kwargs or {})
+                conversation, tokenize=False, add_generation_prompt=generation_prompt, **(template_kwargs or {})
             )
         )
     except TemplateError as error:
         roles = [m["role"] for m in messages]
         raise UserError(f"the chat template refuses messages with roles {roles}: {error}; change the data") from error
-    # The template writes every special token; `verbose` would warn about long prompts.
+
+
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Return the token ids of a text by ``render``, which holds every special token."""
+    # `verbose` would warn about long prompts.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

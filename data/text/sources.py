@@ -1,7 +1,8 @@
 """Sources of documents and prompts for training, and lists of both without near-duplicates."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from glob import glob
@@ -17,6 +18,7 @@ from drafthead.data.embedded.tasks import PROMPT_SETS
 from drafthead.data.embedded.training_sets import DOCUMENT_SETS, content_hash
 from drafthead.data.text.chat import Message, conversation, user_turn
 from drafthead.data.text.readers import (
+    BUILDERS,
     COMMIT,
     dataset_errors,
     json_object,
@@ -35,6 +37,11 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
 """Roles by their names in datasets."""
+CONVERSATIONS = ("messages", "conversations", "conversation")
+"""Columns that hold conversations."""
+AUTO = "auto"
+AUTO_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "text")
+"""Columns that ``column: auto`` searches for a prompt, in this order."""
 T = TypeVar("T")
 
 
@@ -53,7 +60,8 @@ class SourceConfig:
     revision: str | None = None
     """Commit or tag of a dataset on the Hub."""
     column: str = "text"
-    """Column of a dataset or of JSON lines that holds the text. For prompts it may also hold a conversation."""
+    """Column of a dataset or of JSON lines that holds the text. For prompts it may also hold a conversation. ``auto``
+    takes the first of ``prompt``, ``messages``, ``conversations``, ``conversation``, ``turns`` and ``text``."""
     turns: Positive = 1
     """User turns to keep of a conversation. The base answers each of them itself. For datasets and JSON lines."""
     limit: Positive | None = None
@@ -81,6 +89,58 @@ class SourceConfig:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}"
+
+
+def _preset(name: str, column: str, split: str = "train", subset: str | None = None) -> SourceConfig:
+    return SourceConfig(kind="hf", name=name, subset=subset, split=split, column=column)
+
+
+PRESETS = {
+    "ultrachat": _preset("HuggingFaceH4/ultrachat_200k", "messages", "train_sft"),
+    "sharegpt": _preset("Aeala/ShareGPT_Vicuna_unfiltered", "conversations"),
+    "open_perfectblend": _preset("mlabonne/open-perfectblend", "conversations"),
+    "magpie": _preset("Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered", "conversations"),
+    "hermes_fc": _preset("NousResearch/hermes-function-calling-v1", "conversations", subset="func_calling"),
+}
+"""Datasets of conversations by short names."""
+
+
+def expand_sources(value: Any) -> Any:
+    """Return the list of sources that a short form names; other values stay as they are.
+
+    A short form is a preset, a path or glob, or ``hf:NAME[:SPLIT]``, each optionally followed by ``:LIMIT``. It may be
+    an item of a list.
+    """
+    if value is None:
+        return []
+    items = value if isinstance(value, list) else [value]
+    return [_expand(item) if isinstance(item, str) else item for item in items]
+
+
+def _expand(text: str) -> SourceConfig:
+    counted = re.fullmatch(r"(.+):(\d+)", text)
+    name, limit = (counted[1], int(counted[2])) if counted else (text, None)
+    path = Path(name).expanduser()
+    if name in PRESETS:
+        return replace(PRESETS[name], limit=limit)
+    if name.startswith("hf:"):
+        repository, _, split = name.removeprefix("hf:").partition(":")
+        return SourceConfig(kind="hf", name=repository, split=split or "train", column=AUTO, limit=limit)
+    if ".jsonl" in path.suffixes:
+        return SourceConfig(kind="jsonl", name=name, column=AUTO, limit=limit)
+    if path.suffix in BUILDERS or path.is_dir():
+        return SourceConfig(kind="hf", name=name, column=AUTO, limit=limit)
+    raise UserError(
+        f"{text!r} is not a source; expected a .jsonl file, a dataset's file or folder, hf:NAME[:SPLIT], or one of "
+        f"{', '.join(PRESETS)}, optionally with :LIMIT"
+    )
+
+
+def num_entries(source: SourceConfig) -> int | None:
+    """Return the most entries that a source can have, or None for a dataset without ``limit``."""
+    if source.limit is not None or source.kind not in ("jsonl", "text"):
+        return source.limit
+    return sum(1 for path in files_of(source) for _ in read_lines(path))
 
 
 def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[SourceConfig]:
@@ -116,7 +176,7 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
     if source.kind in DOCUMENT_SETS:
         texts = training_sets.documents(_set_of(source, DOCUMENT_SETS[source.kind], "documents"))
     elif source.kind == "text":
-        texts = (read_text(path) for path in _files(source))
+        texts = (read_text(path) for path in files_of(source))
     else:
         texts = (as_text(*value) for value in _values(source, stream=max_characters is not None))
     texts = islice((text for text in texts if text.strip()), source.limit)
@@ -134,18 +194,22 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
         sets = PROMPT_SETS[source.kind]
         prompts = map(conversation, sets[_set_of(source, tuple(sets), "prompts")]())
     elif source.kind == "text":
-        prompts = (user_turn(line) for path in _files(source) for line in read_text(path).splitlines())
+        prompts = (user_turn(line) for path in files_of(source) for line in read_text(path).splitlines())
     else:
         prompts = (as_prompt(*value, source.turns) for value in _values(source))
     return islice((m for m in prompts if m and m[-1]["content"].strip()), source.limit)
 
 
-def column_value(row: dict[str, Any], source: SourceConfig, where: str) -> tuple[Any, str]:
-    """Return the row's value in the source's column, and the name of that place for messages."""
-    if source.column not in row:
-        present = ", ".join(map(str, row)) or "none"
-        raise UserError(f"{where} has no column {source.column!r}; present: {present}; set source.column")
-    return row[source.column], f"{where}: column {source.column!r}"
+def column_value(
+    row: dict[str, Any], source: SourceConfig, where: str, searched: Sequence[str] = AUTO_COLUMNS
+) -> tuple[Any, str]:
+    """Return the row's value in the source's column, or in the first of ``searched`` for ``auto``, and its name."""
+    columns = searched if source.column == AUTO else (source.column,)
+    column = next((name for name in columns if row.get(name) is not None), None) or columns[0]
+    if column not in row:
+        present, wanted = ", ".join(map(str, row)) or "none", " or ".join(map(repr, columns))
+        raise UserError(f"{where} has no column {wanted}; present: {present}; set source.column")
+    return row[column], f"{where}: column {column!r}"
 
 
 def as_text(value: Any, where: str) -> str:
@@ -155,7 +219,7 @@ def as_text(value: Any, where: str) -> str:
     return value or ""
 
 
-def iter_messages(value: Any) -> Iterator[Message]:
+def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Message]:
     """Yield the messages of a conversation in any common form; the caller puts the row's name before an error."""
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise UserError(
@@ -163,12 +227,12 @@ def iter_messages(value: Any) -> Iterator[Message]:
         )
     for turn in value:
         role, content = (turn.get(a, turn.get(b)) for a, b in (("role", "from"), ("content", "value")))
-        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
+        if not isinstance(role, str) or role not in roles or not isinstance(content, str):
             raise UserError(
                 f"holds a turn of role {role!r} with a {type(content).__name__} as content, expected text and a role "
-                f"among {', '.join(ROLES)}"
+                f"among {', '.join(roles)}"
             )
-        yield {"role": ROLES[role], "content": content}
+        yield {"role": roles[role], "content": content}
 
 
 def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
@@ -196,19 +260,31 @@ def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
     return messages
 
 
-def _values(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, str]]:
+def iter_rows(
+    source: SourceConfig, stream: bool = False, on_error: Callable[[UserError], None] | None = None
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the rows of a dataset or of JSON lines and their names; ``on_error`` receives broken lines."""
     if source.kind == "hf":
         with open_source(source, stream or source.limit is not None) as rows:
             for number, row in enumerate(rows):
-                yield column_value(row, source, f"{source} row {number}")
+                yield row, f"{source} row {number}"
         return
-    for path in _files(source):
+    for path in files_of(source):
         for line, content in read_lines(path):
             try:
                 row = json_object(content)
             except UserError as error:
-                raise UserError(f"{path} {line} {error}; repair or remove the line") from None
-            yield column_value(row, source, f"{path} {line}")
+                named = UserError(f"{path} {line} {error}; repair or remove the line")
+                if on_error is None:
+                    raise named from None
+                on_error(named)
+                continue
+            yield row, f"{path} {line}"
+
+
+def _values(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, str]]:
+    for row, where in iter_rows(source, stream):
+        yield column_value(row, source, where)
 
 
 def _up_to(texts: Iterator[str], max_characters: int) -> Iterator[str]:
@@ -226,7 +302,8 @@ def _set_of(source: SourceConfig, known: tuple[str, ...], kind: str) -> str:
     return source.name
 
 
-def _files(source: SourceConfig) -> list[Path]:
+def files_of(source: SourceConfig) -> list[Path]:
+    """Return the files of a source that names a path or a glob."""
     files = [Path(p) for p in sorted(glob(str(Path(source.name).expanduser()), recursive=True)) if Path(p).is_file()]
     if not files:
         raise UserError(f"source {source} matches no file; check source.name")

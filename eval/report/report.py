@@ -38,6 +38,7 @@ def write_report(
     tree: TokenTree | None,
     training_log: list[dict[str, Any]] | None,
     title: str,
+    training_data: str | None = None,
 ) -> Path:
     """Write ``folder/report.html`` and its plots as ``folder/plots/*.png``.
 
@@ -48,6 +49,7 @@ def write_report(
         tree: the tree that was decoded with.
         training_log: rows of ``metrics.jsonl`` with "phase", "step", "loss_1", "accept_1", ...
         title: heading of the page.
+        training_data: a line about the data that the head was trained on.
 
     Returns:
         Path of the page.
@@ -70,6 +72,7 @@ def write_report(
         title=title,
         machine=machine_line(overall),
         rule=sentence(rule_line(evaluation)),
+        training_data=training_data,
         overall=overall,
         speedup=speedup_of(overall),
         interval=cell_text("95 %", overall["speedup"]["interval_95"]),

@@ -22,6 +22,8 @@ from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
 
 BATCHES_PER_BLOCK = 2
 """Batches per block. With more, the batch empties less often; with fewer, an interruption loses less."""
+LOGIT_ROWS = 512
+"""Positions whose logits are in memory at a time."""
 SEED_STRIDE = 1_000_003
 """Distance between the seeds of two corpora, so that their rows do not share random numbers."""
 
@@ -144,19 +146,41 @@ class BuiltInBackend:
         return generate_answers(self.base, prompts, sampler, batch_size=self.batch_size, max_prompt_tokens=longest)
 
 
-@torch.inference_mode()
-def greedy_match_rate(base: BaseModel, answers: Iterable[Answer]) -> float:
-    """Return the share of the answers' tokens, in [0, 1], that are the base's likeliest next tokens.
+@dataclass(frozen=True)
+class Agreement:
+    """The base's opinion of answers that another model or a person may have written."""
 
-    Of greedy answers by the same weights all are, but for ties and rounding (bfloat16, a quantised server).
-    """
-    agreed = tokens = 0
-    for answer in answers:
+    answers: int
+    tokens: int
+    greedy: float
+    """Share of the answers' tokens, in [0, 1], that are the base's likeliest next tokens."""
+    probability: float
+    """Mean probability that the base gives to the answers' tokens, at temperature 1."""
+
+
+@torch.inference_mode()
+def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
+    """Return how far the base agrees with ``answers``."""
+    greedy, probability, tokens, count = 0, 0.0, 0, 0
+    for count, answer in enumerate(answers, start=1):  # noqa: B007
         ids = torch.tensor(answer.input_ids, dtype=torch.long, device=base.device)
         hidden = base.forward(ids[None, :-1], base.new_cache(len(ids) - 1)).final[0, answer.boundary - 1 :]
-        agreed += int((base.logits(hidden).argmax(-1) == ids[answer.boundary :]).sum())
-        tokens += len(ids) - answer.boundary
-    return Ratio(agreed, tokens).value
+        trained = ids[answer.boundary :]
+        for start in range(0, len(trained), LOGIT_ROWS):
+            targets = trained[start : start + LOGIT_ROWS]
+            logits = base.logits(hidden[start : start + LOGIT_ROWS])
+            greedy += int((logits.argmax(-1) == targets).sum())
+            probability += float(logits.float().log_softmax(-1).gather(-1, targets[:, None]).exp().sum())
+            tokens += len(targets)
+    return Agreement(count, tokens, Ratio(greedy, tokens).value, Ratio(probability, tokens).value)
+
+
+def greedy_match_rate(base: BaseModel, answers: Iterable[Answer]) -> float:
+    """Return ``agreement().greedy``.
+
+    Of greedy answers by the same weights all tokens agree, but for ties and rounding (bfloat16, a quantised server).
+    """
+    return agreement(base, answers).greedy
 
 
 MARKER = "\u0001"

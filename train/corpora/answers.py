@@ -1,6 +1,6 @@
 """The making of an answer corpus: prompts, then an answer to each, by all processes of a run together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -224,18 +224,23 @@ class AnswerGenerator:
             lists = (prompts, [user_turn(text) for text in written])
             keyed = [(i / len(items), item) for items in lists for i, item in enumerate(items)]
             prompts = [item for _, item in sorted(keyed, key=lambda entry: entry[0])]
-        if config.exclude_suites:
-            # Imported here, so that training does not load the evaluation.
-            from drafthead.eval.prompts.near_duplicates import NearDuplicates
-            from drafthead.eval.prompts.suites import load_suite
-
-            evaluated = NearDuplicates(
-                text for suite in config.exclude_suites for prompt in load_suite(suite) for text in prompt.user_turns
-            )
-            prompts = [p for p in prompts if not any(t["role"] == "user" and t["content"] in evaluated for t in p)]
+        is_evaluated = resembles_suites(config.exclude_suites)
+        prompts = [p for p in prompts if not is_evaluated(t["content"] for t in p if t["role"] == "user")]
         if not prompts:
             raise UserError("data.answers names no prompts; set sources, or self_prompted to a number")
         return prompts
+
+
+def resembles_suites(suites: Sequence[str]) -> Callable[[Iterable[str]], bool]:
+    """Return a function that tells whether one of some user turns nearly repeats one of ``suites``."""
+    if not suites:
+        return lambda turns: False
+    # Imported here, so that training does not load the evaluation.
+    from drafthead.eval.prompts.near_duplicates import NearDuplicates
+    from drafthead.eval.prompts.suites import load_suite
+
+    evaluated = NearDuplicates(text for suite in suites for prompt in load_suite(suite) for text in prompt.user_turns)
+    return lambda turns: any(text in evaluated for text in turns)
 
 
 def _is_conversation(value: Any) -> bool:

@@ -5,6 +5,7 @@ All files are in ``data.folder`` with a manifest. Later runs use them again, and
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from drafthead.data.utils.files import (
     exclusive,
     file_digest,
     folder_of_manifest,
+    read_json,
     read_manifest,
     write_manifest,
 )
@@ -36,6 +38,13 @@ from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, Log, Progress
 from drafthead.train.corpora.corpus_config import DataConfig
 from drafthead.train.corpora.precomputed import copy_precomputed
+from drafthead.train.corpora.transcripts import (
+    AGREEMENT,
+    conversation_documents,
+    transcripts_folder,
+    write_mixture,
+    write_transcripts,
+)
 
 ALONE = ProcessGroup()
 HELD_OUT_EVERY = 20
@@ -61,6 +70,8 @@ class Corpora:
     log: Log = lambda line: None
     store_states: bool = False
     """Built-in decoding also stores the answers' final hidden states."""
+    longest: int | None = None
+    """Longest transcript, in tokens; of longer ones the ends are left out."""
     manifests: dict[str, Any] = field(default_factory=dict, init=False)
     """The manifests of the opened corpora by name, which checkpoints store."""
     _store: AnswerStore | None = field(default=None, init=False)
@@ -123,23 +134,57 @@ class Corpora:
         self.progress("packing text", done, done)
 
     def answers(self) -> AnswerStore:
-        """Return the complete corpus of answers."""
+        """Return the complete corpus of answers: the transcripts, the base's own answers, or both."""
         if self._store is None:
-            folder, config = answers_folder(self.folder), self.config.answers
-            if config.copied:
+            stores = [self._transcripts()] if self.config.transcripts else []
+            stores += [self._own_answers()] if self.config.uses_answers else []
+            if len(stores) == 2:
                 if self.group.rank == 0:
-                    with exclusive(folder):
-                        copy_precomputed(self.base, config, folder, self.log)
+                    write_mixture(self.folder, *stores)
                 self.group.wait()
-                self._store = AnswerStore(folder)
-            else:
-                generator = AnswerGenerator(
-                    self.base, config, self.seed, folder, self.group, self.progress, self.log, self.store_states
-                )
-                self._store = generator.complete()
-            prompts = {} if config.copied else {PROMPTS: file_digest(folder / PROMPTS)}
-            self.manifests["answers"] = {**read_manifest(folder), **prompts, "answers": len(self._store.done)}
+                stores = [write_mixture(self.folder, *stores)]
+            (self._store,) = stores
         return self._store
+
+    @cached_property
+    def agreement(self) -> dict[str, Any] | None:
+        """The transcripts' agreement with the base, or None without transcripts."""
+        if not self.config.transcripts:
+            return None
+        self.answers()
+        measured: dict[str, Any] = read_json(self._transcripts_folder() / AGREEMENT)
+        return measured
+
+    def _transcripts_folder(self) -> Path:
+        return transcripts_folder(self.base, self.config, self.longest)
+
+    def _transcripts(self) -> AnswerStore:
+        if self.group.rank == 0:
+            folder = self._transcripts_folder()
+            with exclusive(folder, self.progress):
+                write_transcripts(self.base, self.config, folder, self.longest, self.progress, self.log)
+        self.group.wait()
+        store = AnswerStore(self._transcripts_folder())
+        self.manifests["transcripts"] = {**read_manifest(store.folder), "answers": len(store.done)}
+        return store
+
+    def _own_answers(self) -> AnswerStore:
+        folder, config = answers_folder(self.folder), self.config.answers
+        if config.copied:
+            if self.group.rank == 0:
+                with exclusive(folder):
+                    copy_precomputed(self.base, config, folder, self.log)
+            self.group.wait()
+            store = AnswerStore(folder)
+        else:
+            states = self.store_states and not self.config.transcripts
+            generator = AnswerGenerator(
+                self.base, config, self.seed, folder, self.group, self.progress, self.log, states
+            )
+            store = generator.complete()
+        prompts = {} if config.copied else {PROMPTS: file_digest(folder / PROMPTS)}
+        self.manifests["answers"] = {**read_manifest(folder), **prompts, "answers": len(store.done)}
+        return store
 
     def answer_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
         """Return the trained or the held-out answers as packed rows, and the prompt number of each document."""
@@ -148,8 +193,10 @@ class Corpora:
         if not chosen:
             raise UserError(
                 f"{len(self.answers().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
-                f"ask for more (data.answers.prompts or .self_prompted)"
+                f"ask for more (data.answers.prompts or .self_prompted, data.transcripts)"
             )
+        if self.config.transcripts and not held_out:  # held-out turns stay apart, each with its own acceptance
+            return pack(conversation_documents(chosen), seq_len, split=False), []
         # Only the answer of a document is trained, not its prompt.
         documents = (Document(a.input_ids, np.arange(len(a.input_ids)) >= a.boundary) for a in chosen)
         return pack(documents, seq_len, split=False), [answer.prompt_number for answer in chosen]

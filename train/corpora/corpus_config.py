@@ -1,14 +1,15 @@
 """Settings of a run's corpora: text, the base's own answers, and their folder."""
 
-from dataclasses import asdict, field
-from typing import Annotated, Any
+from dataclasses import asdict, field, replace
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
-from drafthead.data.text.sources import SourceConfig
+from drafthead.data.text.sources import SourceConfig, expand_sources, num_entries
 from drafthead.data.utils.settings import NonNegative, Positive, require, settings
 
+Sources = Annotated[list[SourceConfig], BeforeValidator(expand_sources)]
 COMPLETE = "complete.json"
 """File that is written when every prompt is answered. The server is then not needed any more."""
 
@@ -86,8 +87,32 @@ class DataConfig:
 
     folder: str = "outputs/corpora"
     """Folder of the corpora. Runs with equal data settings share them."""
+    prompts: Sources = field(default_factory=list)
+    """Your own prompts, which the base answers instead of those of the recipe. For example ``prompts.jsonl``, in the
+    format of ``eval suite=prompts.jsonl``. Short for ``answers.sources``, ``answers.prompts`` and ``answers.fresh``."""
+    transcripts: Sources = field(default_factory=list)
+    """Conversations to train on as they are, instead of the base's own answers. For example ``chats.jsonl``, with
+    ``{"messages": [...]}`` per line, or ``ultrachat:20000``. A path, ``hf:NAME[:SPLIT]``, or ``ultrachat``,
+    ``sharegpt``, ``open_perfectblend``, ``magpie``, ``hermes_fc``, each with ``:LIMIT`` if wanted; or a list of
+    these."""
+    bad_transcripts: Literal["reject", "skip"] = "reject"
+    """Transcripts that cannot be trained on as they are: end the run before any work, or skip them and train on the
+    others."""
+    own_answers: bool = False
+    """With transcripts, also train on the base's own answers (``answers``)."""
     text: TextConfig = field(default_factory=TextConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
 
     def __post_init__(self) -> None:
         require(bool(self.folder.strip()), "folder", "the name of a folder", self.folder)
+        if self.prompts:
+            count = sum(num_entries(source) or self.answers.prompts for source in self.prompts)
+            self.answers = replace(self.answers, sources=self.prompts, prompts=count, self_prompted=0, fresh=True)
+        weighted = [source for source in self.transcripts if source.weight is not None]
+        require(not weighted, "transcripts", "sources without weight; use limit", [str(source) for source in weighted])
+        require(bool(self.transcripts) or not self.own_answers, "own_answers", "false without data.transcripts", True)
+
+    @property
+    def uses_answers(self) -> bool:
+        """Return True if the run trains on the base's own answers."""
+        return self.own_answers or not self.transcripts

@@ -71,6 +71,8 @@ class StageDurations:
 
     def _corpora(self) -> tuple[str, float]:
         config = self.run.data.answers
+        if not self.run.data.uses_answers:
+            return f"transcripts ({', '.join(map(str, self.run.data.transcripts))})", float("nan")
         if config.copied:
             return f"precomputed answers ({config.precomputed}), compared with the base", 5.0
         answers = config.prompts + config.self_prompted
@@ -92,6 +94,8 @@ class StageDurations:
         else:
             prompt = min(PROMPT_TOKENS, config.max_prompt_tokens)
             answers = (config.prompts + config.self_prompted) * config.sampler.max_new_tokens
+            if self.run.data.transcripts:  # of unknown size
+                answers = self.costs.trained_tokens(name)
             answers = min(answers, phase.max_tokens or answers)
             corpus = answers + answers * prompt // config.sampler.max_new_tokens
         read_tokens = tokens

@@ -37,10 +37,12 @@ def write_card(
     quality: dict[str, Any] | None,
     folder: Path,
     processes: int,
+    agreement: str | None = None,
 ) -> None:
     """Write ``README.md``, ``eval.json`` and the loss curve into ``folder/head``.
 
     ``quality`` compares a trained base with the original one. ``processes`` is the number that the run started with.
+    ``agreement`` is a line about transcripts.
     """
     # Prompt and tree files are named without this machine's folders.
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
@@ -69,8 +71,8 @@ def write_card(
         is_loaded=is_loaded,
         obstacles=obstacles(export_rows),
         quality=None if quality is None else f"{quality_table(quality).markdown()}\n{sentence(quality_line(quality))}",
-        facts=facts(run, head, answers),
-        phases=[phase_row(name, phase, processes) for name, phase in run.phases.items()],
+        facts=facts(run, head, answers, agreement),
+        phases=[phase_row(name, phase, processes, contents(run)) for name, phase in run.phases.items()],
         loss_figure=LOSS_FIGURE if curve.exists() else None,
         licences=licences,
     )
@@ -102,7 +104,8 @@ def minimal_card(folder: Path) -> None:
 
 def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licences: dict[str, Any]) -> ModelCardData:
     """Return the card's front matter, which the Hub searches and shows, with results per task and overall."""
-    sources = [*run.data.text.sources, *run.data.answers.sources]
+    sources = [*run.data.text.sources, *run.data.transcripts]
+    sources += run.data.answers.sources if run.data.uses_answers else []
     datasets = [s.name for s in sources if s.kind == "hf" and not Path(s.name).exists()]
     machine, warning, suite = machine_line(evaluation["overall"]), lossy(evaluation), evaluation["suite"]
     note = f" ({warning})" if warning else ""
@@ -188,7 +191,12 @@ def obstacles(rows: list[tuple[str, str, str]]) -> str:
     return f"Reasons, by export format: {'. '.join(reasons)}. " if reasons else ""
 
 
-def facts(run: RunConfig, head: DraftHead, answers: AnswerStats) -> list[tuple[str, str]]:
+def contents(run: RunConfig) -> str:
+    """Return what phases with ``corpus: answers`` train on."""
+    return " and ".join(["transcripts"] * bool(run.data.transcripts) + ["the base's answers"] * run.data.uses_answers)
+
+
+def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
     """Return name and description of the training's base, data and seed."""
     sampler, data = run.data.answers.sampler, run.data
     sampling = "greedy" if sampler.temperature == 0 else f"temperature {sampler.temperature:g}"
@@ -205,10 +213,16 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats) -> list[tuple[s
     if any(phase.corpus == "text" for phase in run.phases.values()):
         limit = "read while training" if data.text.stream else f"at most {data.text.max_tokens:,} tokens"
         rows.append(("text", f"{_sources(data.text.sources)}; {limit}"))
+    if data.transcripts:
+        rows.append(("transcripts", f"{_sources(data.transcripts)}; {agreement}"))
+        total = f"{answers.rows:,} assistant turns in all, {answers.tokens:,} tokens"
+        rows.append(("trained on", f"{contents(run)}: {total}"))
+    if not data.uses_answers:
+        return [*rows, ("seed", str(run.seed))]
     prompts = [_sources(data.answers.sources)] if data.answers.prompts else []
     if count := data.answers.self_prompted:
         prompts.append(f"up to {count:,} written by the base itself")
-    size = f"{answers.rows:,} of the base's own, {answers.tokens:,} tokens"
+    size = "the base's own" if data.transcripts else f"{answers.rows:,} of the base's own, {answers.tokens:,} tokens"
     return [
         *rows,
         ("prompts", "; ".join(prompts)),
@@ -232,17 +246,18 @@ def _sources(sources: list[SourceConfig]) -> str:
     return ", ".join(names) or "none"
 
 
-def phase_row(name: str, phase: PhaseConfig, processes: int) -> tuple[str, ...]:
+def phase_row(name: str, phase: PhaseConfig, processes: int, answers: str = "the base's answers") -> tuple[str, ...]:
     """Return a phase's name, data, steps, tokens per step, learning rate and loss.
 
-    ``processes`` is the number that the run started with, which sets the rows of a step.
+    ``processes`` is the number that the run started with, which sets the rows of a step. ``answers`` is what phases
+    with ``corpus: answers`` train on.
     """
     optim, loss = phase.optim, phase.loss
     tokens = phase.seq_len * phase.micro_batch_size * phase.grad_accum_steps * processes
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"
     terms = " + ".join(f"{getattr(loss, term):g} {term}" for term in TERMS if getattr(loss, term))
     weights = f"decay {loss.decay:g}" if loss.depth_weights is None else f"weights {loss.depth_weights}"
-    data = {"text": "text", "answers": "the base's answers"}[phase.corpus]
+    data = {"text": "text", "answers": answers}[phase.corpus]
     return name, data, f"{phase.steps:,}", f"{tokens:,}", rate, f"{terms}, {weights} by position"
 
 

@@ -1,0 +1,314 @@
+"""Conversations whose assistant turns are trained on as they are: reading, checks, and token ids with boundaries.
+
+An assistant turn becomes a prompt and an answer. The prompt is what the chat template writes for the earlier turns with
+the generation prompt, so it is what the base reads when it is served. The answer is what the template writes for the
+turn. A template that drops the reasoning of earlier turns therefore drops it here too.
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from drafthead.data.text.chat import encode, render, user_turn
+from drafthead.data.text.sources import CONVERSATIONS, ROLES, SourceConfig, column_value, iter_messages, iter_rows
+from drafthead.data.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRANSCRIPT_ROLES = {**ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
+PASSED_ON = ("tool_calls", "reasoning_content", "tool_call_id", "name")
+"""Keys of a message that a chat template may read, in addition to its role and content."""
+EMPTY_REASONING = "<think></think>"
+MARK = "drafthead-probe"
+MAX_LISTED = 5
+SHOWN = 40
+"""Characters of a text in a message."""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A conversation, or the token ids of one answer."""
+
+    messages: Sequence[dict[str, Any]] = ()
+    tools: Sequence[Any] | None = None
+    """Definitions of tools for the chat template."""
+    token_ids: tuple[list[int], list[int]] | None = None
+    """Prompt and answer of a server's log, used unchanged."""
+
+    @property
+    def user_turns(self) -> list[str]:
+        """The user's messages."""
+        return [message["content"] for message in self.messages if message["role"] == "user"]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An assistant turn as token ids."""
+
+    input_ids: list[int]
+    """Prompt, then answer."""
+    boundary: int
+    """Index of the first answer token."""
+    finished: bool
+    """True if the answer ends with a token that ends the base's turn."""
+
+
+@dataclass
+class Findings:
+    """Rows that cannot be trained on, and remarks on the others, each with the first row it concerns."""
+
+    rejected: list[str] = field(default_factory=list)
+    remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def reject(self, error: UserError) -> None:
+        """Record a row that cannot be trained on."""
+        self.rejected.append(str(error))
+
+    def remark(self, text: str, where: str) -> None:
+        """Count a remark."""
+        count, first = self.remarks.get(text, (0, where))
+        self.remarks[text] = count + 1, first
+
+    def raise_rejected(self) -> None:
+        """Raise an error that names the first rejected rows."""
+        if self.rejected:
+            count = len(self.rejected)
+            more = f"; and {count - MAX_LISTED} more" if count > MAX_LISTED else ""
+            raise UserError(
+                f"{count} transcripts cannot be trained on: {'; '.join(self.rejected[:MAX_LISTED])}{more}; repair or "
+                "remove them, or set data.bad_transcripts=skip to train on the others"
+            )
+
+    def lines(self) -> list[str]:
+        """Return one line per kind of finding."""
+        found = [f"{count:,} {text} (first: {where})" for text, (count, where) in self.remarks.items()]
+        if self.rejected:
+            found.append(f"{len(self.rejected):,} transcripts skipped (first: {self.rejected[0]})")
+        return found
+
+
+# Reading -----------------------------------------------------------------------------------------------------------
+
+
+def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple[str, Transcript]]:
+    """Yield the transcripts of a source with their rows' names; unusable rows are added to ``findings``."""
+    rows = iter_rows(source, stream=source.limit is not None, on_error=findings.reject)
+    for row, where in islice(rows, source.limit):
+        try:
+            yield from ((where, transcript) for transcript in _of_row(row, source, where))
+        except UserError as error:
+            findings.reject(error)
+
+
+def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Transcript]:
+    """Return the conversation of a row; or the answers of a row with token ids, in the form of vLLM's responses."""
+    choices = row.get("choices") if isinstance(row.get("choices"), list) else [row]
+    pairs: list[Any] = [
+        (c.get("prompt_token_ids") or row.get("prompt_token_ids"), c.get("token_ids")) for c in choices or []
+    ]
+    if any(answer is not None for _, answer in pairs):
+        for ids in (ids for pair in pairs for ids in pair):
+            if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+                raise UserError(f"{where} must have whole numbers in prompt_token_ids and token_ids")
+        return [Transcript(token_ids=pair) for pair in pairs]
+    value, column = column_value(dict(row), source, where, CONVERSATIONS)
+    try:
+        messages = _messages(value)
+    except UserError as error:
+        raise UserError(f"{column} {error}") from None
+    tools = row.get("tools")
+    # Datasets in ShareGPT's form write the tools into the system message and repeat them in a column.
+    in_text = messages[0]["role"] == "system" and "tools" in messages[0]["content"]
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    except ValueError as error:
+        raise UserError(f"{where}: column 'tools' is not valid JSON ({error})") from None
+    return [Transcript(messages, None if in_text or not tools else tools)]
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return the checked messages of a conversation."""
+    turns = value if isinstance(value, list) and all(isinstance(turn, dict) for turn in value) else []
+    plain = [{**turn, key: _text(turn.get(key))} for turn in turns for key in (("content", "value")["from" in turn],)]
+    messages: list[dict[str, Any]] = []
+    for message, turn in zip(iter_messages(plain or value, TRANSCRIPT_ROLES), turns, strict=True):
+        number, before = len(messages) + 1, messages[-1]["role"] if messages else "system"
+        extra = {key: turn[key] for key in PASSED_ON if turn.get(key)}
+        if not message["content"].strip() and "tool_calls" not in extra:
+            raise UserError(f"has an empty turn {number} ({message['role']})")
+        if message["role"] == "assistant" and before in ("system", "assistant"):
+            raise UserError(f"has an assistant's turn {number} without a turn before it that it answers")
+        if "tool_calls" in extra:
+            extra["tool_calls"] = [_with_arguments(call, number) for call in extra["tool_calls"]]
+        messages.append({**message, **extra})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError("has no assistant's turn")
+    return messages
+
+
+def _text(content: Any) -> Any:
+    """Return the text of a content, which may be a list of text parts or missing."""
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return "" if content is None else content
+
+
+def _with_arguments(call: Any, number: int) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object, which chat templates expect; logs have them as JSON text."""
+    try:
+        function = dict(call.get("function") or call)
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"])
+        if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
+            raise TypeError("name and arguments are not text and an object")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"has a turn {number} whose tool call cannot be read ({error!r})") from None
+    return {"type": "function", **{k: v for k, v in call.items() if k == "id"}, "function": function}
+
+
+# Rendering ---------------------------------------------------------------------------------------------------------
+
+
+class TranscriptEncoder:
+    """Turns transcripts into token ids with the chat template of a base."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        eos_ids: Collection[int],
+        vocab_size: int,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Check that the template marks the start of an answer."""
+        self.tokenizer, self.eos_ids, self.vocab_size = tokenizer, eos_ids, vocab_size
+        self.template_kwargs = dict(template_kwargs or {})
+        self.ends = [_squeezed(str(text)) for text in tokenizer.convert_ids_to_tokens(sorted(eos_ids))]
+        self._writes_role = cache(self._role_is_written)
+
+    def check_template(self) -> None:
+        """Reject a template without a generation prompt."""
+        asked = user_turn("q")
+        prompt, whole = self._render(asked), self._render([*asked, {"role": "assistant", "content": MARK}], False)
+        header = whole.removeprefix(self._render(asked, False)).partition(MARK)[0]
+        if header.strip() and prompt == self._render(asked, False):
+            raise UserError(
+                f"the chat template has no generation prompt: it writes {header!r} before an answer, but "
+                "add_generation_prompt adds nothing; give the base a template that uses add_generation_prompt"
+            )
+
+    def answers(self, transcript: Transcript, findings: Findings, where: str, limit: int | None) -> list[Answered]:
+        """Return the assistant turns of a transcript as token ids, as far as they fit into ``limit`` tokens."""
+        answers = []
+        try:
+            for answered in self._turns(transcript, findings, where):
+                if limit is not None and len(answered.input_ids) > limit:
+                    findings.remark(f"transcripts are longer than {limit} tokens; their ends are not trained on", where)
+                    if answered.boundary < limit:
+                        answers.append(Answered(answered.input_ids[:limit], answered.boundary, False))
+                    break
+                answers.append(answered)
+        except UserError as error:
+            findings.reject(UserError(f"{where}: {error}"))
+            return []
+        return answers
+
+    def _turns(self, transcript: Transcript, findings: Findings, where: str) -> Iterator[Answered]:
+        if transcript.token_ids is not None:
+            prompt_ids, answer_ids = transcript.token_ids
+            if max(*prompt_ids, *answer_ids) >= self.vocab_size:
+                raise UserError(f"token id {max(*prompt_ids, *answer_ids)} is not below {self.vocab_size}, the base's")
+            yield Answered(prompt_ids + answer_ids, len(prompt_ids), answer_ids[-1] in self.eos_ids)
+            return
+        messages = transcript.messages
+        for role in {m["role"] for m in messages} - {"user", "assistant"}:
+            if not self._writes_role(role):
+                raise UserError(f"the chat template leaves out messages of the role {role!r}")
+        if transcript.tools and self._render(messages[:1], tools=transcript.tools) == self._render(messages[:1]):
+            raise UserError("the chat template leaves out the tools")
+        if messages[-1]["role"] != "assistant":
+            findings.remark("transcripts do not end with the assistant; their last turns are not used", where)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                try:
+                    yield self._turn(messages[: number + 1], transcript.tools, findings, where)
+                except UserError as error:
+                    raise UserError(f"turn {number + 1} {error}") from None
+
+    def _turn(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, findings: Findings, where: str
+    ) -> Answered:
+        """Return the last of ``messages`` as the answer to the others."""
+        if special := [text for text in self.tokenizer.all_special_tokens if text in messages[-1]["content"]]:
+            raise UserError(f"(assistant) holds the special token {special[0]!r}")
+        prompt, whole = self._render(messages[:-1], tools=tools), self._render(messages, False, tools)
+        # A generation prompt may end with an empty think block, which the template does not write for a past turn.
+        answer = whole[len(os.path.commonprefix([prompt, whole])) :]
+        end = self._check_answer(_squeezed(prompt), answer, messages[-1])
+        if not end:
+            findings.remark("assistant turns have no end that the chat template writes as an end-of-turn token", where)
+        prompt_ids, ids = encode(self.tokenizer, prompt), encode(self.tokenizer, prompt + answer)
+        if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross the boundary; when served it cannot
+            ids = prompt_ids + encode(self.tokenizer, answer)
+        last = next((n for n in range(len(prompt_ids), len(ids)) if ids[n] in self.eos_ids), None)
+        return Answered(ids if last is None else ids[: last + 1], len(prompt_ids), last is not None)
+
+    def _check_answer(self, prompt: str, answer: str, message: Mapping[str, Any]) -> bool:
+        """Reject an answer that the template has changed by more than white space; return whether it has an end."""
+        written, position = _squeezed(answer), 0
+        content, reasoning = _squeezed(message["content"]), _squeezed(message.get("reasoning_content", ""))
+        if content.startswith(EMPTY_REASONING):
+            if not prompt.endswith(EMPTY_REASONING):
+                raise UserError(
+                    "(assistant) starts with an empty think block, which the base does not write in this mode; set "
+                    "base.chat_template_kwargs={enable_thinking: false} if the template has that switch, or remove it"
+                )
+            content = content.removeprefix(EMPTY_REASONING)
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        names = [_squeezed(name) for call in calls for name in (call["name"], *call["arguments"])]
+        for piece in filter(None, (reasoning, content, *(_squeezed(call["name"]) for call in calls))):
+            start = written.find(piece, position)
+            if start < 0:
+                raise UserError(
+                    f"(assistant) is changed by the chat template, which writes {_shown(answer)} for {_shown(piece)}"
+                )
+            if start > position and not reasoning and not calls:
+                raise UserError(
+                    f"(assistant) begins with {_shown(written[:start])} in the chat template, not in the transcript; "
+                    "base.chat_template_kwargs={enable_thinking: false} may turn it off"
+                )
+            position = start + len(piece)
+        if missing := [name for name in names if name not in written]:
+            raise UserError(f"(assistant) has a tool call of which the chat template leaves out {missing[0]!r}")
+        rest = written[position:]
+        ends = [rest.find(end) for end in self.ends if end in rest]
+        if not calls and (rest if not ends else min(ends) > 0):
+            raise UserError(f"(assistant) is followed by {_shown(rest)} in the chat template")
+        return bool(ends)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True, tools: Sequence[Any] | None = None
+    ) -> str:
+        kwargs = self.template_kwargs | ({"tools": list(tools)} if tools else {})
+        return render(self.tokenizer, messages, kwargs, generation_prompt)
+
+    def _role_is_written(self, role: str) -> bool:
+        turn = {"role": role, "content": MARK}
+        turns = [turn, *user_turn("q")] if role == "system" else [*user_turn("q"), {**turn, "role": "assistant"}, turn]
+        try:
+            return self._render(turns).count(MARK) == len(turns) - 1
+        except UserError:
+            return True  # the transcript's own turns decide
+
+
+def _squeezed(text: str) -> str:
+    """Return ``text`` without white space, which chat templates change at the ends of messages."""
+    return "".join(text.split())
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")

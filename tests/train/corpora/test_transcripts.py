@@ -1,0 +1,103 @@
+"""Runs on transcripts: their agreement with the base, rows to train on, mixtures, and errors before any work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafthead.data.answers.answer_config import SamplerConfig
+from drafthead.data.text.packing import collate
+from drafthead.data.text.sources import SourceConfig
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json
+from drafthead.models.base.base_model import BaseModel
+from drafthead.train.corpora.corpora import Corpora
+from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig
+from drafthead.train.pipeline import run_pipeline
+from drafthead.train.preflight import preflight
+from support import TinyBase, composed
+
+TURNS = (("user", "How many?"), ("assistant", "Seven."), ("user", "Sure?"), ("assistant", "Quite sure."))
+
+
+def chats(path: Path, count: int = 40) -> str:
+    rows = [{"messages": [{"role": r, "content": f"{text} {n}"} for r, text in TURNS]} for n in range(count)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def make(base: BaseModel, folder: Path, transcripts: Any, log: list[str] | None = None, **settings: Any) -> Corpora:
+    sources, sampler = [SourceConfig(kind="builtin", name="tiny")], SamplerConfig(max_new_tokens=8)
+    answers = AnswersConfig(sources=sources, prompts=24, max_prompt_tokens=400, sampler=sampler)
+    config = DataConfig(folder=str(folder), transcripts=transcripts, answers=answers, **settings)
+    lines = [] if log is None else log
+    return Corpora(base, config, 0, lambda *_: None, log=lines.append, longest=512)
+
+
+def test_turns_of_a_conversation_are_one_document(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """The mask holds the assistant's turns with their ends, and nothing else."""
+    base, log = tiny_base(), []
+    corpora = make(base, tmp_path, chats(tmp_path / "chats.jsonl"), log)
+    rows, _ = corpora.answer_rows(512, held_out=False)
+    batch = collate(rows, list(range(len(rows))))
+    trained = base.tokenizer.decode(batch.input_ids[batch.loss_mask].tolist()).split("<|im_end|>")
+    numbers = [n for n in range(40) if n % 20 != 19]
+    assert sorted(trained) == sorted(["", *(f"{t} {n}" for n in numbers for t in ("Seven.", "Quite sure."))])
+    assert sum(len(pieces) for pieces in rows["pieces"]) == len(numbers)
+    held_out, prompts = corpora.answer_rows(512, held_out=True)
+    assert sorted(n % 10**9 for n in prompts) == [19, 19, 39, 39]
+    assert len(log) == 1 and log[0].startswith("   agreement with the base: ") and "40 assistant turns" in log[0]
+    # Made once; a changed file is another corpus.
+    make(base, tmp_path, chats(tmp_path / "chats.jsonl")).answers()
+    assert len(list(tmp_path.glob("transcripts-*"))) == 1
+    make(base, tmp_path, chats(tmp_path / "chats.jsonl", 39)).answers()
+    assert len(list(tmp_path.glob("transcripts-*"))) == 2
+
+
+def test_the_base_agrees_with_its_own_answers_and_not_with_others(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    own = make(base, tmp_path, None).answers().read(with_hidden_states=False)
+    pairs = [(a.input_ids[: a.boundary].tolist(), a.input_ids[a.boundary :].tolist()) for a in own]
+    logs = [{"prompt_token_ids": prompt, "token_ids": answer} for prompt, answer in pairs]
+    wrong = [{**row, "token_ids": [(i + 1) % 256 for i in row["token_ids"]]} for row in logs]
+    for name, rows, share in (("own", logs, 1.0), ("wrong", wrong, 0.0)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        corpora = make(base, tmp_path, str(tmp_path / f"{name}.jsonl"))
+        assert corpora.agreement is not None
+        assert corpora.agreement["greedy"] == pytest.approx(share, abs=0.02), name
+    assert corpora.agreement["answers"] == 24 and corpora.agreement["tokens"] == sum(len(a) for _, a in pairs)
+
+
+def test_a_mixture_spreads_both(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    path = chats(tmp_path / "chats.jsonl")
+    store = make(base, tmp_path, path, own_answers=True).answers()
+    own = make(base, tmp_path, None).answers()
+    assert len(store.done) == 80 + len(own.done) and not store.has_hidden_states
+    kinds = ["Seven." in base.tokenizer.decode(store.answer(n).tolist()) for n in sorted(store.done) if n < 10**9]
+    assert sum(kinds) == 40 and sum(kinds[:32]) == pytest.approx(20, abs=1)
+    # All turns of a conversation stay together.
+    assert sum(n >= 10**9 and kinds[n - 10**9] for n in store.done) == 40
+    with pytest.raises(UserError, match="own_answers must be false without data.transcripts"):
+        make(base, tmp_path, None, own_answers=True)
+
+
+def test_a_run_reports_the_agreement(tmp_path: Path) -> None:
+    path = chats(tmp_path / "chats.jsonl")
+    steps = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
+    run_pipeline(*composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *steps, f"data.transcripts={path}"))
+    folder = tmp_path / "run"
+    share = f"{100 * read_json(folder / 'transcripts.json')['greedy']:.1f} % of the transcripts"
+    card = (folder / "head" / "README.md").read_text()
+    assert share in card and "`chats.jsonl`" in card and "base's answers" not in card
+    assert share in (folder / "report.html").read_text()
+
+
+def test_broken_files_end_a_run_before_the_base_is_loaded(tmp_path: Path) -> None:
+    path = Path(chats(tmp_path / "chats.jsonl"))
+    path.write_text(path.read_text() + '\n{"messages": [\n{"messages": [{"role": "user", "content": "q"}]}')
+    options = ("recipe=medusa_smollm2", "debug=tiny", f"data.transcripts={path}")
+    with pytest.raises(UserError, match=r"2 transcripts .*line 41 is not valid JSON.*line 42: .* no assistant's turn"):
+        preflight(composed(tmp_path, *options)[0])
+    preflight(composed(tmp_path, *options, "data.bad_transcripts=skip")[0])

@@ -1,0 +1,155 @@
+"""The corpus of transcripts: conversations as they are, and their agreement with the base."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafthead.data.answers.store import Answer, AnswerStore
+from drafthead.data.embedded.training_sets import content_hash
+from drafthead.data.text.chat import Document
+from drafthead.data.text.sources import SourceConfig, files_of, resolve_revision
+from drafthead.data.text.transcripts import Findings, TranscriptEncoder, iter_transcripts
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import (
+    MANIFEST_NAME,
+    file_digest,
+    folder_of_manifest,
+    read_json,
+    read_manifest,
+    write_json,
+)
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.corpus import agreement
+from drafthead.train.corpora.answers import TURN_STRIDE, Log, Progress, resembles_suites
+from drafthead.train.corpora.corpus_config import DataConfig
+
+AGREEMENT = "agreement.json"
+"""Written last: a folder with it holds a complete corpus."""
+COMPARED = 64
+"""Assistant turns whose tokens are compared with the base's choices."""
+PER_SHARD = 1000
+"""Conversations per shard."""
+
+
+def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None) -> Path:
+    """Return the folder of the corpus with these settings and the present contents of local files."""
+    files = [file_digest(path) for s in config.transcripts if s.kind != "hf" for path in files_of(s)]
+    manifest = {
+        "base": base.identity(),
+        "transcripts": [source.manifest() for source in config.transcripts],
+        "files": files,
+        "longest": longest,
+        "exclude_suites": config.answers.exclude_suites,
+        "bad_transcripts": config.bad_transcripts,
+    }
+    folder = folder_of_manifest(Path(config.folder), manifest, "transcripts-")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / MANIFEST_NAME).exists():
+        AnswerStore(folder, manifest)
+    return folder
+
+
+def write_transcripts(
+    base: BaseModel, config: DataConfig, folder: Path, longest: int | None, progress: Progress, log: Log
+) -> None:
+    """Write the corpus to ``folder``, unless it is complete, and report its agreement with the base."""
+    if not (folder / AGREEMENT).exists():
+        for path in folder.glob("shard-*"):  # of an interrupted run
+            path.unlink()
+        store, findings = AnswerStore(folder), Findings()
+        answers: list[Answer] = []
+        sources = resolve_revision(config.transcripts, folder / "commits.json")
+        for number, turns in enumerate(_conversations(base, config, sources, findings, longest)):
+            answers += [
+                Answer(number + t * TURN_STRIDE, np.asarray(a.input_ids, np.int32), a.boundary, a.finished)
+                for t, a in enumerate(turns)
+            ]
+            if number % PER_SHARD == PER_SHARD - 1:
+                progress("reading transcripts", number + 1, number + 1)
+                store.append_shard(answers)
+                answers = []
+        for line in findings.lines():
+            log(f"   {line}")
+        if config.bad_transcripts == "reject":
+            findings.raise_rejected()
+        store.append_shard(answers)
+        if not store.done:
+            raise UserError("data.transcripts holds no assistant turn to train on; name other sources")
+        chosen = set(sorted(store.done)[:: -(-len(store.done) // COMPARED)])
+        measured = agreement(base, (a for a in store.read(with_hidden_states=False) if a.prompt_number in chosen))
+        write_json(folder / AGREEMENT, asdict(measured))
+    log(f"   {agreement_line(read_json(folder / AGREEMENT))}")
+
+
+def agreement_line(measured: dict[str, Any]) -> str:
+    """Return the agreement of transcripts with the base in words."""
+    return (
+        f"agreement with the base: {100 * measured['greedy']:.1f} % of the transcripts' tokens are its greedy choice, "
+        f"and their mean probability is {measured['probability']:.2f} ({measured['tokens']:,} tokens of "
+        f"{measured['answers']} assistant turns)"
+    )
+
+
+def _conversations(
+    base: BaseModel, config: DataConfig, sources: Iterable[SourceConfig], findings: Findings, longest: int | None
+) -> Iterator[list[Any]]:
+    """Yield the encoded assistant turns of each transcript that is no duplicate and resembles no evaluation prompt."""
+    encoder = TranscriptEncoder(base.tokenizer, base.eos_ids, base.vocab_size, base.config.chat_template_kwargs)
+    checked, seen = False, set()
+    is_evaluated = resembles_suites(config.answers.exclude_suites)
+    for source in sources:
+        for where, transcript in iter_transcripts(source, findings):
+            key = content_hash(repr(transcript))
+            if key in seen:
+                findings.remark("transcripts repeat an earlier one and are left out", where)
+                continue
+            seen.add(key)
+            if is_evaluated(transcript.user_turns):
+                findings.remark("transcripts resemble a prompt of data.answers.exclude_suites and are left out", where)
+                continue
+            if transcript.messages and not checked:
+                encoder.check_template()
+                checked = True
+            if turns := encoder.answers(transcript, findings, where, longest):
+                yield turns
+
+
+def conversation_documents(answers: Iterable[Answer]) -> Iterator[Document]:
+    """Yield the turns of each conversation as one document, or as several where the template rewrites earlier turns."""
+    by_conversation = sorted(answers, key=lambda a: (a.prompt_number % TURN_STRIDE, a.prompt_number))
+    for _, turns in groupby(by_conversation, key=lambda a: a.prompt_number % TURN_STRIDE):
+        document = None
+        for answer in turns:
+            trained = np.arange(len(answer.input_ids)) >= answer.boundary
+            if document is not None:
+                if np.array_equal(answer.input_ids[: len(document)], document.input_ids):
+                    trained[: len(document)] = document.loss_mask
+                else:
+                    yield document
+            document = Document(answer.input_ids, trained)
+        if document is not None:
+            yield document
+
+
+def write_mixture(parent: Path, transcripts: AnswerStore, own: AnswerStore) -> AnswerStore:
+    """Return a corpus of the conversations of both stores, spread evenly, without hidden states."""
+    sources = (transcripts, own)
+    manifest = {"mixture": [{**read_manifest(source.folder), "answers": len(source.done)} for source in sources]}
+    store = AnswerStore(folder_of_manifest(parent, manifest, "mixture-"), manifest)
+    if not store.done:
+        keyed = []
+        for index, source in enumerate(sources):
+            numbers = sorted({number % TURN_STRIDE for number in source.done})
+            keyed += [(i / len(numbers), index, number) for i, number in enumerate(numbers)]
+        new_number = {entry[1:]: n for n, entry in enumerate(sorted(keyed))}
+        mixed = []
+        for index, source in enumerate(sources):
+            for answer in source.read(with_hidden_states=False):
+                turn, number = divmod(answer.prompt_number, TURN_STRIDE)
+                mixed.append(replace(answer, prompt_number=new_number[index, number] + turn * TURN_STRIDE))
+        store.append_shard(mixed)
+    return store
