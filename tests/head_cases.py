@@ -15,12 +15,13 @@ from drafthead.models.heads.parts.loading import config_class, head_types
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "new_head.md"
 EXAMPLE = "my_head"
 INDUCTION: dict[str, Any] = {"own_lm_head": False, "induction_rank": 6}
+PARTS: dict[str, Any] = {"induction_rank": 6, "markov_rank": 4, "confidence": True}
 TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "hydra": {
         "hydra": {"num_layers": 2, "projection_bias": True},
         "hydra_pp": {"prefix_layer": True, "own_lm_head": False},
         "hydra_induction": INDUCTION,
-        "hydra_bias_induction": {"induction_rank": 6, "projection_bias": True},
+        "hydra_bias_parts": {**PARTS, "projection_bias": True},
         "hydra_pp_induction": {**INDUCTION, "prefix_layer": True},
     },
     "mlp_speculator": {
@@ -28,18 +29,19 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "lstm": {"cell": "lstm", "tie_weights": True, "scale_input": True},
         "mlp_on_base": {"inner_dim": 24, "own_embedding": False, "own_lm_head": False},
         "mlp_induction": {**INDUCTION, "own_embedding": False},
+        "mlp_parts": {**PARTS, "inner_dim": 24},
     },
     "medusa": {
         "medusa": {"num_layers": 2},
         "medusa_last": {"own_lm_head": False, "reads_last_token": True},
         "medusa_tied": {"num_layers": 3, "tie_blocks": True},
         "medusa_induction": {**INDUCTION, "reads_last_token": True},
-        "medusa_own_induction": {"induction_rank": 6},
+        "medusa_own_parts": PARTS,
     },
     "eagle3": {
         "eagle3": {"ttt_steps": 3},
         "eagle3_induction": {**INDUCTION, "ttt_steps": 2},
-        "eagle3_own_induction": {"ttt_steps": 2, "induction_rank": 6},
+        "eagle3_own_parts": {**PARTS, "ttt_steps": 2, "tied_markov": False},
         "eagle3_late": {
             **{"ttt_steps": 2, "layers": [1, 2], "intermediate_size": 40},
             **{"norm_before_fc": True, "norm_output": True, "own_lm_head": False},
@@ -50,7 +52,7 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             **{"norm_output": True, "norm_before_residual": True},
         },
         "p_eagle": {"ttt_steps": 3, "parallel": True, "num_layers": 2, "fc_norm": True},
-        "p_eagle_induction": {**INDUCTION, "ttt_steps": 3, "parallel": True},
+        "p_eagle_parts": {**INDUCTION, **PARTS, "ttt_steps": 3, "parallel": True},
     },
     "dspark": {
         "dspark": {"markov_rank": 8},
@@ -63,9 +65,9 @@ TEST_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "medusa2": {"medusa2": {"num_layers": 2}},
     "kangaroo": {
         "kangaroo": {"exit_layer": 2, "confidence_threshold": 0.0},
-        "kangaroo_induction": {"exit_layer": 2, "confidence_threshold": 0.0, "induction_rank": 6},
+        "kangaroo_parts": {"exit_layer": 2, "confidence_threshold": 0.0, **PARTS},
     },
-    "draft_lm": {"draft_lm": {}, "draft_lm_induction": {"induction_rank": 6}},
+    "draft_lm": {"draft_lm": {}, "draft_lm_parts": PARTS},
 }
 """Head type -> name of a case -> settings; a type that is not listed is tested with its defaults."""
 

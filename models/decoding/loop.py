@@ -337,7 +337,7 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
     if draft_config.prefix_threshold > 0 and not drafter.says_confidence:
         raise UserError(
             f"prefix_threshold={draft_config.prefix_threshold:g} needs a drafter that says how likely its drafts are "
-            "accepted, such as a dspark head with head.confidence=true; leave it out"
+            "accepted, such as a head trained with head.confidence=true; leave it out"
         )
     if isinstance(draft_config.tree, TokenTree) and draft_config.depth > drafter.depth:
         raise UserError(

@@ -66,6 +66,7 @@ class BlockFormat(Format):
         *("dflash_config", "layer_types", "is_causal", "logit_scale", *ONLY),
     }
     fixed = {"reads_state": Fixed(False, "its slots begin as the base's state (ours)", also="head.copy_layers=true")}
+    parts = frozenset({"markov_rank", "confidence"})
     vocabulary_advice = None
 
     def has_markov(self, config: dict[str, Any]) -> bool:

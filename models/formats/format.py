@@ -118,6 +118,8 @@ class Format:
     """Keys of ``config.json`` that an import reads besides those of the tables. Any of them may be overridden."""
     fixed: ClassVar[Mapping[str, Fixed]] = {}
     """Settings that the format fixes."""
+    parts: ClassVar[frozenset[str]] = frozenset()
+    """Settings of a head's parts that the format has: ``markov_rank``, ``confidence``."""
     vocabulary_advice: ClassVar[str | None] = "head.draft_vocab_size=null"
     """Setting that avoids a draft vocabulary; None if the format has one."""
 
@@ -228,8 +230,14 @@ class Format:
         if not isinstance(head.config, self.head_config):
             raise UserError(self.wrong_type(type(head.config)))
         obstacles = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
-        if getattr(head.config, "induction_rank", 0):
-            obstacles.append(("it has an induction head (ours)", "head.induction_rank=0"))
+        parts = {
+            "induction_rank": "an induction head (ours)",
+            "markov_rank": "a Markov head",
+            "confidence": "a confidence head",
+        }
+        for key in parts.keys() - self.parts:
+            if value := getattr(head.config, key):
+                obstacles.append((f"it has {parts[key]}", f"head.{key}={str(type(value)()).lower()}"))
         if obstacles:
             reasons = "; ".join(f"{what} ({instead})" for what, instead in obstacles)
             raise UserError(

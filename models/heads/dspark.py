@@ -65,15 +65,12 @@ class DSparkConfig(DraftHeadConfig):
     has layers, spread from the second to the third last."""
     markov_rank: Annotated[int, Field(ge=0, le=1024)] = 64
     """Rank of the Markov head's correction by the previous token. 0 turns it off, as in DFlash. DeepSpec uses 256."""
-    tied_markov: bool = True
-    """Make the Markov table a projection [D, r] of the base's embedding. With false, it is a separate table [V, r]."""
     causal: bool = False
     """Let each slot attend to earlier slots only, as in JetSpec."""
     anchor_predicts: bool = True
     """Predict the first draft at the anchor's slot. With false, the anchor's slot drafts nothing, as in DFlash and
     JetSpec."""
     confidence: bool = True
-    """Train a confidence head, which ``prefix_threshold`` reads during decoding."""
     mask_token: int | None = None
     """Token id whose embedding fills the block. It must not occur in text. With null, it is chosen from the base's
     tokenizer."""

@@ -136,6 +136,10 @@ class HydraHead(DraftHead):
             first = replace(first, weight=F.pad(first.weight, (0, 1)))
         self.projections = self.lm_heads(config.num_draft_tokens if config.own_lm_head else 0, first)
 
+    @property
+    def projection_width(self) -> int:
+        return self.base.hidden_size + self.config.projection_bias
+
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
         return [] if self.prefix is None else [(self.prefix, "forward")]
 

@@ -215,6 +215,10 @@ class MLPSpeculatorHead(DraftHead):
             self.projections = self.lm_heads(0)
 
     @property
+    def projection_width(self) -> int:
+        return (self.config.own_lm_head and self.config.inner_dim) or self.base.hidden_size
+
+    @property
     def scaling(self) -> LMHead:
         return LMHead(weight=self.target_lm_head.weight) if self.config.own_lm_head else self.target_lm_head
 

@@ -66,10 +66,13 @@ class DraftHeadConfig(ABC):
     float32."""
     induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of an induction head that all draft positions share (our addition; no format has it). 0 turns it off."""
-    markov_rank = 0
-    """Rank of the correction by the previous token. A setting of heads that do not read their drafts."""
-    confidence = False
-    """True: a confidence head predicts each draft's acceptance."""
+    markov_rank: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Rank of a correction by the previous token (DSpark's Markov head), for heads that do not read their drafts. 0
+    turns it off."""
+    tied_markov: bool = True
+    """Make the Markov table a projection [D, r] of the base's embedding. With false, it is a separate table [V, r]."""
+    confidence: bool = False
+    """Train a confidence head (DSpark), which ``prefix_threshold`` reads during decoding."""
 
     @property
     def low_rank(self) -> int:
@@ -171,13 +174,11 @@ class DraftHead(nn.Module, Drafter):
         config, base, device = self.config, self.base, self.base.device
         self.induction = InductionHead(base, config.induction_rank) if config.induction_rank else None
         if config.markov_rank:
-            tied = getattr(config, "tied_markov", True)
-            self.markov_in = (
-                TiedMarkov(base, config.markov_rank)
-                if tied
-                else nn.Embedding(base.vocab_size, config.markov_rank, device=device)
-            )
-            nn.init.normal_(self.markov_in.weight, std=base.hidden_size**-0.5 if tied else 0.02)
+            if config.tied_markov:
+                self.markov_in: nn.Module = TiedMarkov(base, config.markov_rank)
+            else:
+                self.markov_in = nn.Embedding(base.vocab_size, config.markov_rank, device=device)
+            nn.init.normal_(self.markov_in.weight, std=base.hidden_size**-0.5 if config.tied_markov else 0.02)
         if config.low_rank:
             low_rank = nn.Linear(config.low_rank, len(self.d2t), bias=False, device=device)
             nn.init.zeros_(low_rank.weight)
@@ -185,9 +186,11 @@ class DraftHead(nn.Module, Drafter):
                 start = self.induction.start_projection(self.d2t, self.scaling.scale)
                 low_rank.weight.data[:, config.markov_rank :] = start
             self.add_module(self.low_rank_name, low_rank)
-        self.confidence = nn.Linear(base.hidden_size + config.low_rank, 1, device=device) if config.confidence else None
-        for parameter in [] if self.confidence is None else self.confidence.parameters():
-            nn.init.zeros_(parameter)
+        self.confidence: nn.Linear | None = None
+        if config.confidence:
+            self.confidence = nn.Linear(self.projection_width + config.low_rank, 1, device=device)
+            for parameter in self.confidence.parameters():
+                nn.init.zeros_(parameter)
 
     @property
     def depth(self) -> int:
@@ -332,6 +335,11 @@ class DraftHead(nn.Module, Drafter):
         If parts add to the logits, they come before scale and soft-cap.
         """
         return self.projections.logits(x, k)
+
+    @property
+    def projection_width(self) -> int:
+        """Width of the projection's input, without the parts."""
+        return self.base.hidden_size
 
     @property
     def low_rank(self) -> nn.Linear | None:

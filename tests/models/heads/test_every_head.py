@@ -161,6 +161,33 @@ def follow(context: Context, texts: list[list[int]], expected: list[Tensor], sta
         torch.testing.assert_close(actual[:, -1], steps, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, config in HEADS.items() if config.confidence and config.markov_rank])
+def test_any_head_can_have_a_markov_correction_and_a_confidence(tiny_base: TinyBase, kind: str) -> None:
+    """A training step reaches both, and drafting says the confidence that training computes."""
+    base, ids, anchor = tiny_base(), random_ids(12), 6
+    head = randomised(HEADS[kind].build(base, torch.arange(0, 300, 2)), 0.05)
+    batch = rows_of([ids])
+    base_hidden = base.hidden_states(batch, head.spec)
+    torch.autograd.backward(head.loss(batch, base_hidden, LossConfig(kl=0.5)).loss_sum)
+    for name in ("markov_in.weight", "confidence.weight", f"{head.low_rank_name}.weight"):
+        gradient = head.get_parameter(name).grad
+        assert gradient is not None and bool(gradient.any()), name
+    head.eval()
+    draft_targets = DraftTargets.of(batch, head.depth)
+    with torch.inference_mode():
+        hidden = head.position_hidden(batch, base_hidden, draft_targets)
+        expected = head.confidence_logits(hidden)
+        assert expected is not None
+        context = Context.of(head).read(
+            torch.tensor([ids[: anchor + 1]]), base_hidden.map(lambda h: h[:, : anchor + 1])
+        )
+        levels = chain_levels(ids[anchor + 1 : anchor + 1 + head.depth])
+        for k in range(head.depth):
+            context.logits(levels[: k + 1])
+            (n,) = ((draft_targets.source_idx[k] == anchor) & draft_targets.valid[k]).nonzero()[:, 0]
+            torch.testing.assert_close(context.session.confidence()[0, 0], expected[k, n].sigmoid())
+
+
 @every_head
 def test_ranks_are_those_of_drafting(tiny_base: TinyBase, kind: str) -> None:
     """The rank of each token of a text among a draft position's candidates is its rank in drafting."""
