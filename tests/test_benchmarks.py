@@ -31,7 +31,7 @@ def head(tiny_base: TinyBase, tmp_path: Path) -> Path:
 
 def test_decode_measures_every_part_of_a_step(script: Load, head: Path, tmp_path: Path) -> None:
     out = tmp_path / "now.json"
-    script("decode").main(["--head", str(head), "--json", str(out), "--context", "40", "--repeats", "4"])
+    script("decode").main(["--head", str(head), "--json", str(out), "--context", "40", "--repeats", "3"])
     record = json.loads(out.read_text())
     assert {"benchmark", "date", "arguments", "hardware", "versions"} <= record.keys()
     assert list(record["costs"]["verify"]) == [str(n) for n in range(1, 33)] == list(record["verify_ratio"])

@@ -142,11 +142,10 @@ def assert_few(waits: list[Counter[tuple[str, str]]], most: int, what: str) -> N
 
 
 COMBINED = ("head+prompt_lookup:4:2", "head+suffix_memory:4:64", "relay:head@2+prompt_lookup@2")
-FAST_WAYS = ("tree", "sampled_drafts")
 
 
 @every_head
-@pytest.mark.parametrize("way", cases_of((), WAYS, FAST_WAYS))
+@pytest.mark.parametrize("way", cases_of((), WAYS, fast=("sampled_drafts",)))
 def test_decoding(kind: str, way: str) -> None:
     config, rows = WAYS[way]
     expected, _ = decoded(head_on(kind, "cpu"), "cpu", config, rows)

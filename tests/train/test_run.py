@@ -1,6 +1,7 @@
 """Whole runs on a random tiny base: errors before any work, stages, and work that a second start skips."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,21 +241,26 @@ def test_validation_and_saving_do_not_count_as_training_time(finished: Path, mon
 
 def test_each_stage_runs_alone(tmp_path: Path) -> None:
     """A stage reads the files of earlier stages; without them, the error names the missing stage."""
+    config, resolved = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *SHORT)
+    run = tmp_path / "run"
+
+    def only(stage: str, **changes: Any) -> None:
+        run_pipeline(replace(config, stages=[stage], **changes), resolved)
+
     for stage, missing in (("tree", "train"), ("evaluate", "train"), ("card", "evaluate")):
         with pytest.raises(UserError, match=f"run the stage {missing} first"):
-            train(tmp_path, f"stages=[{stage}]")
-    train(tmp_path, "stages=[corpora]")
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    train(tmp_path, "stages=[train]")
-    assert not (tmp_path / "run" / "calibration.json").exists()
+            only(stage)
+    only("corpora")
+    assert not (run / "checkpoints").exists()
+    only("train")
+    assert not (run / "calibration.json").exists()
     with pytest.raises(UserError, match="run the stage tree first"):
-        train(tmp_path, "stages=[evaluate]")
+        only("evaluate")
     for stage in ("tree", "evaluate", "card"):
-        train(tmp_path, f"stages=[{stage}]")
-    run = tmp_path / "run"
+        only(stage)
     assert (run / "head" / "README.md").exists() and (run / "report.html").exists()
     suite = read_json(run / "eval.json")["suite"]
-    train(tmp_path, "stages=[evaluate]", "resume=false")
+    only("evaluate", resume=False)
     assert read_json(run / "eval.json")["suite"] == suite and (run / "checkpoints").exists()
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,10 @@ def _write_diff(path: Path, checkout: Path | None) -> None:
 
 
 def _versions() -> dict[str, str | None]:
-    installed = {package.name: package.version for package in distributions()}
-    ours = {"drafthead": drafthead.__version__, "python": sys.version.split()[0]}
-    return ours | {name: installed.get(name) for name in PACKAGES}
+    versions: dict[str, str | None] = {"drafthead": drafthead.__version__, "python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions

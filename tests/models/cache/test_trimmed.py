@@ -111,7 +111,7 @@ DRAFTED: dict[str, tuple[Callable[[BaseModel], Drafter], DraftConfig | None]] = 
     "kangaroo": (KANGAROO.build, None),
     "kangaroo, dynamic": (KANGAROO.build, DYNAMIC),
 }
-SAMPLER = Sampler(temperature=0.8)
+SAMPLER, SLOW = Sampler(temperature=0.8), pytest.mark.slow
 
 
 def decoded(
@@ -137,13 +137,12 @@ def second_turn(answers: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *((name, "the target itself") for name in NAMES),
-        *(pytest.param(name, "lookup", marks=pytest.mark.slow) for name in NAMES if name != "gemma4"),
-        ("gemma4", "lookup"),
+        *(pytest.param(name, "the target itself", marks=SLOW if name in NAMES[1:3] else ()) for name in NAMES),
+        *(pytest.param(name, "lookup", marks=() if name == "gemma4" else SLOW) for name in NAMES),
         ("gemma3_text", "medusa"),
         ("gemma3_text", "kangaroo"),
-        pytest.param("mistral", "kangaroo", marks=pytest.mark.slow),
-        pytest.param("gemma3_text", "kangaroo, dynamic", marks=pytest.mark.slow),
+        pytest.param("mistral", "kangaroo", marks=SLOW),
+        pytest.param("gemma3_text", "kangaroo, dynamic", marks=SLOW),
     ],
 )
 def test_texts_are_those_over_whole_caches(name: str, kind: str, base_of: BaseOf) -> None:

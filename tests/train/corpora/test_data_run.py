@@ -27,16 +27,15 @@ def assert_same_corpora(found: Path, wanted: Path) -> None:
     assert text(found) == text(wanted)
 
 
-def test_every_node_makes_its_own(runs: Any, tmp_path: Path) -> None:
+def test_every_node_makes_its_own(runs: Any, whole: Path, tmp_path: Path) -> None:
     """Two nodes of one process each: neither sees the other's folder."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert runs.all(one, "stages=[corpora]") == [0], runs.output(one)
+    two = tmp_path / "two"
     options = ("per_node_data=true", f"data.folder={two}/node${{oc.env:RANK}}")
     nodes = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     codes = runs.all(two, *options, "stages=[corpora]", processes=2, environment=nodes)
     assert codes == [0, 0], runs.output(two) + runs.output(two, rank=1)
     for node in range(2):
-        assert_same_corpora(two / f"node{node}", one / "corpora")
+        assert_same_corpora(two / f"node{node}", whole / "corpora")
 
 
 def test_two_processes_make_the_corpora_of_one(runs: Any, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_sampled_answers_have_the_targets_distribution(tiny_base: TinyBase) -> N
     )
     prompt = [5, 6, 7, 8] * 8
     counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(300):
+    for seed in range(150):
         decoded = decode(base, drafter, prompt, max_new_tokens=3, sampler=sampler, draft_config=draft_config, seed=seed)
         counts[tuple(decoded.tokens)] += 1
     assert p_value_of_answers(counts, probs_of_answers(base, prompt, sampler, 3)) > 0.01

@@ -96,7 +96,7 @@ def test_sampled_text_has_the_targets_distribution(tiny_base: TinyBase, name: st
 
     A model that drafts trees is tested as a head (``draft_lm``).
     """
-    base, copies = tiny_base(), 400 if "nested" in name else 800
+    base, copies = tiny_base(), 400 if "nested" in name else 500
     make, draft_config = DRAFTERS[name]
     drafter = make(base, early_exit(base, 2).model)
     assert_distributed(base, drafter, [[5, 6, 7, 5, 6]], copies, 4, draft_config=draft_config, sampler=SAMPLER)
