@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -141,12 +142,26 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def with_corpora(whole: Path, tmp_path: Path) -> Path:
+    """A folder with the corpora of ``whole``, for runs that are only interrupted in training."""
+    shutil.copytree(whole / "corpora", tmp_path / "corpora", symlinks=True)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def medusa_run(tmp_path_factory: pytest.TempPathFactory, all_costs: StepCosts) -> Path:
     """The folder of a finished tiny Medusa run and its corpora, for tests to copy."""
     folder = tmp_path_factory.mktemp("medusa")
     run_pipeline(*composed(folder, "recipe=medusa_smollm2", "debug=tiny", *SHORT))
     return folder
+
+
+@pytest.fixture
+def with_medusa_corpora(medusa_run: Path, tmp_path: Path) -> Path:
+    """A folder with the corpora of ``medusa_run``."""
+    shutil.copytree(medusa_run / "corpora", tmp_path / "corpora", symlinks=True)
+    return tmp_path
 
 
 @pytest.fixture

@@ -17,9 +17,11 @@ def train(folder: Path, *overrides: str) -> Path:
     return folder / "run"
 
 
-def test_training_continues_and_both_corpora_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = train(tmp_path / "first")
-    init = (f"init_from={first / 'head'}", f"init_data={tmp_path / 'first' / 'corpora'}")
+def test_training_continues_and_both_corpora_are_measured(
+    with_medusa_corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = train(with_medusa_corpora)
+    init = (f"init_from={first / 'head'}", f"init_data={with_medusa_corpora / 'corpora'}")
     other = "data.answers.prompts=20"
     second = train(tmp_path / "second", *init, other, "phases.distill.optim.lr=1e-4")
     assert losses_of(second)[0] < losses_of(first)[0], "training must start where the first run ended"

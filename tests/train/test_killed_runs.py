@@ -39,27 +39,27 @@ def test_killed_at_every_delicate_moment(runs: Any, whole: Path, tmp_path: Path)
     runs.assert_equal(tmp_path, whole)
 
 
-def test_a_damaged_newest_checkpoint_costs_only_its_steps(runs: Any, whole: Path, tmp_path: Path) -> None:
-    assert runs.one(tmp_path, at=("step", 14)) == KILLED
-    newest = tmp_path / "run" / "checkpoints" / "step-0000012" / "optimizer.safetensors"
+def test_a_damaged_newest_checkpoint_costs_only_its_steps(runs: Any, whole: Path, with_corpora: Path) -> None:
+    assert runs.one(with_corpora, at=("step", 14)) == KILLED
+    newest = with_corpora / "run" / "checkpoints" / "step-0000012" / "optimizer.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
-    assert runs.one(tmp_path) == 0
-    (line,) = (line for line in runs.output(tmp_path).splitlines() if "is damaged" in line)
+    assert runs.one(with_corpora) == 0
+    (line,) = (line for line in runs.output(with_corpora).splitlines() if "is damaged" in line)
     assert "step-0000012 is damaged (optimizer.safetensors does not have the checksum" in line
-    assert "falling back to the one before" in line and "resuming after step 10" in runs.output(tmp_path)
-    runs.assert_equal(tmp_path, whole)
+    assert "falling back to the one before" in line and "resuming after step 10" in runs.output(with_corpora)
+    runs.assert_equal(with_corpora, whole)
 
 
-def test_other_corpora_than_the_checkpoint_was_trained_on_are_refused(runs: Any, tmp_path: Path) -> None:
+def test_other_corpora_than_the_checkpoint_was_trained_on_are_refused(runs: Any, with_corpora: Path) -> None:
     """The saved manifest is changed to claim one more answer."""
-    assert runs.one(tmp_path, at=("step", 14)) == KILLED
-    for path in (tmp_path / "run" / "checkpoints").glob("step-*/state.json"):
+    assert runs.one(with_corpora, at=("step", 14)) == KILLED
+    for path in (with_corpora / "run" / "checkpoints").glob("step-*/state.json"):
         content = read_checksummed_json(path)
         assert content["manifests"]["answers"]["answers"] == 24 and len(content["manifests"]) == 2
         content["manifests"]["answers"]["answers"] = 25
         write_checksummed_json(path, content)
-    assert runs.one(tmp_path) == 1
-    assert "was trained on answers with answers = 25" in runs.last_line(tmp_path)
+    assert runs.one(with_corpora) == 1
+    assert "was trained on answers with answers = 25" in runs.last_line(with_corpora)
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_killed_twenty_times_at_random(runs: Any, whole: Path, tmp_path: Path) -
     assert stages_to_hit <= set(+stages), f"seed {seed} (another: DRAFTHEAD_TEST_SEED=N): killed in {dict(stages)}"
 
 
-def test_the_best_weights_are_saved_and_used(runs: Any, whole: Path, tmp_path: Path) -> None:
+def test_the_best_weights_are_saved_and_used(runs: Any, whole: Path, with_corpora: Path) -> None:
     """Requires that the score of ``whole`` peaks before its end."""
     best = load_best(whole / "run" / "checkpoints")
     assert best is not None and best.state.global_step < 20 and best.state.score is not None
@@ -106,9 +106,9 @@ def test_the_best_weights_are_saved_and_used(runs: Any, whole: Path, tmp_path: P
     assert "the weights are the best ones" in runs.output(whole)
     weights = load_file(whole / "run" / "head" / "model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in best.head.items())
-    assert runs.one(tmp_path, "checkpoint.final=last") == 0
-    assert "checkpoint.final=best takes them" in runs.output(tmp_path)
-    last = load_file(tmp_path / "run" / "head" / "model.safetensors")
+    assert runs.one(with_corpora, "checkpoint.final=last") == 0
+    assert "checkpoint.final=best takes them" in runs.output(with_corpora)
+    last = load_file(with_corpora / "run" / "head" / "model.safetensors")
     assert not all(torch.equal(last[name], tensor) for name, tensor in best.head.items())
 
 

@@ -215,12 +215,12 @@ def test_settings_of_the_launcher_are_checked_first(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_without_a_token_to_train_on_fails(tmp_path: Path) -> None:
+def test_a_run_without_a_token_to_train_on_fails(with_medusa_corpora: Path) -> None:
     """A head learns the second token after a position, which documents of a single letter lack."""
-    (tmp_path / "letters.jsonl").write_text('{"text": "a"}\n' * 2000)
-    source = f"data.text.sources=[{{kind: jsonl, name: {tmp_path / 'letters.jsonl'}}}]"
+    (with_medusa_corpora / "letters.jsonl").write_text('{"text": "a"}\n' * 2000)
+    source = f"data.text.sources=[{{kind: jsonl, name: {with_medusa_corpora / 'letters.jsonl'}}}]"
     with pytest.raises(UserError, match="phase pretrain, step 2: .* no token to train on"):
-        train(tmp_path, "log_every=2", source)
+        train(with_medusa_corpora, "log_every=2", source)
 
 
 def test_validation_and_saving_do_not_count_as_training_time(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

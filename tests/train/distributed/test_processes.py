@@ -44,15 +44,15 @@ def whole_of_two(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_signal_to_one_stops_both_and_both_resume(runs: Any, whole_of_two: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_stops_both_and_both_resume(runs: Any, whole_of_two: Path, with_corpora: Path) -> None:
     """With dropout, every process has its own random numbers, and the checkpoint saves both."""
-    assert runs.all(tmp_path, processes=2, at=events(1, ("step", 7), "SIGTERM")) == [TERMINATED, TERMINATED]
-    checkpoint = load_latest(tmp_path / "run" / "checkpoints")
+    assert runs.all(with_corpora, processes=2, at=events(1, ("step", 7), "SIGTERM")) == [TERMINATED, TERMINATED]
+    checkpoint = load_latest(with_corpora / "run" / "checkpoints")
     assert checkpoint is not None and checkpoint.state.global_step == 7 and checkpoint.state.processes == 2
     first, second = (state["torch"] for state in checkpoint.rng)
     assert not first.equal(second)
-    assert runs.all(tmp_path, processes=2) == [0, 0]
-    runs.assert_equal(tmp_path, whole_of_two)
+    assert runs.all(with_corpora, processes=2) == [0, 0]
+    runs.assert_equal(with_corpora, whole_of_two)
 
 
 @pytest.mark.slow
@@ -102,9 +102,9 @@ def test_another_number_of_processes_resumes(runs: Any, tmp_path: Path, before: 
     ],
 )
 def test_the_other_process_ends_and_names_the_lost_one(
-    runs: Any, tmp_path: Path, rank: int, call: tuple[str, int], do: str, codes: list[int], message: str
+    runs: Any, with_corpora: Path, rank: int, call: tuple[str, int], do: str, codes: list[int], message: str
 ) -> None:
     patience = {"patience": 2} if do == "SIGSTOP" else {}  # after that the stopped process is killed
-    assert runs.all(tmp_path, QUICK, processes=2, at=events(rank, call, do), **patience) == codes
-    assert re.search(message, runs.last_line(tmp_path, rank=1 - rank))
+    assert runs.all(with_corpora, QUICK, processes=2, at=events(rank, call, do), **patience) == codes
+    assert re.search(message, runs.last_line(with_corpora, rank=1 - rank))
     assert runs.seconds < 60

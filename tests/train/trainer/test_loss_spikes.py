@@ -87,12 +87,12 @@ def logged(run: Path) -> list[tuple[int, float]]:
 
 
 def test_a_bad_batch_is_skipped_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    with_medusa_corpora: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A skipped step changes nothing but the position in the schedule."""
     bad = {4: math.nan, 18: 100.0}
     options = ("phases.pretrain.steps=20", "loss_spikes.limit=3")
-    run = train(tmp_path, monkeypatch, lambda n: bad.get(n, 1.0), *options)
+    run = train(with_medusa_corpora, monkeypatch, lambda n: bad.get(n, 1.0), *options)
     output = capsys.readouterr().out
     assert "phase pretrain, step 4: the loss is nan and the gradient norm nan" in output and "1 of at most 3" in output
     assert "phase pretrain, step 18: the loss is" in output and "over 5 times the median of" in output
@@ -106,12 +106,12 @@ def test_a_bad_batch_is_skipped_and_leaves_nothing_behind(
 
 
 def test_many_bad_batches_end_the_run_with_the_last_good_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    with_medusa_corpora: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("phases.pretrain.steps=30", "loss_spikes.limit=3", "checkpoint.keep=9")
     with pytest.raises(UserError, match="phase pretrain, step 18: .*4 updates were skipped.*optim.lr"):
-        train(tmp_path, monkeypatch, lambda n: math.nan if n > 14 else 1.0, *options)
-    checkpoint = load_latest(tmp_path / "run" / "checkpoints")
+        train(with_medusa_corpora, monkeypatch, lambda n: math.nan if n > 14 else 1.0, *options)
+    checkpoint = load_latest(with_medusa_corpora / "run" / "checkpoints")
     assert checkpoint is not None and checkpoint.state.global_step == 15
     assert checkpoint.state.losses[-1] is None and all(torch.isfinite(w).all() for w in checkpoint.head.values())
     assert {int(state["step"]) for state in checkpoint.optimizer["state"].values()} == {14}
