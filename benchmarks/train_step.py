@@ -78,7 +78,7 @@ class Clock:
 def random_rows(phase: PhaseConfig, vocabulary: int) -> datasets.Dataset:
     """Return full rows of random tokens, one document each, all trained."""
     random, length = np.random.default_rng(0), phase.seq_len
-    count = max(ROWS, phase.micro_batch_size * phase.grad_accum_steps)
+    count = max(ROWS, phase.rows(1))
     documents = (
         Document(random.integers(0, vocabulary, length, dtype=np.int32), np.ones(length, dtype=np.bool_))
         for _ in range(count)
@@ -101,6 +101,8 @@ class Bench:
 
     def __init__(self, run: RunConfig, phase: str, accelerator: Accelerator, sharding: Sharding, folder: Path) -> None:
         self.phase, self.accelerator, self.sharding = run.phases[phase], accelerator, sharding
+        processes = accelerator.num_processes
+        self.micro_batches = self.phase.micro_batches(processes, self.phase.rows(processes))
         torch.manual_seed(run.seed)
         config = replace(run.base, prepack=False) if sharding.shards_base else run.base
         self.base = BaseModel.load(config, accelerator.device)
@@ -127,7 +129,7 @@ class Bench:
         return train_step(
             self.head,
             self.optimizer,
-            islice(batches, self.phase.grad_accum_steps),
+            islice(batches, self.micro_batches),
             self.phase.loss,
             lr=self.phase.optim.lr,
             clip_norm=self.phase.optim.clip_norm,
@@ -165,7 +167,7 @@ class Bench:
 
     def bare_forward(self, steps: int, warm: int) -> float:
         """Return seconds per pass of the base over the rows of a step."""
-        batches = [self.data.read(numbers)[0] for numbers in islice(self.rows(), self.phase.grad_accum_steps)]
+        batches = [self.data.read(numbers)[0] for numbers in islice(self.rows(), self.micro_batches)]
         for number in range(warm + steps):
             if number == warm:
                 self.base.synchronise()
@@ -219,7 +221,7 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
         floor_s = bench.bare_forward(steps, warm)
         sharding.close()
     settings = run.phases[phase]
-    tokens = settings.micro_batch_size * settings.seq_len * settings.grad_accum_steps
+    tokens = settings.micro_batch_size * settings.seq_len * bench.micro_batches
     devices = accelerator.num_processes
     plan = Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)), accelerator.device.type)
     operations = operations_per_token(plan.head, settings)

@@ -19,7 +19,7 @@ from drafthead.data.utils.hub import HubConfig
 from drafthead.data.utils.settings import NonNegative, Positive, Share, require, settings
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
-from drafthead.models.base.base_config import BaseConfig
+from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.heads.parts.loading import parse_head
 from drafthead.models.heads.parts.losses import LossConfig
@@ -52,10 +52,14 @@ class PhaseConfig:
     answers."""
     seq_len: Annotated[int, Field(ge=16)] = 512
     """Tokens per packed row."""
+    rows_per_step: Positive | None = None
+    """Rows per optimiser step, over all processes. The number of micro-batches follows, so the global batch does not
+    depend on the number of processes. Null: see ``grad_accum_steps``."""
     micro_batch_size: Positive = 8
-    """Rows per process and micro-batch."""
-    grad_accum_steps: Positive = 1
-    """Micro-batches per optimiser step."""
+    """Rows that a process trains at a time, at most. It decides memory and speed."""
+    grad_accum_steps: Positive | None = None
+    """Micro-batches per process and optimiser step. If it is set, ``rows_per_step`` is ignored, and a step has
+    ``micro_batch_size`` x ``grad_accum_steps`` rows per process. With both null, it is 1."""
     steps: Positive = 100
     """Optimiser steps. The corpus is reshuffled and repeated as needed."""
     max_tokens: Positive | None = None
@@ -70,6 +74,25 @@ class PhaseConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     boost: BoostConfig = field(default_factory=BoostConfig)
+
+    def __post_init__(self) -> None:
+        if self.grad_accum_steps is not None:
+            self.rows_per_step = None
+
+    def rows(self, processes: int) -> int:
+        """Return the rows of one optimiser step, on all ``processes``."""
+        return self.rows_per_step or self.micro_batch_size * (self.grad_accum_steps or 1) * processes
+
+    def micro_batches(self, processes: int, rows: int) -> int:
+        """Return each process's micro-batches in a step of ``rows`` rows."""
+        return -(-rows // (self.micro_batch_size * processes))
+
+    def batch_line(self, processes: int, rows: int) -> str:
+        """Describe a step of ``rows`` rows and its division among processes and micro-batches."""
+        count = self.micro_batches(processes, rows)
+        largest = -(-rows // (processes * count))
+        each = f"{largest} per process" if rows == largest * processes * count else f"up to {largest} per process"
+        return f"{rows:,} rows per step ({each} x {processes} x {count} accumulated)"
 
 
 @settings(kw_only=True)
@@ -105,6 +128,9 @@ class RunConfig:
     head: dict[str, Any] = field(default_factory=dict)
     """Head to train: ``head=NAME`` chooses a type, ``head.KEY=VALUE`` sets its settings. The keys of each type are in
     docs/reference/settings.md."""
+    max_draft_vocab_size: Positive | None = None
+    """Reduce a larger ``head.draft_vocab_size`` to this. A head over the whole vocabulary keeps it, so that it can be
+    exported to the same formats. ``debug=tiny`` uses it."""
     init_from: str | None = None
     """Continue training from this head instead of an untrained one. It is a folder (also of an imported head) or a Hub
     repository. Settings and draft vocabulary are those of that head, and ``head`` must name its type."""
@@ -200,6 +226,13 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 def parse_run(cfg: DictConfig) -> RunConfig:
     """Return the checked settings of a run, as far as they can be checked without its model and data."""
     run = parse(cfg, RunConfig)
+    answers = run.data.answers
+    if answers.fresh is None:  # packaged answers are those of the embedded base
+        is_packaged = (answers.precomputed or "").startswith(f"{EMBEDDED.partition(':')[0]}:")
+        answers.fresh = is_packaged and (run.base.name != EMBEDDED or run.base.adapter is not None)
+    limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
+    if limit is not None and isinstance(size, int):
+        run.head["draft_vocab_size"] = min(size, limit)
     _check_base_training(run)
     _check_init_from(run)
     _check_stream(run)
@@ -215,7 +248,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
             phase.loss.weights_of(run.head_config().trained_positions)
         except UserError as error:
             raise UserError(f"phases.{name}: {error}") from None
-    answer = run.data.answers.max_prompt_tokens + run.data.answers.sampler.max_new_tokens
+    answer = answers.max_prompt_tokens + answers.sampler.max_new_tokens
     if answer > run.answer_row_length and run.data.uses_answers:
         raise UserError(
             f"data.answers makes rows of up to {answer} tokens (max_prompt_tokens + max_new_tokens), but phase "

@@ -43,7 +43,7 @@ from drafthead.train.corpora.transcripts import agreement_line
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.preflight import preflight
-from drafthead.train.publish.card import contents, write_card
+from drafthead.train.publish.card import contents, serving_lines, write_card
 from drafthead.train.run_folder import CALIBRATION, CONTINUED, QUALITY, TRANSCRIPTS, open_folder
 from drafthead.train.tracking.provenance import write_provenance
 from drafthead.train.tracking.tracker import Tracker
@@ -145,7 +145,7 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
     with launched(run) as launch:
         context = RunContext(run, launch)
         if launch.is_main:
-            preflight(run)
+            preflight(run, launch.accelerator.num_processes)
             open_folder(run)
             for warning in write_provenance(context.folder, resolved):
                 launch.display.line(f"warning: {warning}")
@@ -383,6 +383,8 @@ def card(context: RunContext) -> None:
         ("look at the report", f"{folder / 'report.html'}"),
     ):
         context.display.line(f"{purpose}:\n   {command}")
+    for line in serving_lines(context.load_head(), context.head_folder):
+        context.display.line(line)
     if result is not None and not result["passed"]:
         raise UserError(
             f"the base changed more than quality_limits allow: {'; '.join(result['failures'])}. The head is saved in "

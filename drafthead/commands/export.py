@@ -23,7 +23,7 @@ from drafthead.eval.lossless.export_check import ExportCheck, check_export, trai
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import base_answers, read_texts
-from drafthead.models.base.base_config import BaseConfig, Dtype
+from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
 from drafthead.models.formats import FORMATS, format_for, format_named
 from drafthead.models.formats.format import Format, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -38,12 +38,15 @@ usage: drafthead export head=DIR to=FORMAT out=DIR [key=value ...]
 drafthead export head=outputs/eagle3_smollm2_served/head to=eagle3 out=published
 drafthead export head=outputs/medusa_smollm2/head to=vllm_medusa vocabulary=full dtype=bfloat16 out=published
 drafthead export head=outputs/eagle3_smollm2_served/head to=gguf base_gguf=f32 out=published
+drafthead export head=outputs/mine/head to=speculators merged_base=true out=published     of a LoRA fine-tune
 
 {textwrap.fill(f"formats: {', '.join(FORMATS)}", 120, subsequent_indent=" " * 9)}
 
 The check uses the base's answers to `suite`, or the answers in `texts`. An export that fails it is removed.
 """
 CHECK_FILE = "export_check.json"
+BASE = "base"
+"""Folder of the merged base in an exported folder."""
 
 
 @settings(kw_only=True)
@@ -60,8 +63,10 @@ class ExportConfig(SuiteConfig):
     """Type of the exported weights. ``auto`` keeps the head's own."""
     base: BaseConfig = field(default_factory=BaseConfig)
     base_name: str | None = None
-    """Hub id from which engines download the base. With null, the base's name here. A base with an adapter needs
-    one."""
+    """Hub id or folder from which engines load the base. With null, the base's name here. A base with an adapter needs
+    one, or ``merged_base=true``."""
+    merged_base: bool = False
+    """Also write the base with its adapter merged, to OUT/base, and name that as the engines' base."""
     vocabulary: Literal["own", "full"] = "own"
     """Vocabulary of a Medusa head that shares the base's output head. With ``to=vllm_medusa``, it must be ``full``."""
     base_gguf: str | None = None
@@ -93,11 +98,12 @@ def main(config: ExportConfig) -> None:
             base, head = load_base_and_head(config.head, config.base)
         if config.base_gguf is not None:
             target.check_base(base, config.base_gguf)
+        base_name = config.base_name or (str(Path(config.out).resolve() / BASE) if config.merged_base else None)
         if config.vocabulary == "full":
             head = target.with_full_vocabulary(head)
         dtype = next(head.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         with display.stage(f"write {target.title}"):
-            target.export(head, folder, dtype, config.base_name)
+            target.export(head, folder, dtype, base_name)
             write_trees(folder, head)  # engines ignore it; an import takes it
         with display.stage("check: read back and compare"):
             length = min(config.max_new_tokens, base.max_context // 2)
@@ -110,11 +116,14 @@ def main(config: ExportConfig) -> None:
         if failures := check.failures():
             raise UserError(f"the export to {target.name} failed its check and was removed: {'; '.join(failures)}")
         write_json(folder / CHECK_FILE, {"format": config.to, "texts": config.texts or config.suite, **check.record()})
+        if config.merged_base:
+            with display.stage(f"the base with its adapter merged as {BASE}"):
+                save_merged(base.config, folder / BASE)
         if config.base_gguf is not None:
             with display.stage(f"the base as {target.base_file} ({config.base_gguf})"):
                 target.write_base(base, folder / target.base_file, config.base_gguf)
     display.line(f"written: {config.out}")
-    named = config.base_name or published_name(base)
+    named = base_name or published_name(base)
     for engine in target.engines_for(head):
         display.line(f"   {engine.name}: {engine.support}")
         drafts, base_file = min(head.depth, head.config.trained_positions), f"{config.out}/{target.base_file}"

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
-from drafthead.data.utils.devices import automatic_dtype
+from drafthead.data.utils.devices import automatic_dtype, device_of
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
 from drafthead.models.base import adapter
@@ -284,6 +284,14 @@ def load_weights(
         model, tokenizer = _stored(config, how, progress)
     model = model.to(device)
     return (model if config.adapter is None else adapter.merge(llama_like(model), config.adapter)), tokenizer
+
+
+def save_merged(config: BaseConfig, folder: Path) -> None:
+    """Write the base with its adapter merged as a whole model, which engines load, in the dtype of this device."""
+    dtype: Any = automatic_dtype(device_of(None)) if config.dtype == "auto" else config.dtype
+    model, tokenizer = load_weights(replace(config, dtype=dtype), torch.device("cpu"), lambda line: None, True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @contextmanager

@@ -169,6 +169,14 @@ class Format:
             # The format would need output rows for the remaining ids, which nobody trained.
             what = f"it drafts over {ids} of {head.base.vocab_size} ids, and the format has no draft vocabulary"
             yield what, self.vocabulary_advice
+        parts = {
+            "induction_rank": "an induction head (ours)",
+            "markov_rank": "a Markov head",
+            "confidence": "a confidence head",
+        }
+        for key in parts.keys() - self.parts:
+            if value := getattr(head.config, key):
+                yield f"it has {parts[key]}", f"head.{key}={str(type(value)()).lower()}"
         for name, (value, otherwise, also) in self.fixed.items():
             if getattr(head.config, name) != value:
                 yield otherwise, f"head.{name}={str(value).lower()}{also and f' {also}'}"
@@ -229,16 +237,7 @@ class Format:
         """Return the content to publish; a head that the format cannot express is refused with all reasons."""
         if not isinstance(head.config, self.head_config):
             raise UserError(self.wrong_type(type(head.config)))
-        obstacles = [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]
-        parts = {
-            "induction_rank": "an induction head (ours)",
-            "markov_rank": "a Markov head",
-            "confidence": "a confidence head",
-        }
-        for key in parts.keys() - self.parts:
-            if value := getattr(head.config, key):
-                obstacles.append((f"it has {parts[key]}", f"head.{key}={str(type(value)()).lower()}"))
-        if obstacles:
+        if obstacles := [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]:
             reasons = "; ".join(f"{what} ({instead})" for what, instead in obstacles)
             raise UserError(
                 f"the format {self.name} cannot hold this head: {reasons}. In brackets: what to set, head.* when "
@@ -314,16 +313,9 @@ class Format:
 
 def unsupported_adapter(head: DraftHead) -> Unsupported:
     """Refuse a base with a merged adapter: engines would download the base without it."""
-    if (adapter := head.base.config.adapter) is None:
-        return
-    if hasattr(head.config, "save_merged"):  # Medusa-2 trains the adapter itself
-        instead = "publish the merged base, which head.save_merged=true writes, and name it: base_name=user/x"
-    else:
-        instead = (
-            "merge the adapter with peft's merge_and_unload, publish that model and name it: base_name=user/x; or "
-            "train the head on it"
-        )
-    yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
+    if (adapter := head.base.config.adapter) is not None:
+        instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
+        yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
 
 
 def unsupported_logits(

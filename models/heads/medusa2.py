@@ -32,7 +32,7 @@ from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.data.utils.devices import wide
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import BelowOne, NonNegativeFloat, PositiveFloat, settings
-from drafthead.models.base.base_config import ADAPTER
+from drafthead.models.base.base_config import ADAPTER, save_merged
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lora import LM_HEAD, LoraBase, LoraSettings
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
@@ -221,9 +221,6 @@ class Medusa2Head(MedusaHead):
             return super().save_base(folder)
         fingerprint = self._tuned.save(folder / ADAPTER)
         if self.config.save_merged:
-            settings = replace(self.base.config, adapter=str(folder / ADAPTER), prepack=False)
-            merged = BaseModel.load(settings, self.base.device)
-            merged.model.save_pretrained(folder / MERGED)
-            merged.tokenizer.save_pretrained(folder / MERGED)
+            save_merged(replace(self.base.config, adapter=str(folder / ADAPTER)), folder / MERGED)
         identity = self.base_identity
         return {**identity, "fingerprint": fingerprint, "recipe": {**identity["recipe"], "adapter": ADAPTER}}

@@ -166,7 +166,7 @@ def test_adapters_of_a_recipe() -> None:
 
 def test_disk() -> None:
     sizes = ["prompts=900", "self_prompted=100", "max_prompt_tokens=100", "sampler.max_new_tokens=156"]
-    settings = [f"data.answers.{size}" for size in sizes]
+    settings = ["data.answers.fresh=false", *(f"data.answers.{size}" for size in sizes)]
     state = 256_000 * 64 * 2  # one state of every token
 
     def disk(name: str, store: bool, *more: str) -> dict[str, int]:

@@ -55,8 +55,9 @@ class AnswersConfig:
     """Existing answers to use instead of generating them. ``embedded:smollm2``, ``embedded:smollm2_large``, or the
     folder ``answers`` of another corpus. The base first repeats some of them as a check; then as many are taken as
     prompts are requested."""
-    fresh: bool = False
-    """Generate the answers even if ``precomputed`` names existing ones."""
+    fresh: bool | None = None
+    """Generate the answers even if ``precomputed`` names existing ones. With null, a base other than the embedded
+    SmolLM2 generates its own instead of the packaged ones."""
     batch_size: Positive = 64
     """Answers that each process generates at a time with the built-in decoding."""
     server: ServerConfig = field(default_factory=ServerConfig)

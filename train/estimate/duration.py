@@ -101,9 +101,7 @@ class StageDurations:
         read_tokens = tokens
         if phase.store_hidden_states:
             read_tokens = 0 if phase.corpus == "answers" and self.run.stores_answer_states else min(corpus, tokens)
-        # Recipes are written for a number of GPUs. On fewer processes a step has fewer rows, which this line shows.
-        factors = f"{phase.micro_batch_size} per process x {self.devices} x {phase.grad_accum_steps} accumulated"
-        rows = f"{self.costs.rows_per_step(name):,} rows per step ({factors})"
+        rows = phase.batch_line(self.devices, self.costs.rows_per_step(name))
         work = f"{phase.steps:,} steps on {phase.corpus}, {rows}, {int(tokens):,} tokens per process"
         return work, seconds + read_tokens * self.cache_s
 

@@ -77,8 +77,7 @@ class Estimate:
 
     def rows_per_step(self, name: str) -> int:
         """Return the rows of one optimiser step of a phase, on all devices."""
-        phase = self.phases[name]
-        return phase.micro_batch_size * phase.grad_accum_steps * self.devices
+        return self.phases[name].rows(self.devices)
 
     def tokens(self, name: str) -> int:
         """Return the positions that a phase reads, on all devices."""
@@ -111,7 +110,8 @@ class Estimate:
         """
         phase, mode = self.phases[name], mode or self.shard.mode
         wrapped = mode != "none" or self.precision != torch.float32
-        step = self._step(name, accumulates=phase.grad_accum_steps > 1 and not wrapped)
+        accumulates = phase.micro_batches(self.devices, self.rows_per_step(name)) > 1
+        step = self._step(name, accumulates=accumulates and not wrapped)
         adapters = self.adapters * FLOAT32
         memory = {"base weights": self.base_bytes, "head weights": self.head_parameters * FLOAT32}
         if adapters:

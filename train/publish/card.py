@@ -27,6 +27,7 @@ from drafthead.train.config import PhaseConfig, RunConfig
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 LOSS_FIGURE = "training_loss.png"
 UNKNOWN = "unknown"
+ADVICE = "   vLLM, SGLang and llama.cpp load EAGLE-3 heads: recipe=eagle3_smollm2_served, recipe=eagle3_llama3"
 
 
 def write_card(
@@ -175,11 +176,42 @@ def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
             engines = [
                 f"{engine.name} ({engine.support})" for engine in head_format.engines_for(head) if engine.current
             ]
-            reasons = "; ".join(reason for reason, _ in [*head_format.unsupported(head), *unsupported_adapter(head)])
+            fitted = head_format.fitted(head)
+            reasons = "; ".join(reason for reason, _ in [*head_format.unsupported(fitted), *unsupported_adapter(head)])
             cell = "; ".join(engines).replace("|", "\\|") or "none"
             rows.append((f"`{head_format.name}`", cell, f"no: {reasons}" if reasons else "yes"))
             is_loaded = is_loaded or (bool(engines) and not reasons)
     return rows, is_loaded
+
+
+def serving_lines(head: DraftHead, folder: Path) -> list[str]:
+    """Return the engines that load ``head``, which is saved in ``folder``, each with the two commands that serve it.
+
+    If none loads it, return the reasons and the settings that avoid them.
+    """
+    drafts, is_adapted = min(head.depth, head.config.trained_positions), head.base.config.adapter is not None
+    commands: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
+    for target in FORMATS.values():
+        if not isinstance(head.config, target.head_config):
+            continue
+        fitted = target.fitted(head)
+        if refused := "; ".join(f"{what} ({instead})" for what, instead in target.unsupported(fitted)):
+            reasons |= {refused: target.name} if any(engine.current for engine in target.engines) else {}
+            continue
+        options = " vocabulary=full" * (fitted is not head) + " merged_base=true" * is_adapted
+        options += " base_gguf=f16" * bool(target.base_file)
+        out = folder.parent / target.name
+        base, base_file = str(out / "base") if is_adapted else published_name(head.base), f"{out}/{target.base_file}"
+        for engine in target.engines_for(fitted):
+            if serve := engine.command(base, str(out), drafts, base_file):
+                export = f"drafthead export head={folder} to={target.name}{options} out={out}"
+                commands[engine.name] = [f"serve it in {engine.name}:", f"   {export}", f"   {serve}"]
+    if commands:
+        return [line for lines in commands.values() for line in lines]
+    listed = [f"   to={name}: {why}" for why, name in reasons.items()]
+    listed = listed or [f"   no current release of an engine loads heads of the type {head.config.head_type}"]
+    return ["no engine serves this head:", *listed, ADVICE]
 
 
 def obstacles(rows: list[tuple[str, str, str]]) -> str:
@@ -253,7 +285,7 @@ def phase_row(name: str, phase: PhaseConfig, processes: int, answers: str = "the
     with ``corpus: answers`` train on.
     """
     optim, loss = phase.optim, phase.loss
-    tokens = phase.seq_len * phase.micro_batch_size * phase.grad_accum_steps * processes
+    tokens = phase.seq_len * phase.rows(processes)
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"
     terms = " + ".join(f"{getattr(loss, term):g} {term}" for term in TERMS if getattr(loss, term))
     weights = f"decay {loss.decay:g}" if loss.depth_weights is None else f"weights {loss.depth_weights}"

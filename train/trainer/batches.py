@@ -105,11 +105,6 @@ class RowOrder:
         return numbers
 
 
-def num_micro_batches(rows: int, micro_batch_size: int, processes: int) -> int:
-    """Return the number of micro-batches of each process in a step of ``rows`` rows."""
-    return -(-rows // (micro_batch_size * processes))
-
-
 def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: int) -> list[list[int]]:
     """Return the micro-batches of process ``rank`` in a step that trains on the rows ``numbers``.
 
@@ -117,11 +112,11 @@ def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: 
     rows of a step therefore do not depend on the number of processes. Example: 8 rows in micro-batches of 2 on 2
     processes are [0 1] [4 5] on rank 0 and [2 3] [6 7] on rank 1.
     """
-    count = num_micro_batches(len(numbers), micro_batch_size, processes) * processes
+    count = -(-len(numbers) // (micro_batch_size * processes)) * processes
     if count > len(numbers):
         raise UserError(
-            f"a step of this run has {len(numbers)} rows, which {processes} processes cannot share; resume with at "
-            f"most {len(numbers)} processes, or start over with resume=false"
+            f"a step of this run has {len(numbers)} rows, which {processes} processes cannot share; resume with a "
+            f"number of processes that divides {len(numbers)}, or start over with resume=false"
         )
     return [rows.tolist() for rows in np.array_split(np.asarray(numbers), count)[rank::processes]]
 

@@ -26,7 +26,6 @@ from drafthead.train.tracking.tracker import Tracker
 from drafthead.train.trainer.batches import (
     Batch,
     PhaseData,
-    num_micro_batches,
     open_held_out,
     open_phase,
     split_rows,
@@ -71,7 +70,8 @@ class Trainer:
             name = names[progress.phase]
             phase = self.run.phases[name]
             resumed = checkpoint if progress.step else None
-            with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}"):
+            batch = phase.batch_line(self.processes.count, self._rows_per_step(phase))
+            with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}, {batch}"):
                 if self.run.trains_base:
                     self.head.train_base(now=phase.train_base)
                 optimizer = head_optimizer(self.head, phase.optim)
@@ -141,7 +141,7 @@ class Trainer:
         self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
     ) -> StepResult:
         progress = self.checkpoints.progress
-        count = num_micro_batches(self._rows_per_step(phase), phase.micro_batch_size, self.processes.count)
+        count = phase.micro_batches(self.processes.count, self._rows_per_step(phase))
         result = train_step(
             self.head,
             optimizer,
@@ -169,7 +169,7 @@ class Trainer:
         return self.run.seed * 1000 + phase
 
     def _rows_per_step(self, phase: PhaseConfig) -> int:
-        return self.checkpoints.initial_world_size * phase.grad_accum_steps * phase.micro_batch_size
+        return phase.rows(self.checkpoints.initial_world_size)
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
         """Yield this process's row numbers for each remaining micro-batch of the phase."""
@@ -192,7 +192,7 @@ class Trainer:
             raise UserError(
                 f"phase {name}, step {progress.step}: the last {steps} steps had no token to train on. A target is at "
                 "least two tokens after its anchor, and no document is long enough; use longer texts or answers, or "
-                f"raise phases.{name}.micro_batch_size"
+                f"raise the rows of a step (phases.{name}.rows_per_step or micro_batch_size)"
             )
         row: dict[str, Any] = {
             "phase": name,
