@@ -27,7 +27,9 @@ def tiny_tokenizer() -> "PreTrainedTokenizerFast":
 
     vocabulary = {symbol: byte for byte, symbol in sorted(bytes_to_unicode().items())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # Bytes are never merged, so the split into words changes nothing. GGUF files need one that llama.cpp knows.
+    words = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(words)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(

@@ -117,6 +117,11 @@ class MedusaFormat(Format):
         """Return the same blocks with the base's full output head; logits of drafted ids do not change."""
         if not isinstance(head, MedusaHead) or not can_widen(head):
             return super().with_full_vocabulary(head)
+        if head.config.induction_rank:
+            raise UserError(
+                "vocabulary=full cannot widen an induction head (ours), which no format holds; train with "
+                "head.induction_rank=0"
+            )
         wide = replace(head.config, draft_vocab_size=None).build(head.base)
         wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
         if head.tree is not None:
@@ -195,7 +200,7 @@ class VllmMedusaFormat(MedusaFormat):
 
     def fitted(self, head: MedusaHead) -> DraftHead:
         """Return the head over the full vocabulary if it uses the base's output head."""
-        return self.with_full_vocabulary(head) if can_widen(head) else head
+        return self.with_full_vocabulary(head) if can_widen(head) and not head.config.induction_rank else head
 
     def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:
         """Return one copy of the base's output head for all heads, and the draft vocabulary's target ids."""

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
+from drafthead.models.formats import FORMATS
 from drafthead.train.config import RunConfig
 from drafthead.train.estimate.memory import Estimate
 from drafthead.train.pipeline import run_pipeline
@@ -90,6 +92,20 @@ def test_it_composes_for_its_real_base(name: str, tmp_path: Path) -> None:
     sizes = {(p.steps, p.seq_len, p.micro_batch_size, p.grad_accum_steps) for p in tiny.values()}
     assert sizes == {(10, 512, 2, 1)}, "debug=tiny shrinks every phase"
     assert f"recipe={name}" in header(name).split(), "the header has the command"
+
+
+@all_recipes(fast=["eagle3_llama3", "hydra_pp_vicuna_7b"])
+def test_a_tiny_head_can_be_exported_like_the_real_one(name: str, tmp_path: Path) -> None:
+    """``debug=tiny`` rehearses the whole path to an engine."""
+
+    def formats(*overrides: str) -> set[str]:
+        head = Estimate(load(name, tmp_path, *overrides)).head
+        head.base.tokenizer = tiny_tokenizer()
+        held = (form for form in FORMATS.values() if isinstance(head.config, form.head_config))
+        return {form.name for form in held if not list(form.unsupported(form.fitted(head)))}
+
+    assert formats() <= formats("debug=tiny")
+    assert name != "eagle3_llama3" or formats() == {"eagle3", "gguf", "speculators"}
 
 
 @all_recipes(fast=["eagle3_llama3"])

@@ -16,13 +16,13 @@ from drafthead.models.decoding.loop import decode_batch, default_draft_config
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.heads.parts.res_block import ResBlock
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.config import RunConfig
+from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.preflight import preflight
 from drafthead.train.run_folder import check_settings, training_settings
 from drafthead.train.trainer import trainer
-from support import TinyBase, composed
+from support import TinyBase, composed, losses_of
 
 SHORT = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
 TRAINED = "stages=[corpora,train]"
@@ -262,6 +262,44 @@ def test_each_stage_runs_alone(tmp_path: Path) -> None:
     suite = read_json(run / "eval.json")["suite"]
     only("evaluate", resume=False)
     assert read_json(run / "eval.json")["suite"] == suite and (run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8, 16, 32])
+def test_the_rows_of_a_step_are_those_of_the_recipe_on_any_number_of_processes(tmp_path: Path, processes: int) -> None:
+    def phase(*overrides: str) -> PhaseConfig:
+        return composed(tmp_path, "recipe=eagle3_llama3", *overrides)[0].phases["distill"]
+
+    assert phase().rows(processes) == 16 and phase().micro_batches(processes, 16) == max(1, 8 // processes)
+    assert phase("phases.distill.grad_accum_steps=2").rows(processes) == 2 * 2 * processes, "as in 0.2.0"
+
+
+def test_rows_that_the_processes_cannot_share_are_refused(tmp_path: Path) -> None:
+    uneven = ("phases.distill.grad_accum_steps=null", "phases.distill.rows_per_step=5")
+    run = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *uneven)[0]
+    assert run.phases["distill"].batch_line(2, 5) == "5 rows per step (up to 2 per process x 2 x 2 accumulated)"
+    preflight(run, 2)
+    with pytest.raises(UserError, match="phases.distill.rows_per_step=5 .* 8 processes .*, such as 8"):
+        preflight(run, 8)
+
+
+def test_a_step_split_into_micro_batches_trains_the_same(finished: Path) -> None:
+    losses = [losses_of(finished / "run")]
+    for size in (1, 3):
+        batch = ("grad_accum_steps=null", "rows_per_step=2", f"micro_batch_size={size}")
+        losses.append(losses_of(train(finished, TRAINED, "resume=false", *(f"phases.distill.{key}" for key in batch))))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == losses[0]
+
+
+def test_packaged_answers_are_those_of_the_embedded_base_alone(tmp_path: Path) -> None:
+    """Another base answers itself, unless the recipe says otherwise."""
+
+    def copied(*overrides: str) -> bool:
+        return composed(tmp_path, "recipe=medusa_smollm2", *overrides)[0].data.answers.copied
+
+    other = ("base=custom", "base.name=my/llama")
+    assert copied() and not copied(*other) and not copied("base.adapter=lora")
+    assert copied(*other, "data.answers.fresh=false") and not copied("data.answers.fresh=true")
+    assert copied(*other, "data.answers.precomputed=folder"), "a folder of answers is compared with the base later"
 
 
 @pytest.mark.parametrize(("overrides", "key"), [("stages=[trein]", "stages"), ("stages=[push]", "push")])

@@ -1,5 +1,7 @@
 """What a model card says where the tiny run of the Hub's tests does not come: licences, engines, names, data."""
 
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.eagle3 import Eagle3Config
+from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.config import PhaseConfig
 from drafthead.train.publish import card
@@ -92,6 +95,25 @@ def test_engines_of_a_head_that_servers_load_and_of_one_that_they_cannot(tiny_ba
     assert loaded and [row[1].partition(" ")[0] for row in rows] == ["none", "TGI", "vLLM"]
     rows, loaded = card.formats(MedusaConfig(num_draft_tokens=2, draft_vocab_size=100).build(base, torch.arange(100)))
     assert not loaded and "no: it drafts over 100 of 300 ids" in rows[0][2]
+
+
+def test_a_run_ends_with_the_commands_that_serve_its_head_or_with_reasons(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base, folder = copy(tiny_base()), tmp_path / "head"
+    served = Eagle3Config(num_draft_tokens=2, ttt_steps=2, layers=[1, 2], draft_vocab_size=100)
+    lines = card.serving_lines(served.build(base, torch.arange(100)), folder)
+    assert [line for line in lines if line[0] != " "] == [f"serve it in {x}:" for x in ("vLLM", "SGLang")]
+    export = f"   drafthead export head={folder} to=speculators out={tmp_path / 'speculators'}"
+    assert lines[1:3] == [export, f"   vllm serve {tmp_path / 'speculators'}"]
+    wide = MedusaConfig(num_draft_tokens=2, own_lm_head=False, draft_vocab_size=100).build(base, torch.arange(100))
+    assert " vocabulary=full " in card.serving_lines(wide, folder)[1]
+    copies = MedusaConfig(num_draft_tokens=2, own_lm_head=False, draft_vocab_size=100, induction_rank=4)
+    lines = card.serving_lines(copies.build(base, torch.arange(100)), folder)
+    assert lines[0] == "no engine serves this head:" and "head.induction_rank=0" in lines[1]
+    (_, why, _) = card.serving_lines(KangarooConfig(exit_layer=1).build(base), folder)
+    assert why == "   no current release of an engine loads heads of the type kangaroo"
+    base.config = replace(base.config, adapter="adapter")
+    lines = card.serving_lines(served.build(base, torch.arange(100)), folder)
+    assert "merged_base=true" in lines[1] and f"--model-path {tmp_path / 'eagle3' / 'base'}" in lines[5]
 
 
 def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(
