@@ -174,9 +174,9 @@ class Format:
             "markov_rank": "a Markov head",
             "confidence": "a confidence head",
         }
-        for key in parts.keys() - self.parts:
-            if value := getattr(head.config, key):
-                yield f"it has {parts[key]}", f"head.{key}={str(type(value)()).lower()}"
+        for key, what in parts.items():
+            if key not in self.parts and (value := getattr(head.config, key)):
+                yield f"it has {what}", f"head.{key}={str(type(value)()).lower()}"
         for name, (value, otherwise, also) in self.fixed.items():
             if getattr(head.config, name) != value:
                 yield otherwise, f"head.{name}={str(value).lower()}{also and f' {also}'}"
