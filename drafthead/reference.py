@@ -145,8 +145,8 @@ def api_page() -> str:
     names = [name for name in drafthead.__all__ if name != "__version__"]
     lines = ["# Python", "Names of `import drafthead`. [Generate](../guides/generate.md) has examples."]
     for name in names:
-        thing = getattr(drafthead, name)
-        lines += ["", f"## drafthead.{name}", f"::: {thing.__module__}.{thing.__name__}"]
+        member = getattr(drafthead, name)
+        lines += ["", f"## drafthead.{name}", f"::: {member.__module__}.{member.__name__}"]
     return "\n".join(lines)
 
 
@@ -188,8 +188,8 @@ def _recipe(path: Path) -> tuple[str, str, str, str, str]:
     expected = re.search(r"Expect: (.+?)(?:\.(?= [A-Z`])|\.?$)", text)
     machine = re.search(r"\d CPU cores(?:, [^.]*)?|\d GPUs of [^.]*?\([^)]*\)|\d GPUs of [^.]*", text)
     about = text
-    for found in (expected, machine):
-        about = about.replace(found[0] if found else "", "")
+    for sentence in (expected, machine):
+        about = about.replace(sentence[0] if sentence else "", "")
     about = " ".join(re.sub(r"(?<=\.) \.|^\. ", " ", " ".join(about.split())).split())
     return _base_of(path), f"`{path.stem}`", about, machine[0] if machine else "", expected[1] if expected else ""
 

@@ -186,7 +186,7 @@ class GridConfig:
 
     heads: list[str] = field(default_factory=list)
     """Head folders of the same base to compare with ``head``. For example heads of several exit layers. The fastest
-    combination becomes its head's default if its interval lies above that default."""
+    combination becomes its head's default if its interval is above that default."""
     confidence_threshold: list[BelowOne] = field(default_factory=list)
     """Confidence thresholds to compare. Empty: each head's own."""
     drafts: list[NonNegative] = field(default_factory=list)

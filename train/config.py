@@ -295,8 +295,8 @@ def _check_base_training(run: RunConfig) -> None:
     lengths = {run.phases[name].seq_len for name in tuning if run.phases[name].corpus == "text"}
     if len(lengths) > 1:
         raise UserError(
-            f"phases with train_base on text have rows of {sorted(lengths)} tokens: the text kept for quality_limits "
-            "would not be the same; give them one seq_len"
+            f"phases with train_base on text have rows of {sorted(lengths)} tokens: the text held out for "
+            "quality_limits would differ; give them one seq_len"
         )
     if run.base.adapter is not None:
         raise UserError(

@@ -230,8 +230,8 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
 
 def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
     """Return the simulated mean accepted length of chains over all positions, on a corpus's held-out answers."""
-    read = store.read(with_hidden_states=False)
-    answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in read if is_held_out(a.prompt_number)]
+    stored = store.read(with_hidden_states=False)
+    answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in stored if is_held_out(a.prompt_number)]
     if not answers:
         raise UserError(f"{store.folder} has no held-out answers to measure acceptance on; name a larger corpus")
     probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, answers[:MAX_HELD_OUT_ANSWERS])]

@@ -314,8 +314,8 @@ class ServerBackend:
         if share < self.config.min_greedy_match_rate:
             raise UserError(
                 f"the base would choose {100 * share:.0f} % of the tokens that {model} at {self.config.root} answered, "
-                f"expected {100 * self.config.min_greedy_match_rate:.0f} % or more: it is another model, or strongly "
-                "quantised; serve the base, or lower data.answers.server.min_greedy_match_rate"
+                f"expected {100 * self.config.min_greedy_match_rate:.0f} % or more. The server has another model, or a "
+                "strongly quantised one; serve the base, or lower data.answers.server.min_greedy_match_rate"
             )
 
     def shards(

@@ -207,8 +207,8 @@ def column_value(
     columns = searched if source.column == AUTO else (source.column,)
     column = next((name for name in columns if row.get(name) is not None), None) or columns[0]
     if column not in row:
-        present, wanted = ", ".join(map(str, row)) or "none", " or ".join(map(repr, columns))
-        raise UserError(f"{where} has no column {wanted}; present: {present}; set source.column")
+        present, expected = ", ".join(map(str, row)) or "none", " or ".join(map(repr, columns))
+        raise UserError(f"{where} has no column {expected}; present: {present}; set source.column")
     return row[column], f"{where}: column {column!r}"
 
 

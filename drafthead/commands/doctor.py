@@ -120,7 +120,7 @@ def page(config: DoctorConfig) -> list[str]:
     def memory_line(name: str) -> list[str]:
         """Return the estimated memory of a recipe's training step."""
         if perf_counter() - started > LAST_ESTIMATE_S:
-            return [f"  {name:<20} not estimated: there was no time left"]
+            return [f"  {name:<20} not estimated: time ran out"]
         estimate = Estimate(composed([f"recipe={name}"]), device=device.type)
         needed = max(estimate.total(phase) for phase in estimate.phases)
         fits = 1.1 * needed + 2**30 < free  # the margin that estimate/memory.py names

@@ -24,13 +24,14 @@ from drafthead.models.heads.parts.losses import chunk_rows
 
 @settings(kw_only=True)
 class QualityLimits:
-    """Limits that a tuned base must keep on every kind of held-out tokens; null is no limit."""
+    """Limits that a tuned base must keep on every kind of held-out tokens; null turns a limit off."""
 
     max_perplexity_ratio: PositiveFloat | None = None
-    """Largest perplexity of the tuned base, relative to the original base. The run fails above it. Null is no limit."""
+    """Largest perplexity of the tuned base, relative to the original base. The run fails above it. Null
+    turns the limit off."""
     min_greedy_match_rate: Share | None = None
-    """Smallest fraction of tokens with the same most likely token, tuned and original. The run fails below it. Null is
-    no limit."""
+    """Smallest fraction of tokens with the same most likely token, tuned and original. The run fails below it. Null
+    turns the limit off."""
 
 
 @dataclass(frozen=True, kw_only=True)

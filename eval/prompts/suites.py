@@ -105,7 +105,7 @@ SUITES = tuple(_SUITES)
 
 
 class Facts(NamedTuple):
-    """What a reader of a result should know about a suite."""
+    """Facts about a suite for readers of a result."""
 
     prompts: int
     content: str

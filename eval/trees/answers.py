@@ -243,8 +243,8 @@ def check_likelihood(sums: Tensor, sampler: Sampler) -> None:
     if impossible > NEAR_TIES + IMPOSSIBLE_SHARE * tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
         raise UserError(
             f"the answers are not samples of the target at {sampler}: {impossible:.0f} of {tokens:.0f} "
-            f"tokens are impossible there, and the others' surprisal is {off:+.2f} nats from the target's entropy; "
-            "simulate on texts that the same sampler made"
+            f"tokens are impossible there. The others' surprisal is {off:+.2f} nats from the target's entropy. "
+            "Simulate on texts that the same sampler made"
         )
 
 
