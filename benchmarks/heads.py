@@ -10,10 +10,12 @@ Heads are those of ``recipes/head`` and ``models/heads``; each has the settings 
 ``head=<head> phases=cpu`` without one. Stages, in order:
 
 1. measure: the CPU time of a training step of every phase, once per head, on one thread. A budget of minutes becomes a
-   number of steps, and the recipe's phases keep their proportions. CPU time hardly depends on other processes. Steps,
-   unlike "train until the time is over", give every seed the same training, let the learning rate end where the recipe
-   ends it, and make the table reproducible: with the steps of the record, another machine trains the same heads.
-   Corpora, hidden states of the base, validation and checkpoints are not counted.
+   number of steps, and the recipe's phases keep their proportions. Steps, unlike "train until the time is over", give
+   every seed the same training, let the learning rate end where the recipe ends it, and make the table reproducible:
+   with the steps of the record, another machine trains the same heads. Other processes slow CPU time, too, so every
+   step is measured in units of a small reference step right before and after it, and a unit is worth the same for all
+   heads: the median of all reference steps. Corpora, hidden states of the base, validation and checkpoints are not
+   counted.
 2. train: `drafthead train`, one thread, for every budget, seed and head. Each head's tree of --nodes nodes is chosen on
    the dev half of the suite. The mean accepted length tau, alone and with prompt lookup in one tree, is that of
    decoding the test half greedily. It is simulated on the base's own answers, which gives the same number. A head that
@@ -75,7 +77,7 @@ PAGES = (RECORD.with_suffix(".md"), ROOT / "README.md")
 MARKS = "<!-- made by python benchmarks/heads.py --stage table --write -->", "<!-- end -->"
 STAGES = ("measure", "train", "time", "table")
 LOOKUP = "prompt_lookup:8:2"
-PROBE_STEPS, SLOW_PROBE_STEPS, PROBE_WARM = 10, 3, 2
+PROBE_STEPS, SLOW_PROBE_STEPS, PROBE_WARM = 8, 3, 2
 """Steps of a phase that are measured; fewer in a phase that trains the base; and how many of them are not counted."""
 NEVER = 10**9
 TIMED_TOKENS = 48
@@ -100,7 +102,10 @@ class Record:
         if not path.exists():
             begun = {"benchmark": "heads", "date": datetime.now(UTC).isoformat(timespec="seconds")}
             machine = {"hardware": hardware(), "versions": versions(), "settings": settings}
-            return cls(path, {**begun, **machine, "precision": None, "heads": {}, "lookup": None, "runs": []})
+            return cls(
+                path,
+                {**begun, **machine, "precision": None, "reference_s": None, "heads": {}, "lookup": None, "runs": []},
+            )
         content = read_json(path)
         if changed := [name for name, value in settings.items() if content["settings"].get(name) != value]:
             raise UserError(
@@ -132,22 +137,43 @@ def settings_of(name: str, arguments: Namespace, seed: int = 0) -> list[str]:
     return [*settings, f"seed={seed}", *arguments.overrides]
 
 
+class Reference:
+    """A small training step, whose CPU time tells how fast the machine is at a moment."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.states = torch.randn(1024, 576, generator=generator, dtype=torch.bfloat16)
+        self.weight = torch.randn(4096, 576, generator=generator, dtype=torch.bfloat16).requires_grad_()
+        self.seconds: list[float] = []
+
+    def step(self) -> float:
+        """Run the step and return its CPU seconds."""
+        started = process_time()
+        for _ in range(3):
+            logits = (self.states @ self.weight.T).float()
+            logits.log_softmax(-1)[:, 0].sum().backward()
+        self.seconds.append(process_time() - started)
+        return self.seconds[-1]
+
+
 class TimedTrainer(Trainer):
-    """A trainer that records the CPU time of its steps."""
+    """A trainer that records the CPU time of its steps, in reference steps."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.seconds: list[float] = []
+        self.reference, self.units = Reference(), list[float]()
 
     def _step(self, *arguments: Any) -> StepResult:
+        before = self.reference.step()
         started = process_time()
         result = super()._step(*arguments)
-        self.seconds.append(process_time() - started)
+        seconds = process_time() - started
+        self.units.append(2 * seconds / (before + self.reference.step()))
         return result
 
 
-def measure(settings: Sequence[str]) -> tuple[dict[str, float], str]:
-    """Return the median CPU seconds of a training step by phase, and the precision of training."""
+def measure(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the cost of a training step by phase in reference steps, the reference's seconds, and the precision."""
     phases = composed(settings).phases
     counts = {name: SLOW_PROBE_STEPS if phase.train_base else PROBE_STEPS for name, phase in phases.items()}
     with TemporaryDirectory(prefix="drafthead-probe-") as folder:
@@ -163,9 +189,10 @@ def measure(settings: Sequence[str]) -> tuple[dict[str, float], str]:
             launch.sharding.close()
     medians, first = {}, 0
     for name, count in counts.items():
-        seconds = trainer.seconds[first : first + count]
-        medians[name], first = median(seconds[min(PROBE_WARM, count - 1) :]), first + count
-    return medians, precision
+        units = trainer.units[first : first + count]
+        medians[name], first = median(units[min(PROBE_WARM, count - 1) :]), first + count
+    seconds = {"reference_s": median(trainer.reference.seconds), "reference_best_s": min(trainer.reference.seconds)}
+    return {"units": medians, **seconds, "precision": precision, "trains_base": run.trains_base}
 
 
 def steps_of(run: RunConfig, step_s: Mapping[str, float], minutes: float) -> dict[str, int]:
@@ -243,14 +270,22 @@ def measure_all(record: Record, heads: Sequence[str], arguments: Namespace) -> d
         if name in content["heads"]:
             continue
         try:
-            step_s, precision = measure(settings_of(name, arguments))
+            content["heads"][name] = measure(settings_of(name, arguments))
         except UserError as error:
             failed[name] = str(error)
             continue
-        content["precision"] = content["precision"] or precision
-        content["heads"][name] = {"step_s": step_s, "trains_base": composed(settings_of(name, arguments)).trains_base}
         record.save()
-        print(f"{name}: " + ", ".join(f"{phase} {1e3 * s:.0f} ms a step" for phase, s in step_s.items()), flush=True)
+    measured = content["heads"].values()
+    if measured and content["reference_s"] is None:
+        content["reference_s"] = median(head["reference_s"] for head in measured)
+        content["precision"] = next(head["precision"] for head in measured)
+    for name, head in content["heads"].items():
+        head["step_s"] = {phase: units * content["reference_s"] for phase, units in head["units"].items()}
+        print(
+            f"{name}: " + ", ".join(f"{phase} {1e3 * s:.0f} ms a step" for phase, s in head["step_s"].items()),
+            flush=True,
+        )
+    record.save()
     return failed
 
 
