@@ -144,9 +144,8 @@ class DSparkHead(DraftHead):
         base = self.base
         start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
         if self.config.copy_layers:
-            stock = list(base.model.model.layers)[-self.config.num_layers :]
-            for layer, source in zip(self.decoder_layers, stock, strict=True):
-                copy_layer(fresh_copy(source, base.model.config, 0), layer)
+            for number, layer in enumerate(self.decoder_layers, start=base.num_layers - self.config.num_layers):
+                copy_layer(fresh_copy(base.model.model.layers[number], base.model.config, 0, number), layer)
             self.hidden_norm.weight.copy_(self.decoder_layers[0].input_layernorm.weight)
         if self.slot_state is not None:
             self.slot_state.weight.zero_()

@@ -22,6 +22,7 @@ from drafthead.models.base.windows import Window
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.draft_lm import DraftLMConfig
+from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.kernels import attention
 from support import TINY, Context, chain_levels, random_ids, row_of
 
@@ -38,6 +39,13 @@ def test_the_families_most_heads_are_trained_for(name: str, script: Script) -> N
     bases = script("bases")
     outcome = bases.outcome(bases.SHAPES[name], prompts=(60,), heads=False)
     assert outcome.passes, outcome.line(name)
+
+
+def test_dspark_says_which_layers_it_cannot_copy(script: Script) -> None:
+    """The base's first layer is dense, its last one has experts: the copy is of the last one's kind."""
+    base = BaseModel.load(config_of(script("bases").SHAPES["deepseek_v3"]))
+    with pytest.raises(UserError, match="which DeepseekV3DecoderLayer is not; set head.copy_layers=false"):
+        DSparkConfig(num_draft_tokens=3, layers=[0, 1]).build(base)
 
 
 @pytest.mark.slow
