@@ -27,6 +27,7 @@ Heads are those of ``recipes/head`` and ``models/heads``; each has the settings 
 The record (--json) is written after every result. The same command continues after an interruption.
 """
 
+import gc
 import os
 import shutil
 import subprocess
@@ -274,6 +275,7 @@ def measure_all(record: Record, heads: Sequence[str], arguments: Namespace) -> d
         except UserError as error:
             failed[name] = str(error)
             continue
+        gc.collect()  # frees the base: the next head loads its own
         record.save()
     measured = content["heads"].values()
     if measured and content["reference_s"] is None:
