@@ -242,7 +242,7 @@ def test_heads_that_cannot_work_on_a_base_are_refused(name: str, head: str, says
     bases = script("bases")
     base = BaseModel.load(config_of(bases.SHAPES[name]))
     with pytest.raises(UserError, match=says):
-        decode(base, bases.HEADS[head]().build(base), random_ids(24), max_new_tokens=2)
+        decode(base, bases.head_configs()[head].build(base), random_ids(24), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "deepseek_v3"])
