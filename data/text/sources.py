@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from glob import glob
 from itertools import islice
 from math import ceil
@@ -40,8 +41,8 @@ ROLES = {
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Columns that hold conversations."""
 AUTO = "auto"
-AUTO_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "text")
-"""Columns that ``column: auto`` searches for a prompt, in this order."""
+PROMPT_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "input_ids")
+"""Keys of a line of a suite or of ``data.prompts``, in the order in which they are searched."""
 T = TypeVar("T")
 
 
@@ -61,7 +62,7 @@ class SourceConfig:
     """Commit or tag of a dataset on the Hub."""
     column: str = "text"
     """Column of a dataset or of JSON lines that holds the text. For prompts it may also hold a conversation. ``auto``
-    takes the first of ``prompt``, ``messages``, ``conversations``, ``conversation``, ``turns`` and ``text``."""
+    takes the first of ``prompt``, ``messages``, ``conversations``, ``conversation`` and ``turns``."""
     turns: Positive = 1
     """User turns to keep of a conversation. The base answers each of them itself. For datasets and JSON lines."""
     limit: Positive | None = None
@@ -196,12 +197,13 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
     elif source.kind == "text":
         prompts = (user_turn(line) for path in files_of(source) for line in read_text(path).splitlines())
     else:
-        prompts = (as_prompt(*value, source.turns) for value in _values(source))
+        convert = as_suite_prompt if source.column == AUTO else partial(as_prompt, turns=source.turns)
+        prompts = (convert(*value) for value in _values(source))
     return islice((m for m in prompts if m and m[-1]["content"].strip()), source.limit)
 
 
 def column_value(
-    row: dict[str, Any], source: SourceConfig, where: str, searched: Sequence[str] = AUTO_COLUMNS
+    row: dict[str, Any], source: SourceConfig, where: str, searched: Sequence[str] = PROMPT_COLUMNS
 ) -> tuple[Any, str]:
     """Return the row's value in the source's column, or in the first of ``searched`` for ``auto``, and its name."""
     columns = searched if source.column == AUTO else (source.column,)
@@ -258,6 +260,43 @@ def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     return messages
+
+
+def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
+    """Return the messages before the first answer, and the user's later messages, of a line of a suite.
+
+    The value is a text, a conversation, or a list of texts. Answers at a conversation's end are removed, and the
+    user's last messages are sent one after the other. The caller puts the line's name before an error.
+    """
+    if isinstance(value, str):
+        messages = user_turn(value)
+    elif isinstance(value, list) and all(isinstance(text, str) for text in value):
+        messages = [message for text in value for message in user_turn(text)]
+    elif isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
+        messages = list(iter_messages(value))
+        while messages and messages[-1]["role"] != "user":
+            messages.pop()
+        if not messages:
+            raise UserError("holds a conversation without a user's turn")
+    else:
+        text = repr(value)
+        raise UserError(f"holds a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}")
+    try:
+        "".join(m["content"] for m in messages).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"holds half a character ({error.reason}), which no tokenizer reads") from None
+    # Of the user's unanswered messages at the end, all but the first wait for an answer.
+    first = max((i for i, m in enumerate(messages[:-1]) if m["role"] != "user"), default=-1) + 1
+    return messages[: first + 1], tuple(m["content"] for m in messages[first + 1 :])
+
+
+def as_suite_prompt(value: Any, where: str) -> list[Message]:
+    """Return the prompt of a line of ``data.prompts``, with an empty answer before each later message of the user."""
+    try:
+        messages, later = suite_prompt(value)
+    except UserError as error:
+        raise UserError(f"{where} {error}, expected text, a conversation or a list of texts") from None
+    return [*messages[:-1], *conversation([messages[-1]["content"], *later])]
 
 
 def iter_rows(

@@ -5,14 +5,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drafthead.data.text.chat import user_turn
 from drafthead.data.text.readers import dataset_errors, json_object, open_dataset, read_lines
-from drafthead.data.text.sources import iter_messages
+from drafthead.data.text.sources import PROMPT_COLUMNS, suite_prompt
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 
-COLUMNS = ("prompt", "messages", "turns", "input_ids")
-"""Keys of a JSONL line, of which it has one; and the columns searched for in a dataset, in this order."""
 MORE_COLUMNS = ("question", "instruction", "text")
 TASK_COLUMNS = ("task", "category")
 MAX_LISTED = 5
@@ -27,16 +24,14 @@ T = TypeVar("T")
 def read_jsonl(path: Path) -> list[EvalPrompt]:
     """Read the prompts of a JSONL file, one per line; blank lines are skipped.
 
-    A line has one of ``COLUMNS``, and optionally "task" (by default the file's name). It holds a text, a conversation,
-    texts to send one after the other, or token ids. Answers at a conversation's end are removed, and the user's last
-    messages are sent one after the other. Prompts that are empty or too long for the base are reported when they are
-    used.
+    A line has one of ``PROMPT_COLUMNS``, and optionally "task" (by default the file's name). It holds token ids, or a
+    value of ``suite_prompt``. Prompts that are empty or too long for the base are reported when they are used.
     """
 
     def convert(line: bytes, number: int) -> EvalPrompt:
         """Return a line's prompt."""
         row = json_object(line)
-        keys = [key for key in COLUMNS if key in row]
+        keys = [key for key in PROMPT_COLUMNS if key in row]
         if len(keys) != 1:
             raise UserError(f"holds the keys {sorted(row)}")
         return to_prompt(row[keys[0]], number, row.get("task", path.stem))
@@ -52,8 +47,8 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
 
     ``spec`` is ``NAME[:SPLIT[:COLUMN]]``. NAME is a Hub id (``user/name`` or ``user/name/config``), a dataset folder or
     a data file. SPLIT may be a slice such as ``train[:200]``; the default is the first of test, validation and train.
-    COLUMN holds what a JSONL line may hold; the default is the first of ``COLUMNS`` and ``MORE_COLUMNS``. A column
-    "task" or "category" names the tasks, else NAME does.
+    COLUMN holds what a JSONL line may hold; the default is the first of ``PROMPT_COLUMNS`` and ``MORE_COLUMNS``. A
+    column "task" or "category" names the tasks, else NAME does.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -84,28 +79,11 @@ def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
     name.
     """
     if not isinstance(task, str) or not task:
-        raise UserError(f"has a task that is not a text: {_shown(task)}")
+        raise UserError(f"has a task that is not a text: {task!r:.60}")
     if isinstance(value, list) and all(type(token) is int for token in value):
         return EvalPrompt(task, number, [], input_ids=tuple(value))
-    if isinstance(value, str):
-        messages = user_turn(value)
-    elif isinstance(value, list) and all(isinstance(text, str) for text in value):
-        messages = [message for text in value for message in user_turn(text)]
-    elif isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
-        messages = list(iter_messages(value))
-        while messages and messages[-1]["role"] != "user":
-            messages.pop()
-        if not messages:
-            raise UserError("holds a conversation without a user's turn")
-    else:
-        raise UserError(f"holds {_shown(value)}")
-    try:
-        "".join(m["content"] for m in messages).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"holds half a character ({error.reason}), which no tokenizer reads") from None
-    # Of the user's unanswered messages at the end, all but the first wait for an answer.
-    first = max((i for i, m in enumerate(messages[:-1]) if m["role"] != "user"), default=-1) + 1
-    return EvalPrompt(task, number, messages[: first + 1], tuple(m["content"] for m in messages[first + 1 :]))
+    messages, later = suite_prompt(value)
+    return EvalPrompt(task, number, messages, later)
 
 
 def _convert_all(
@@ -125,13 +103,8 @@ def _convert_all(
     return prompts
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
-
-
 def _column(wanted: str | None, present: list[str], name: str) -> str:
-    choices = (wanted,) if wanted else COLUMNS + MORE_COLUMNS
+    choices = (wanted,) if wanted else PROMPT_COLUMNS + MORE_COLUMNS
     for column in choices:
         if column in present:
             return column

@@ -165,7 +165,12 @@ class AnswerGenerator:
         texts = list(training_sets.prompts("tiny"))[:PROBES]
         probes = [self.base.prompt_ids(user_turn(text))[: self.config.max_prompt_tokens] for text in texts]
         self.backend.check(list(enumerate(probes)))
-        missing = self.prompts.missing(store)
+        missing, table = self.prompts.missing(store), self.prompts
+        if left_out := len(table.conversations) - len(table.of_turn(0, store)):
+            self.log(
+                f"   {left_out} of {len(table.conversations)} prompts are longer than data.answers.max_prompt_tokens="
+                f"{table.max_prompt_tokens} and are left out"
+            )
         states = isinstance(self.backend, BuiltInBackend) and self.backend.keep_hidden_states
         token_bytes = 4 + (2 * self.base.hidden_size if states else 0)
         tokens = sum(len(ids) + self.config.sampler.max_new_tokens for _, ids in missing)

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from drafthead.data.embedded.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from drafthead.data.text.sources import PRESETS, SourceConfig, expand_sources
+from drafthead.data.text.chat import turns_of
+from drafthead.data.text.sources import PRESETS, SourceConfig, expand_sources, iter_prompts
 from drafthead.data.text.transcripts import Findings, Transcript, TranscriptEncoder, iter_transcripts
 from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts.suites import load_suite
+from drafthead.train.corpora.corpus_config import DataConfig
 
 END, END_ID = "<|im_end|>", 258
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a b"}
@@ -204,3 +207,26 @@ def test_short_forms() -> None:
     assert (hub.kind, hub.name, hub.split, hub.limit) == ("hf", "user/set", "test", None)
     with pytest.raises(UserError, match="'ultra' is not a source; expected a .jsonl file.* ultrachat, sharegpt"):
         expand_sources("ultra")
+
+
+def test_own_prompts_have_the_format_of_a_suite(tmp_path: Path) -> None:
+    """One file serves ``data.prompts`` and ``eval suite=``."""
+    lines = [
+        {"prompt": "q"},
+        {"messages": [QUESTION, ANSWER]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a b"}]},
+        {"messages": [QUESTION, ANSWER, QUESTION]},
+        {"turns": ["q", "r"]},
+    ]
+    source = rows(tmp_path / "x.jsonl", *lines)
+    prompts = list(iter_prompts(source))
+    assert prompts[:3] == [[QUESTION]] * 3 and prompts[3] == [QUESTION, ANSWER, QUESTION]
+    assert prompts[4] == [QUESTION, {**ANSWER, "content": ""}, {**QUESTION, "content": "r"}]
+    suite = load_suite(source.name)
+    assert [p.messages for p in suite] == [*prompts[:4], [QUESTION]] and suite[4].later_turns == ("r",)
+    assert [turns_of(p, []) for p in prompts] == [p.messages for p in suite]
+    config = DataConfig(prompts=source.name)  # type: ignore[arg-type]
+    answers = config.answers
+    assert answers.sources == [source] and (answers.prompts, answers.fresh, answers.self_prompted) == (5, True, 0)
+    with pytest.raises(UserError, match="x.jsonl line 1: column 'input_ids' holds a list: .1., expected text, a conv"):
+        list(iter_prompts(rows(tmp_path / "x.jsonl", {"input_ids": [1]})))
