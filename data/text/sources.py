@@ -229,6 +229,10 @@ def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Mess
         )
     for turn in value:
         role, content = (turn.get(a, turn.get(b)) for a, b in (("role", "from"), ("content", "value")))
+        if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+            content = "".join(part["text"] for part in content)
+        if content is None and turn.get("tool_calls"):
+            content = ""
         if not isinstance(role, str) or role not in roles or not isinstance(content, str):
             raise UserError(
                 f"holds a turn of role {role!r} with a {type(content).__name__} as content, expected text and a role "

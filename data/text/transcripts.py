@@ -24,6 +24,8 @@ TRANSCRIPT_ROLES = {**ROLES, **dict.fromkeys(("tool", "observation", "function_r
 PASSED_ON = ("tool_calls", "reasoning_content", "tool_call_id", "name")
 """Keys of a message that a chat template may read, in addition to its role and content."""
 EMPTY_REASONING = "<think></think>"
+Answered = tuple[list[int], int]
+"""Token ids of a prompt and its answer, and the index of the first answer token."""
 MARK = "drafthead-probe"
 MAX_LISTED = 5
 SHOWN = 40
@@ -44,18 +46,6 @@ class Transcript:
     def user_turns(self) -> list[str]:
         """The user's messages."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
-
-
-@dataclass(frozen=True)
-class Answered:
-    """An assistant turn as token ids."""
-
-    input_ids: list[int]
-    """Prompt, then answer."""
-    boundary: int
-    """Index of the first answer token."""
-    finished: bool
-    """True if the answer ends with a token that ends the base's turn."""
 
 
 @dataclass
@@ -133,42 +123,30 @@ def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Tr
 
 def _messages(value: Any) -> list[dict[str, Any]]:
     """Return the checked messages of a conversation."""
-    turns = value if isinstance(value, list) and all(isinstance(turn, dict) for turn in value) else []
-    plain = [{**turn, key: _text(turn.get(key))} for turn in turns for key in (("content", "value")["from" in turn],)]
     messages: list[dict[str, Any]] = []
-    for message, turn in zip(iter_messages(plain or value, TRANSCRIPT_ROLES), turns, strict=True):
+    for message, turn in zip(iter_messages(value, TRANSCRIPT_ROLES), value, strict=True):
         number, before = len(messages) + 1, messages[-1]["role"] if messages else "system"
         extra = {key: turn[key] for key in PASSED_ON if turn.get(key)}
         if not message["content"].strip() and "tool_calls" not in extra:
             raise UserError(f"has an empty turn {number} ({message['role']})")
         if message["role"] == "assistant" and before in ("system", "assistant"):
             raise UserError(f"has an assistant's turn {number} without a turn before it that it answers")
-        if "tool_calls" in extra:
-            extra["tool_calls"] = [_with_arguments(call, number) for call in extra["tool_calls"]]
-        messages.append({**message, **extra})
+        try:
+            extra |= {"tool_calls": [_tool_call(call) for call in extra.get("tool_calls", ())]}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"has a tool call in turn {number} that cannot be read ({error!r})") from None
+        messages.append({**message, **{key: entry for key, entry in extra.items() if entry}})
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError("has no assistant's turn")
     return messages
 
 
-def _text(content: Any) -> Any:
-    """Return the text of a content, which may be a list of text parts or missing."""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    return "" if content is None else content
-
-
-def _with_arguments(call: Any, number: int) -> dict[str, Any]:
+def _tool_call(call: Any) -> dict[str, Any]:
     """Return a tool call whose arguments are an object, which chat templates expect; logs have them as JSON text."""
-    try:
-        function = dict(call.get("function") or call)
-        if isinstance(function["arguments"], str):
-            function["arguments"] = json.loads(function["arguments"])
-        if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
-            raise TypeError("name and arguments are not text and an object")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"has a turn {number} whose tool call cannot be read ({error!r})") from None
-    return {"type": "function", **{k: v for k, v in call.items() if k == "id"}, "function": function}
+    function = call.get("function") or call
+    arguments = function["arguments"]
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "type": "function", "function": {"name": str(function["name"]), "arguments": dict(arguments)}}
 
 
 # Rendering ---------------------------------------------------------------------------------------------------------
@@ -184,81 +162,63 @@ class TranscriptEncoder:
         vocab_size: int,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check that the template marks the start of an answer."""
         self.tokenizer, self.eos_ids, self.vocab_size = tokenizer, eos_ids, vocab_size
         self.template_kwargs = dict(template_kwargs or {})
         self.ends = [_squeezed(str(text)) for text in tokenizer.convert_ids_to_tokens(sorted(eos_ids))]
         self._writes_role = cache(self._role_is_written)
 
-    def check_template(self) -> None:
-        """Reject a template without a generation prompt."""
-        asked = user_turn("q")
-        prompt, whole = self._render(asked), self._render([*asked, {"role": "assistant", "content": MARK}], False)
-        header = whole.removeprefix(self._render(asked, False)).partition(MARK)[0]
-        if header.strip() and prompt == self._render(asked, False):
-            raise UserError(
-                f"the chat template has no generation prompt: it writes {header!r} before an answer, but "
-                "add_generation_prompt adds nothing; give the base a template that uses add_generation_prompt"
-            )
-
     def answers(self, transcript: Transcript, findings: Findings, where: str, limit: int | None) -> list[Answered]:
-        """Return the assistant turns of a transcript as token ids, as far as they fit into ``limit`` tokens."""
-        answers = []
+        """Return the assistant turns of a transcript, as far as they fit into ``limit`` tokens."""
+        answers: list[Answered] = []
         try:
-            for answered in self._turns(transcript, findings, where):
-                if limit is not None and len(answered.input_ids) > limit:
+            for ids, boundary in self._turns(transcript, findings, where):
+                if limit is not None and len(ids) > limit:
                     findings.remark(f"transcripts are longer than {limit} tokens; their ends are not trained on", where)
-                    if answered.boundary < limit:
-                        answers.append(Answered(answered.input_ids[:limit], answered.boundary, False))
-                    break
-                answers.append(answered)
+                    return answers + [(ids[:limit], boundary)] * (boundary < limit)
+                answers.append((ids, boundary))
         except UserError as error:
             findings.reject(UserError(f"{where}: {error}"))
             return []
         return answers
 
     def _turns(self, transcript: Transcript, findings: Findings, where: str) -> Iterator[Answered]:
+        messages, tools = transcript.messages, transcript.tools
         if transcript.token_ids is not None:
             prompt_ids, answer_ids = transcript.token_ids
-            if max(*prompt_ids, *answer_ids) >= self.vocab_size:
-                raise UserError(f"token id {max(*prompt_ids, *answer_ids)} is not below {self.vocab_size}, the base's")
-            yield Answered(prompt_ids + answer_ids, len(prompt_ids), answer_ids[-1] in self.eos_ids)
+            if (largest := max(*prompt_ids, *answer_ids)) >= self.vocab_size:
+                raise UserError(f"token id {largest} is not below {self.vocab_size}, the base's number of ids")
+            yield prompt_ids + answer_ids, len(prompt_ids)
             return
-        messages = transcript.messages
         for role in {m["role"] for m in messages} - {"user", "assistant"}:
             if not self._writes_role(role):
                 raise UserError(f"the chat template leaves out messages of the role {role!r}")
-        if transcript.tools and self._render(messages[:1], tools=transcript.tools) == self._render(messages[:1]):
+        if tools and self._render(messages[:1], tools=tools) == self._render(messages[:1]):
             raise UserError("the chat template leaves out the tools")
         if messages[-1]["role"] != "assistant":
             findings.remark("transcripts do not end with the assistant; their last turns are not used", where)
-        for number, message in enumerate(messages):
+        for number, message in enumerate(messages, start=1):
             if message["role"] == "assistant":
                 try:
-                    yield self._turn(messages[: number + 1], transcript.tools, findings, where)
+                    yield self._turn(messages[:number], tools)
                 except UserError as error:
-                    raise UserError(f"turn {number + 1} {error}") from None
+                    raise UserError(f"turn {number} {error}") from None
 
-    def _turn(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None, findings: Findings, where: str
-    ) -> Answered:
+    def _turn(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> Answered:
         """Return the last of ``messages`` as the answer to the others."""
         if special := [text for text in self.tokenizer.all_special_tokens if text in messages[-1]["content"]]:
             raise UserError(f"(assistant) holds the special token {special[0]!r}")
         prompt, whole = self._render(messages[:-1], tools=tools), self._render(messages, False, tools)
         # A generation prompt may end with an empty think block, which the template does not write for a past turn.
         answer = whole[len(os.path.commonprefix([prompt, whole])) :]
-        end = self._check_answer(_squeezed(prompt), answer, messages[-1])
-        if not end:
-            findings.remark("assistant turns have no end that the chat template writes as an end-of-turn token", where)
+        self._check_answer(_squeezed(prompt), answer, messages[-1])
         prompt_ids, ids = encode(self.tokenizer, prompt), encode(self.tokenizer, prompt + answer)
         if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross the boundary; when served it cannot
             ids = prompt_ids + encode(self.tokenizer, answer)
-        last = next((n for n in range(len(prompt_ids), len(ids)) if ids[n] in self.eos_ids), None)
-        return Answered(ids if last is None else ids[: last + 1], len(prompt_ids), last is not None)
+        end = next((n for n in range(len(prompt_ids), len(ids)) if ids[n] in self.eos_ids), len(ids))
+        return ids[: end + 1], len(prompt_ids)
 
-    def _check_answer(self, prompt: str, answer: str, message: Mapping[str, Any]) -> bool:
-        """Reject an answer that the template has changed by more than white space; return whether it has an end."""
+    def _check_answer(self, prompt: str, answer: str, message: Mapping[str, Any]) -> None:
+        """Reject an answer that the template has changed by more than white space."""
         written, position = _squeezed(answer), 0
         content, reasoning = _squeezed(message["content"]), _squeezed(message.get("reasoning_content", ""))
         if content.startswith(EMPTY_REASONING):
@@ -279,16 +239,15 @@ class TranscriptEncoder:
             if start > position and not reasoning and not calls:
                 raise UserError(
                     f"(assistant) begins with {_shown(written[:start])} in the chat template, not in the transcript; "
-                    "base.chat_template_kwargs={enable_thinking: false} may turn it off"
+                    "the template needs a generation prompt (add_generation_prompt) that writes this. If this is an "
+                    "empty think block, set base.chat_template_kwargs={enable_thinking: false}"
                 )
             position = start + len(piece)
         if missing := [name for name in names if name not in written]:
             raise UserError(f"(assistant) has a tool call of which the chat template leaves out {missing[0]!r}")
         rest = written[position:]
-        ends = [rest.find(end) for end in self.ends if end in rest]
-        if not calls and (rest if not ends else min(ends) > 0):
+        if rest and not calls and not rest.startswith(tuple(self.ends)):
             raise UserError(f"(assistant) is followed by {_shown(rest)} in the chat template")
-        return bool(ends)
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True, tools: Sequence[Any] | None = None

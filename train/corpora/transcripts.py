@@ -12,7 +12,7 @@ from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.text.chat import Document
 from drafthead.data.text.sources import SourceConfig, files_of, resolve_revision
-from drafthead.data.text.transcripts import Findings, TranscriptEncoder, iter_transcripts
+from drafthead.data.text.transcripts import Answered, Findings, TranscriptEncoder, iter_transcripts
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
     MANIFEST_NAME,
@@ -29,7 +29,7 @@ from drafthead.train.corpora.corpus_config import DataConfig
 
 AGREEMENT = "agreement.json"
 """Written last: a folder with it holds a complete corpus."""
-COMPARED = 64
+COMPARED = 32
 """Assistant turns whose tokens are compared with the base's choices."""
 PER_SHARD = 1000
 """Conversations per shard."""
@@ -65,8 +65,8 @@ def write_transcripts(
         sources = resolve_revision(config.transcripts, folder / "commits.json")
         for number, turns in enumerate(_conversations(base, config, sources, findings, longest)):
             answers += [
-                Answer(number + t * TURN_STRIDE, np.asarray(a.input_ids, np.int32), a.boundary, a.finished)
-                for t, a in enumerate(turns)
+                Answer(number + t * TURN_STRIDE, np.asarray(ids, np.int32), boundary, ids[-1] in base.eos_ids)
+                for t, (ids, boundary) in enumerate(turns)
             ]
             if number % PER_SHARD == PER_SHARD - 1:
                 progress("reading transcripts", number + 1, number + 1)
@@ -96,10 +96,10 @@ def agreement_line(measured: dict[str, Any]) -> str:
 
 def _conversations(
     base: BaseModel, config: DataConfig, sources: Iterable[SourceConfig], findings: Findings, longest: int | None
-) -> Iterator[list[Any]]:
+) -> Iterator[list[Answered]]:
     """Yield the encoded assistant turns of each transcript that is no duplicate and resembles no evaluation prompt."""
     encoder = TranscriptEncoder(base.tokenizer, base.eos_ids, base.vocab_size, base.config.chat_template_kwargs)
-    checked, seen = False, set()
+    seen: set[str] = set()
     is_evaluated = resembles_suites(config.answers.exclude_suites)
     for source in sources:
         for where, transcript in iter_transcripts(source, findings):
@@ -111,9 +111,6 @@ def _conversations(
             if is_evaluated(transcript.user_turns):
                 findings.remark("transcripts resemble a prompt of data.answers.exclude_suites and are left out", where)
                 continue
-            if transcript.messages and not checked:
-                encoder.check_template()
-                checked = True
             if turns := encoder.answers(transcript, findings, where, longest):
                 yield turns
 

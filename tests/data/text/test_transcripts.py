@@ -56,7 +56,7 @@ def spans(entry: dict[str, Any], tmp_path: Path, enc: TranscriptEncoder | None =
     turns = enc.answers(transcript, findings, where, None)
     findings.raise_rejected()
     decode = enc.tokenizer.decode
-    return [(decode(t.input_ids[: t.boundary]), decode(t.input_ids[t.boundary :])) for t in turns]
+    return [(decode(ids[:boundary]), decode(ids[boundary:])) for ids, boundary in turns]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,7 @@ def test_token_ids_of_a_server(tmp_path: Path) -> None:
     plain = {"prompt_token_ids": [1, 2], "token_ids": [3, 299]}
     found = list(iter_transcripts(rows(tmp_path / "x.jsonl", logged, plain), findings := Findings()))
     turns = [encoder().answers(t, findings, where, None)[0] for where, t in found]
-    assert [(t.input_ids, t.boundary, t.finished) for t in turns] == [
-        ([1, 2, 3, END_ID], 2, True),
-        ([1, 2, 4], 2, False),
-        ([1, 2, 3, 299], 2, False),
-    ]
+    assert turns == [([1, 2, 3, END_ID], 2), ([1, 2, 4], 2), ([1, 2, 3, 299], 2)]
     assert not encoder().answers(Transcript(token_ids=([1], [300])), findings, "line 3", None)
     with pytest.raises(UserError, match="line 3: token id 300 is not below 300"):
         findings.raise_rejected()
@@ -115,7 +111,7 @@ def test_tool_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "entry", "says"),
     [
-        (THINKING, [QUESTION, ANSWER], "turn 2 .* begins with '<think></think>' .*enable_thinking: false"),
+        (THINKING, [QUESTION, ANSWER], "turn 2 .* begins with '<think></think>' .*enable_think"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "<think></think>a"}], "turn 2 .* empty think block"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "reasoning_content": "hm"}], "turn 2 .*changed by the chat template"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}], "turn 2 .*changed .* for 'sum'"),
@@ -143,12 +139,13 @@ def test_what_would_be_mistrained_is_rejected_by_line(template: str, entry: Any,
     assert "\n" not in str(error.value)
 
 
-def test_a_template_without_generation_prompt() -> None:
-    encoder().check_template()
+def test_templates_with_and_without_generation_prompt(tmp_path: Path) -> None:
     llama2 = "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content }}"
-    encoder(llama2 + "{% endfor %}").check_template()
-    with pytest.raises(UserError, match="has no generation prompt: it writes '<.im_start.>assistant.n'"):
-        encoder(CHAT_TEMPLATE.partition("{% if add_generation")[0]).check_template()
+    entry = {"messages": [QUESTION, ANSWER]}
+    assert spans(entry, tmp_path, encoder(llama2 + "{% endfor %}")) == [("[INST] q [/INST]", " a b")]
+    without = encoder(CHAT_TEMPLATE.partition("{% if add_generation")[0])
+    with pytest.raises(UserError, match="line 1: turn 2 .* begins with '<.im_start.>assistant' .* generation prompt"):
+        spans(entry, tmp_path, without)
 
 
 def test_long_and_unanswered_transcripts(tmp_path: Path) -> None:
@@ -156,8 +153,8 @@ def test_long_and_unanswered_transcripts(tmp_path: Path) -> None:
     source = rows(tmp_path / "x.jsonl", {"messages": [QUESTION, ANSWER, QUESTION]}, long, *[long] * 20, "{")
     findings = Findings()
     turns = [encoder().answers(t, findings, where, 200) for where, t in iter_transcripts(source, findings)]
-    assert [len(turn) for turn in turns[:2]] == [1, 2] and [t.finished for t in turns[1]] == [True, False]
-    assert len(turns[1][1].input_ids) == 200
+    assert [len(turn) for turn in turns[:2]] == [1, 2]
+    assert [(len(ids), ids[-1] == END_ID) for ids, _ in turns[1]] == [(62, True), (200, False)]
     unanswered, shortened, broken = findings.lines()
     assert unanswered.startswith("1 transcripts do not end with the assistant") and "line 1)" in unanswered
     assert shortened.startswith("21 transcripts are longer than 200 tokens") and "line 2)" in shortened
@@ -196,7 +193,8 @@ def test_presets_read_rows_of_their_schema(name: str, tmp_path: Path, monkeypatc
     assert [where for where, _ in found] == [f"hf:{source.name} row {n}" for n in (0, 1)]
     assert opened == [(source.name, source.subset, source.split)] and not findings.rejected
     turns = encoder().answers(found[0][1], findings, "", None)
-    assert encoder().tokenizer.decode(turns[-1].input_ids[turns[-1].boundary :]) == f"a b{END}"
+    ids, boundary = turns[-1]
+    assert encoder().tokenizer.decode(ids[boundary:]) == f"a b{END}"
     assert not findings.lines() and len(turns) == (2 if name == "hermes_fc" else 1)
 
 
