@@ -97,8 +97,8 @@ class DataConfig:
     ``sharegpt``, ``open_perfectblend``, ``magpie``, ``hermes_fc``, each with ``:LIMIT`` if wanted; or a list of
     these."""
     bad_transcripts: Literal["reject", "skip"] = "reject"
-    """Transcripts that cannot be trained on as they are: end the run before any work, or skip them and train on the
-    others."""
+    """Treatment of transcripts that cannot be trained on as they are. ``reject`` ends the run before any work; ``skip``
+    trains on the others."""
     own_answers: bool = False
     """With transcripts, also train on the base's own answers (``answers``)."""
     text: TextConfig = field(default_factory=TextConfig)
