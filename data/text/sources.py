@@ -266,6 +266,12 @@ def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
     return messages
 
 
+def shown(value: Any) -> str:
+    """Return the type and the beginning of a value for messages."""
+    text = repr(value)
+    return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
+
+
 def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
     """Return the messages before the first answer, and the user's later messages, of a line of a suite.
 
@@ -283,8 +289,7 @@ def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
         if not messages:
             raise UserError("holds a conversation without a user's turn")
     else:
-        text = repr(value)
-        raise UserError(f"holds a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}")
+        raise UserError(f"holds {shown(value)}")
     try:
         "".join(m["content"] for m in messages).encode()
     except UnicodeEncodeError as error:
