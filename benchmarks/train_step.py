@@ -36,6 +36,7 @@ from drafthead.data.answers.hidden_states import HiddenStateCache, StoredHiddenS
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import pack
+from drafthead.data.utils.devices import accelerator_name, device_of, peak_allocated
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes
@@ -213,11 +214,12 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
         step_s = bench.whole_steps(steps, warm)
         waited = bench.data.waited_s / steps
         clock = Clock(bench.base)
-        if on_gpu := accelerator.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(accelerator.device)
+        if peak_allocated() is not None:
+            torch.accelerator.reset_peak_memory_stats(accelerator.device)
         with PeakMemory() as memory:
             bench.parted_steps(steps, clock)
-        peak = torch.cuda.max_memory_allocated(accelerator.device) if on_gpu else memory.peak - before
+        allocated = peak_allocated()
+        peak = memory.peak - before if allocated is None else allocated
         floor_s = bench.bare_forward(steps, warm)
         sharding.close()
     settings = run.phases[phase]
@@ -225,7 +227,7 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
     devices = accelerator.num_processes
     plan = Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)), accelerator.device.type)
     operations = operations_per_token(plan.head, settings)
-    top = peak_operations(torch.cuda.get_device_name(accelerator.device)) if on_gpu else None
+    top = peak_operations(accelerator_name() or "")
     planned = plan.total(phase)
     return {
         "phase": phase,
@@ -260,7 +262,7 @@ def main(given: list[str] | None = None) -> None:
     if run.base.shape:
         run = replace(run, base=replace(run.base, random=True, tokenizer="builtin:tiny"))
     run = replace(run, shard=follow_launcher(run.shard))
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(cpu=device_of(None).type == "cpu")
     results = measure(run, phase, accelerator, arguments.steps, arguments.warm)
     if not accelerator.is_main_process:
         return

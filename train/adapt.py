@@ -130,10 +130,9 @@ class Recorder(Drafter):
         session, self._session = self._session, None
         if session is None or not session.hidden:
             return
+        failed = (first_undrafted(p, tokens[n + 1 : n + count], n) for p, n, count in session.steps)
         # A last step that EOS or the limit cut short accepted more than it committed.
-        rejected = [
-            (index, k) for index, k, drafted in session.failed if index < len(tokens) and tokens[index] not in drafted
-        ]
+        rejected = [(i, k) for i, k, drafted in filter(None, failed) if i < len(tokens) and tokens[i] not in drafted]
         text = FinishedAnswer(list(tokens), session.hidden[0].final.shape[1])  # the prompt is committed first
         self.lessons.append(OnlineExample(text=text, hidden=join(session.hidden, len(tokens)), rejected=rejected))
 
@@ -145,8 +144,9 @@ class RecorderSession(Session):
         self._inner = inner
         self.hidden: list[HiddenStates] = []
         """Hidden states of the committed tokens, in pieces."""
-        self.failed: list[tuple[int, int, tuple[int, ...]]] = []
-        """``first_undrafted`` of each step that has one."""
+        self.steps: list[tuple[Proposal, int, int]] = []
+        """Proposal of each step, and how many tokens were committed before and in it. The host reads the proposals when
+        the answer has ended, so that no step waits for the device."""
         self._proposal: Proposal | None = None
 
     @property
@@ -158,8 +158,7 @@ class RecorderSession(Session):
     ) -> None:
         assert base_hidden is not None
         if self._proposal is not None:
-            failed = first_undrafted(self._proposal, tokens[0, 1 : counts[0]].tolist(), self.lengths[0])
-            self.failed += [failed] if failed else []
+            self.steps.append((replace(self._proposal, probs=None, prob_index=None), self.lengths[0], counts[0]))
         self._proposal = None
         self.hidden.append(base_hidden.map(lambda part: part[:, : counts[0]].clone()))
         self._inner.commit(tokens, counts, base_hidden, nodes)

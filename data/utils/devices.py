@@ -139,8 +139,12 @@ def set_rng_states(states: Sequence[Tensor]) -> None:
 
 
 def graphs_of(device: torch.device) -> Any:
-    """Return the module that captures graphs on ``device`` (``CUDAGraph``, ``graph``, ``Stream``), or None.
-
-    XPU's graphs have another interface, and MPS has none.
-    """
+    """Return the module that captures graphs on ``device`` (``graph``, ``Stream``, ``new_graph``'s class), or None."""
+    if device.type == "xpu" and hasattr(torch.xpu, "XPUGraph"):
+        return torch.xpu
     return torch.cuda if device.type == "cuda" else None
+
+
+def new_graph(module: Any) -> Any:
+    """Return an empty graph of a module of ``graphs_of``."""
+    return module.XPUGraph() if hasattr(module, "XPUGraph") else module.CUDAGraph()

@@ -3,9 +3,11 @@
 import gc
 import json
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import field, replace
 from functools import partial
 from importlib import resources
@@ -60,8 +62,8 @@ ANSWER = 32
 """Tokens of an answer."""
 CONTEXTS, ROWS = (200, 1000, 8000), (16, 64, 256, 1024)
 """Tokens before a timed pass, and rows of a batch."""
-LAST_ESTIMATE_S = 75
-"""Seconds after the start when no further recipe is estimated. An 8B recipe takes up to 25 s."""
+LIMIT_S = 110
+"""Seconds for the page. A part that would take longer is stopped, and the rest is not begun."""
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes per second of a GPU's memory, by a word of its name."""
 
@@ -89,8 +91,30 @@ def main(config: DoctorConfig) -> None:
         sys.stdout.write("\n".join(page(config)) + "\n")
 
 
-def page(config: DoctorConfig) -> list[str]:
-    """Return the lines of the page. A part that fails on this device is one line with the error."""
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise a ``TimeoutError`` in the block after ``seconds``; on Windows, which has no alarms, only before it."""
+
+    def stop(*_: object) -> None:
+        """Stop what runs."""
+        raise TimeoutError("time ran out; give train= or recipes= of smaller models")
+
+    if seconds <= 0:
+        stop()
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
+    """Return the lines of the page. A part that fails on this device, or takes too long, is one line with the error."""
     started, host, device = perf_counter(), hardware(), device_of(None)
     free, total = memory()
 
@@ -119,8 +143,6 @@ def page(config: DoctorConfig) -> list[str]:
 
     def memory_line(name: str) -> list[str]:
         """Return the estimated memory of a recipe's training step."""
-        if perf_counter() - started > LAST_ESTIMATE_S:
-            return [f"  {name:<20} not estimated: time ran out"]
         estimate = Estimate(composed([f"recipe={name}"]), device=device.type)
         needed = max(estimate.total(phase) for phase in estimate.phases)
         fits = 1.1 * needed + 2**30 < free  # the margin that estimate/memory.py names
@@ -136,7 +158,8 @@ def page(config: DoctorConfig) -> list[str]:
     for name, lines_of in (parts | {name: partial(memory_line, name) for name in config.recipes}).items():
         say(f"{name} ...")
         try:
-            lines += lines_of()
+            with at_most(limit_s - (perf_counter() - started)):
+                lines += lines_of()
         except Exception as error:  # the page is most useful on a machine where something fails
             lines.append(f"{name} FAILED: {type(error).__name__}: {one_line(error)}")
         if name == "costs of a step":

@@ -69,12 +69,18 @@ def generate_answers(
         if 0 < len(ids) <= max_prompt_tokens
     ]
     for row in loop.run(rows):
+        hidden = torch.cat(row.hidden).cpu() if keep_hidden_states else None
+        if hidden is not None and not bool(hidden.isfinite().all()):
+            raise UserError(
+                f"a hidden state of {base.name} is not finite in float16, which ends at 65504 and stores the states of "
+                "answers; compute them while training instead: set store_hidden_states=false in the phases on answers"
+            )
         yield Answer(
             prompt_number=row.number,
             input_ids=torch.tensor(row.prompt + row.answer, dtype=torch.int32).numpy(),
             boundary=len(row.prompt),
             finished=row.answer[-1] in config.eos_ids,
-            hidden_states=torch.cat(row.hidden).cpu().numpy() if keep_hidden_states else None,
+            hidden_states=None if hidden is None else hidden.numpy(),
         )
         row.hidden.clear()
 

@@ -1,9 +1,9 @@
-"""CUDA graphs of functions with fixed shapes: one launch instead of hundreds.
+"""Graphs (CUDA, XPU) of functions with fixed shapes: one launch instead of hundreds.
 
 A graph replays kernels on the addresses that they were captured with. A function is therefore captured once per
 combination of shapes and reads its inputs from private buffers. It may use other memory only if that memory stays
 in place, and it must not read a value back to the host. Without CUDA, or after a failed capture, the same function
-runs eagerly, so tokens do not depend on graphs.
+runs eagerly, so tokens do not depend on graphs. XPU's graphs follow torch's documentation and are untested.
 """
 
 import warnings
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.devices import graphs_of
+from drafthead.data.utils.devices import graphs_of, new_graph
 
 Outputs = tuple[Tensor, ...]
 WARM_UP = 3
@@ -32,7 +32,7 @@ class GraphBackend:
         self.device = device
         self._module = graphs_of(device)
         self.enabled = self._module is not None
-        """False without CUDA or after a failed capture: calls then run eagerly."""
+        """False without graphs or after a failed capture: calls then run eagerly."""
         self._pool: Any = None
         self._stream: Any = None
 
@@ -43,32 +43,33 @@ class GraphBackend:
         except Exception as error:  # a host read, an operation that cannot be captured, out of memory, ...
             self.enabled = False
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            warnings.warn(f"CUDA graphs are off for this model: {reason}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"graphs are off for this model: {reason}", RuntimeWarning, stacklevel=2)
             return None
 
     def _record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        cuda = self._module
-        with cuda.device(self.device):
+        backend, options = self._module, {}
+        with backend.device(self.device):
             if self._stream is None:
-                self._pool, self._stream = cuda.graph_pool_handle(), cuda.Stream()
-            stream, current = self._stream, cuda.current_stream()
+                self._pool, self._stream = backend.graph_pool_handle(), backend.Stream()
+            stream, current = self._stream, backend.current_stream()
             stream.wait_stream(current)
-            with cuda.stream(stream):
+            with backend.stream(stream):
                 for _ in range(WARM_UP):
                     run()
-                # A host read during the capture itself would leave the allocator and the generators in a bad state.
-                sync_mode = cuda.get_sync_debug_mode()
-                cuda.set_sync_debug_mode("error")
-                try:
-                    run()
-                finally:
-                    cuda.set_sync_debug_mode(sync_mode)
+                if hasattr(backend, "set_sync_debug_mode"):  # CUDA
+                    # A host read during the capture itself would leave allocator and generators in a bad state.
+                    sync_mode = backend.get_sync_debug_mode()
+                    backend.set_sync_debug_mode("error")
+                    try:
+                        run()
+                    finally:
+                        backend.set_sync_debug_mode(sync_mode)
+                    # Other threads, such as those of a data loader, may continue to allocate.
+                    options["capture_error_mode"] = "thread_local"
             current.wait_stream(stream)
-            graph = cuda.CUDAGraph()
+            graph = new_graph(backend)
             try:
-                # Other threads, such as those of a data loader, may continue to allocate.
-                mode = "thread_local"
-                with cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
+                with backend.graph(graph, pool=self._pool, stream=stream, **options):
                     outputs = run()
             except Exception:
                 graph.reset()

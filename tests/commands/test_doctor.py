@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
 
-from drafthead.commands.doctor import DoctorConfig, Step, checklist, exactness, passes, run_steps
+from drafthead.commands.doctor import DoctorConfig, Step, checklist, exactness, page, passes, run_steps
 from drafthead.data.utils.errors import UserError
 from support import call
 
@@ -22,6 +23,13 @@ def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert "drafthead 0." in text and "pass, ms" in text and "other processes" in text
     assert any(line.startswith("  medusa_smollm2") and line.endswith("fits") for line in lines)
     assert lines[-1].startswith("nowhere FAILED: UserError: recipe=nowhere: ")
+
+
+def test_the_page_keeps_its_limit() -> None:
+    started = perf_counter()
+    lines = page(DoctorConfig(train=TINY, recipes=["medusa_smollm2"]), limit_s=0.5)
+    assert perf_counter() - started < 5
+    assert sum("FAILED: TimeoutError: time ran out" in line for line in lines) == 3
 
 
 @pytest.mark.slow

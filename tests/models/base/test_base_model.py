@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import SEED_STRIDE, _user_opening, generate_answers
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from support import TinyBase, row_of
+from support import TinyBase, row_of, small_base
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gpt_bigcode"])
@@ -36,6 +37,16 @@ def test_features_of_packed_documents_equal_each_alone(tiny_base: TinyBase, arch
         for n, layer in enumerate(layers):
             torch.testing.assert_close(base_hidden.layer(n)[:, positions], alone[layer], rtol=1e-4, atol=1e-5)
         start += len(document)
+
+
+def test_states_beyond_float16_are_not_stored() -> None:
+    base = small_base()
+    with torch.no_grad():
+        base.model.model.norm.weight.mul_(1e6)
+    answers, prompts = partial(generate_answers, base, batch_size=1), [(0, [1, 2, 3])]
+    assert len(list(answers(prompts, SamplerConfig(max_new_tokens=4)))) == 1
+    with pytest.raises(UserError, match="65504.*store_hidden_states=false"):
+        list(answers(prompts, SamplerConfig(max_new_tokens=4), keep_hidden_states=True))
 
 
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 1.5, "top_k": 20, "top_p": 0.8}], ids=["greedy", "sampled"])
