@@ -37,8 +37,7 @@ from transformers.utils import logging as transformers_logging
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.meta import meta_base
+from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode, decode_batch

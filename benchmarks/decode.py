@@ -25,7 +25,7 @@ from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.loop import decode
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.heads.parts.loading import load_base_and_head
 
 SIZES = range(1, 33)

@@ -23,7 +23,7 @@ from common import entry_point, parser, print_table, save_record
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.parts.losses import LossConfig, Targets, heads_loss
+from drafthead.models.heads.parts.losses import Labels, LossConfig, heads_loss
 
 
 class PeakMemory:
@@ -51,7 +51,7 @@ class PeakMemory:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def whole_step(hidden: torch.Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> float:
+def whole_step(hidden: torch.Tensor, heads: list[LMHead], targets: Labels, config: LossConfig) -> float:
     """Compute loss and gradients with whole matrices and autograd, one head after the other.
 
     One graph for all heads would need five times as much memory.
@@ -78,7 +78,7 @@ def measure(form: str, heads: int, vocabulary: int, tokens: int, width: int) -> 
     for head in projections:
         head.weight.grad = torch.zeros_like(head.weight)
     hidden.grad = torch.zeros_like(hidden)
-    targets = Targets(
+    targets = Labels(
         ids=torch.randint(0, vocabulary, (tokens,)),
         valid=torch.ones(heads, tokens, dtype=torch.bool),
         target_hidden=torch.randn(tokens, width),

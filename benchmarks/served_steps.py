@@ -23,7 +23,7 @@ from drafthead.eval.engines.served import EngineStart, check_drafts, export, for
 from drafthead.eval.engines.servers import EngineServer, LlamaCppServer
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.prompts.suites import load_suite
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats.gguf.gguf_files import KINDS
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base_and_head

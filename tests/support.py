@@ -36,7 +36,7 @@ from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.decoding.step import DecodeResult, StepRecord
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.losses import LossConfig

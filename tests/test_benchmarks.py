@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.answers import FinishedAnswer, read_hidden_states
-from drafthead.models.base.meta import meta_base
+from drafthead.models.base.base_model import meta_base
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.adapt import OnlineConfig

@@ -33,7 +33,7 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, Se
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode, default_draft_config
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree

@@ -23,7 +23,7 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step_log import StepRecord
+from drafthead.models.decoding.step import StepRecord
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
 
 USAGE = """\

@@ -29,8 +29,7 @@ from drafthead.eval.trees.answers import FinishedAnswer, base_answers, text_rank
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.meta import meta_base
+from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.draft_head import DraftHead

@@ -29,7 +29,7 @@ from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats import FORMATS
 from drafthead.models.formats.format import Format
 from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import openai
 
 from drafthead.eval.engines.process import EngineError, EngineProcess
-from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 METRICS_WAIT_S = 2.0
 """Time for counters to be updated after an answer."""

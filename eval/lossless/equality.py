@@ -17,8 +17,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng, sampling_point
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import DecodeConfig, DecodeState
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeConfig, DecodeResult, DecodeState
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.75}
 """Logits closer than this may swap by rounding. On SmolLM2-135M, one forward pass over 40 tokens was compared with

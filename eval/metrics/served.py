@@ -13,7 +13,7 @@ from drafthead.eval.metrics.steps import (
     step_table,
     tokens_per_second,
 )
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 
 Results = Mapping[str, Sequence[DecodeResult]]
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from drafthead.data.utils.floats import bootstrap_interval
 from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,7 +9,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.machine import OtherProcesses, cores_used
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import FailedDecode, ResultLog, prompt_key
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 
 Decoder = Callable[[list[int]], DecodeResult]

@@ -15,7 +15,7 @@ from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.loop import EXACT, decode
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.token_tree import TokenTree

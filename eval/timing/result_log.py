@@ -11,7 +11,7 @@ from typing import Any
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.floats import finite
 from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)

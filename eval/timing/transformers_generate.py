@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 
 class _StepClock(BaseStreamer):  # type: ignore[misc]

@@ -15,8 +15,7 @@ from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode_batch
-from drafthead.models.decoding.step import DecodeConfig, DecodeState
-from drafthead.models.decoding.step_log import StepRecord
+from drafthead.models.decoding.step import DecodeConfig, DecodeState, StepRecord
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.models.token_tree import TokenTree
 

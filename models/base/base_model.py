@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Message, prompt_ids, user_turn
@@ -21,6 +22,7 @@ from drafthead.models.base.base_config import BaseConfig, check_architecture, co
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parity import StockResults, check_against_stock, logit_scale, measured_sizes
 from drafthead.models.base.structure import attention_sizes, capture_hidden_states, last_layers, llama_like
+from drafthead.models.base.text_model import build
 from drafthead.models.base.windows import Masks, windows_of
 from drafthead.models.cache.kv_cache import CacheShape, TreeCache, TreeMasks
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape
@@ -351,6 +353,20 @@ class BaseModel:
                 out = self._last_layers[done](inputs_embeds=partial_forward.hidden, **options)
             states[done] = partial_forward.hidden
         return _hidden_states(out.last_hidden_state, states, spec)
+
+
+COUNTING = BaseConfig(max_context=16, prepack=False)
+"""Settings of a base that only counts parameters."""
+
+
+def meta_base(
+    settings: PreTrainedConfig, config: BaseConfig = COUNTING, dtype: torch.dtype = torch.float32
+) -> BaseModel:
+    """Return a base of transformers' ``settings`` without weights; composite models are cut to the language model."""
+    with torch.device("meta"):
+        model: Any = build(settings)
+    model.set_attn_implementation(attention.register())
+    return BaseModel(model.to(dtype), None, config)
 
 
 def tune_for_cpu(base: BaseModel) -> None:

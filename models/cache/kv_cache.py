@@ -184,11 +184,6 @@ class TreeCache:
         """The committed positions of the longest row."""
         return max([row.length for row in self._rows])  # quicker than a generator
 
-    @property
-    def dropped(self) -> list[int]:
-        """The leading positions of each row that sliding layers no longer hold."""
-        return [row.dropped for row in self._rows]
-
     # Passes ----------------------------------------------------------------------------------------------------
 
     def begin(self, new: int, committed: bool = False, chain: bool = False) -> None:

@@ -22,8 +22,7 @@ from drafthead.models.decoding.loop import (
     decode,
 )
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import DecodeConfig
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeConfig, DecodeResult
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary,
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Protocol, runtime_checkable
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.devices import on_device, reads_freely, wide_dtype
-from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
@@ -104,27 +103,6 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int)
     return tuple(levels)
 
 
-def kept_nodes(tree: TokenTree, active: Tensor, sampled: bool = False) -> tuple[Tensor, TreeShape]:
-    """Return the nodes of a static tree that are ``active`` ([B, N] bool) in some row, [n] int64, and their trees.
-
-    In the other rows they are padding. With ``sampled``, the width of the table of children stays that of the tree.
-    If reading ``active`` would wait for the device, all nodes are returned.
-    """
-    device, shape = active.device, tree.shape_on(active.device)
-    if reads_freely(device):
-        nodes = active.any(0).nonzero()[:, 0]
-        if bool(active.all()):
-            return nodes, shape
-    else:
-        nodes, sampled = torch.arange(len(tree), device=device), True
-    new_number = torch.zeros(len(tree), dtype=torch.int64, device=device)
-    new_number[nodes] = torch.arange(len(nodes), device=device)
-    parents = new_number[shape.parents[0].clamp(min=0)[nodes]]
-    parents = torch.where(active[:, nodes], parents, -1)
-    parents[:, 0] = -1
-    return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
-
-
 @runtime_checkable
 class StepwiseDrafter(Protocol):
     """A drafter whose session computes next-token logits level by level."""
@@ -139,8 +117,6 @@ class StepwiseDrafter(Protocol):
     @property
     def vocab_size(self) -> int:
         """Size V of the target's vocabulary, which probs cover."""
-
-    def open(self, rows: int, cache: TreeCache | None = None) -> Session: ...
 
 
 class Levels(ABC):
@@ -255,17 +231,15 @@ def grow(
         frontier = drafted.index_select(1, level.inner), level.above.expand(rows, -1)
         if sampled:
             parent_nodes = level.nodes.index_select(0, level.inner)
-    shape = tree.shape_on(device)
-    if stopping.cuts:
-        nodes, shape = kept_nodes(tree, stopping.active, sampled=bool(probs))
-        tokens, prob_index, slots = tokens[:, nodes], prob_index[nodes], slots[nodes]
-    return Proposal(
-        tokens=tokens,
-        shape=shape,
-        draft_sampling=draft_config.draft_sampling if probs else DraftSampling.TOP_K,
-        probs=torch.cat(probs, 1) if probs else None,
-        prob_index=prob_index[None, :, None].expand(1, -1, shape.children.shape[2]) if probs else None,
-        slots=slots[None],
+    nodes, shape = stopping.kept_nodes(tree, sampled=bool(probs))
+    proposal = Proposal(
+        tokens=tokens[:, nodes], shape=shape, draft_sampling=DraftSampling.TOP_K, slots=slots[None, nodes]
+    )
+    if not probs:
+        return proposal
+    prob_index = prob_index[None, nodes, None].expand(1, -1, shape.children.shape[2])
+    return replace(
+        proposal, draft_sampling=draft_config.draft_sampling, probs=torch.cat(probs, 1), prob_index=prob_index
     )
 
 
@@ -337,6 +311,27 @@ class _Stopping:
             children = children & (likelihood >= self._threshold)
         self._expandable, self._path_confidence = children[:, level.inner], self._path_confidence[:, level.above]
         return likelihood is None or self._any_expandable()
+
+    def kept_nodes(self, tree: TokenTree, sampled: bool) -> tuple[Tensor | slice, TreeShape]:
+        """Return the nodes of ``tree`` that exist in some row, as an index, and the trees of all rows.
+
+        In the other rows they are padding. With ``sampled``, the width of the table of children stays that of the tree.
+        If reading ``active`` would wait for the device, all nodes are returned.
+        """
+        active, device = self.active, self.active.device
+        shape = tree.shape_on(device)
+        if not self.cuts or (reads_freely(device) and bool(active.all())):
+            return slice(None), shape
+        if reads_freely(device):
+            nodes = active.any(0).nonzero()[:, 0]
+        else:
+            nodes, sampled = torch.arange(len(tree), device=device), True
+        new_number = torch.zeros(len(tree), dtype=torch.int64, device=device)
+        new_number[nodes] = torch.arange(len(nodes), device=device)
+        parents = new_number[shape.parents[0].clamp(min=0)[nodes]]
+        parents = torch.where(active[:, nodes], parents, -1)
+        parents[:, 0] = -1
+        return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
     def _any_expandable(self) -> bool:
         return not reads_freely(self._expandable.device) or bool(self._expandable.any())

@@ -21,8 +21,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig, DecodeState, Step
-from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig, DecodeResult, DecodeState, Step, StepRecord
 from drafthead.models.token_tree import TokenTree
 
 OnTokens = Callable[[list[int]], None]
@@ -93,8 +92,8 @@ class DecodeLoop:
         while waiting:
             rows = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
             batch = list(rows)
-            room = self.capacity + self.config.draft_config.nodes
-            state = DecodeState.empty(self.base, self.drafter, self.config, len(rows), room)
+            capacity = self.capacity + self.config.draft_config.nodes
+            state = DecodeState.empty(self.base, self.drafter, self.config, len(rows), capacity)
             state.share_prefix(prefixes)
             self._prefill(state, rows, list(range(len(rows))), started)
             reported: set[int] = set()
@@ -154,9 +153,9 @@ class DecodeLoop:
         if self.config.draft_config.adaptive is not None:
             depth = min(depth, active[0].draft_length)
         depth = max(0, depth)
-        room = [max(1, self.max_new_tokens - position) for position in positions]
-        short = min(room) <= min(depth, self.config.draft_config.depth)
-        step = state.step([row.seed for row in rows], positions, depth, room if short else None)
+        most_tokens = [max(1, self.max_new_tokens - position) for position in positions]
+        short = min(most_tokens) <= min(depth, self.config.draft_config.depth)
+        step = state.step([row.seed for row in rows], positions, depth, most_tokens if short else None)
         hidden = step.hidden.final.half() if self.keep_hidden_states else None
         for n, row in enumerate(rows):
             if row.ended:

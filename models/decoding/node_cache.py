@@ -157,12 +157,12 @@ class NodeCache:
             self._last_out = last_valid(self._run(unread, self.cache, counts, None), counts)
         self._advance(counts)
 
-    def lend(self, room: int, nodes: int) -> TreeCache:
-        """Return the cache with all committed inputs read, to be extended by up to ``room`` positions.
+    def lend(self, extra: int, nodes: int) -> TreeCache:
+        """Return the cache with all committed inputs read, to be extended by up to ``extra`` positions.
 
         The first ``nodes`` of them will be a chain of drafts, for ``commit``.
         """
-        self._reserve(room + (0 if self._unread is None else self._unread.shape[1]))
+        self._reserve(extra + (0 if self._unread is None else self._unread.shape[1]))
         self._catch_up()
         self._chain = nodes
         return self.cache
@@ -288,8 +288,8 @@ class LMSession(StepwiseSession):
         self.context.commit(tokens, counts, None if nodes is None else slots)
 
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        room = self._model.max_context - max(self.lengths) - 1
-        proposal = super().draft(last_token, draft_config.at_most(max(0, room)), rng)
+        deepest = self._model.max_context - max(self.lengths) - 1
+        proposal = super().draft(last_token, draft_config.at_most(max(0, deepest)), rng)
         self.drafted(proposal)
         return proposal
 

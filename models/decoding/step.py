@@ -89,6 +89,40 @@ class Step:
     verify_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One draft-and-verify step of one sequence. Times in seconds."""
+
+    position: int
+    """Answer tokens committed before the step."""
+    proposed: int
+    """Drafted nodes, root excluded."""
+    depth: int
+    """Longest drafted path."""
+    accepted: int
+    """Drafts accepted by the rule, before truncation."""
+    committed: int
+    """Tokens committed: accepted + bonus, less what EOS or max_new_tokens cut off."""
+    entropy: float = float("nan")
+    """Nats: of the target's unwarped distribution of the step's first token."""
+    draft_s: float
+    verify_s: float
+    total_s: float
+    """The whole step; ``total_s - draft_s - verify_s`` is the loop's overhead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeResult:
+    """One decoded answer with the record of its steps. Times in seconds."""
+
+    tokens: list[int]
+    """Committed answer tokens, EOS included when reached."""
+    steps: list[StepRecord]
+    prefill_s: float
+    """Reading the prompt; yields the first token, which belongs to no step."""
+    total_s: float
+
+
 class DecodeState:
     """The rows being decoded: the base's cache, the drafter's session, and the last token of each row, not yet read."""
 
@@ -166,7 +200,7 @@ class DecodeState:
         if self._context is not None:
             # Padding repeats a token of the row, because a penalty depends only on the set of tokens.
             self._context[rows], self._context_lengths[rows] = tokens[:, :1], 0
-            self._remember(tokens, counts, rows)
+            self._extend_contexts(tokens, counts, rows)
         if self.session is not None:
             self.session.commit(tokens, [len(ids) for ids in prompts], pad_rows(hidden_states))
         if first is None:
@@ -178,7 +212,7 @@ class DecodeState:
                 probs = self.config.sampler.probs_after(logits, self._contexts(rows))
                 first = rng.categorical(probs[:, None])[:, 0]
         self.last_token = self.last_token.index_copy(0, torch.tensor(rows, device=first.device), first)
-        self._remember(first[:, None], torch.ones_like(counts), rows)
+        self._extend_contexts(first[:, None], torch.ones_like(counts), rows)
         return [states.final[0] for states in hidden_states]
 
     def _prefill(self, row: int, ids: list[int]) -> HiddenStates:
@@ -199,9 +233,9 @@ class DecodeState:
         return Contexts(take_rows(self._context, rows), lengths, [self._rows[row] for row in rows])
 
     def step(
-        self, seeds: list[int], positions: list[int], depth: int | None = None, room: list[int] | None = None
+        self, seeds: list[int], positions: list[int], depth: int | None = None, most_tokens: list[int] | None = None
     ) -> Step:
-        """Draft at most ``depth`` levels, verify, and commit at most ``room`` tokens of each row.
+        """Draft at most ``depth`` levels, verify, and commit at most ``most_tokens`` tokens of each row.
 
         ``positions`` are the tokens before the step in every row: with the seed they decide the random numbers.
         """
@@ -235,9 +269,9 @@ class DecodeState:
         #   tokens  x1    x2  bonus (pad)    tokens to append to the answer, equally many
         nodes = acceptance.nodes
         path = proposal.tokens.gather(1, nodes)
-        tokens = torch.cat([path[:, 1:], path[:, :1]], 1)  # the last column only makes room
+        tokens = torch.cat([path[:, 1:], path[:, :1]], 1)  # the last column only makes most_tokens
         tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
-        counts = self._truncated(tokens, acceptance.accepted + 1, room)
+        counts = self._truncated(tokens, acceptance.accepted + 1, most_tokens)
         hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))
         numbers = [counts, acceptance.accepted, *_sizes(proposal)]
         if config.with_entropy:
@@ -252,7 +286,7 @@ class DecodeState:
         self.cache.commit_path(nodes, committed)
         if self.session is not None:
             self.session.commit(path, committed, hidden, nodes)
-        self._remember(tokens, counts)
+        self._extend_contexts(tokens, counts)
         self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]
         first = len(numbers)
         return Step(
@@ -269,10 +303,10 @@ class DecodeState:
             verify_s=verified - drafted,
         )
 
-    def _truncated(self, tokens: Tensor, counts: Tensor, room: list[int] | None) -> Tensor:
-        """Return the number of ``tokens`` to commit, [B]: within ``room``, and up to the first EOS."""
-        if room is not None:
-            counts = counts.clamp(max=on_device(room, counts.device))
+    def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
+        """Return the number of ``tokens`` to commit, [B]: within ``most_tokens``, and up to the first EOS."""
+        if most_tokens is not None:
+            counts = counts.clamp(max=on_device(most_tokens, counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:
             eos = torch.zeros_like(tokens, dtype=torch.bool)
             for token in self.config.eos_ids:
@@ -281,7 +315,7 @@ class DecodeState:
             counts = torch.minimum(counts, first)
         return counts
 
-    def _remember(self, tokens: Tensor, counts: Tensor, rows: list[int] | None = None) -> None:
+    def _extend_contexts(self, tokens: Tensor, counts: Tensor, rows: list[int] | None = None) -> None:
         """Write committed tokens of ``rows`` (default all) into the context that a repetition penalty reads."""
         if self._context is None:
             return

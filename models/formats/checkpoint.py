@@ -1,5 +1,6 @@
 """A published head as files: a ``config.json`` and named tensors in safetensors, read and written without pickles."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_json, require_space, safe_join, write_json
 from drafthead.data.utils.hub import refuse_pickles
+from drafthead.models.base.base_model import BaseModel
 
 CONFIG = "config.json"
 
@@ -79,6 +81,24 @@ class PublishedCheckpoint:
             return None
         self.width("draft_vocab_size", "d2t")
         return from_offsets(self.tensors["d2t"])
+
+    def wrong_base(self, what: str) -> UserError:
+        """Return the error for a checkpoint that does not fit the base; ``what`` continues its name."""
+        return UserError(f"{self.source} {what}; name the base that it was trained for")
+
+    def require_base_tensor(self, base: BaseModel, name: str, expected: Tensor) -> None:
+        """Refuse a file whose tensor ``name`` differs from the base's ``expected``; copies in bfloat16 are accepted."""
+        stored = self.tensors.get(name)
+        if stored is not None and (
+            stored.shape != expected.shape or not torch.allclose(stored.to(expected), expected, 2**-7, 1e-6)
+        ):
+            raise self.wrong_base(f"has a {name} that is not {base.name}'s, and heads here read the base's")
+
+    def require_scale(self, base: BaseModel) -> None:
+        """Refuse a file whose ``logit_scale`` is not the base's."""
+        expected = base.lm_head.scale
+        if not math.isclose(scale := self.config.get("logit_scale", expected), expected, rel_tol=1e-6):
+            raise self.wrong_base(f"scales its logits by {scale}, {base.name} by {expected}")
 
     def updated(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
         """Return a copy with these fields changed and with further notes."""

@@ -25,10 +25,6 @@ from drafthead.models.formats.format import (
     Fixed,
     Format,
     Unsupported,
-    require_base_tensor,
-    require_same_scale,
-    unsupported_layers,
-    unsupported_logits,
     vllm,
 )
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
@@ -114,8 +110,8 @@ class BlockFormat(Format):
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from super().unsupported(head)
-        yield from unsupported_layers(head, spread_layers(head.base.num_layers, head.config.num_layers))
-        yield from unsupported_logits(head)
+        yield from self.unsupported_layers(head, spread_layers(head.base.num_layers, head.config.num_layers))
+        yield from self.unsupported_logits(head)
 
     def engines_for(self, head: DSparkHead) -> tuple[Engine, ...]:
         reduced = not head.config.markov_rank and len(head.d2t) < head.base.vocab_size
@@ -195,9 +191,9 @@ class BlockFormat(Format):
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: DSparkHead) -> None:
         require_same_layer(checkpoint, head.base)
-        require_same_scale(checkpoint, head)
+        checkpoint.require_scale(head.base)
         for name, expected in ((SHARED, head.base.embedding), (OUTPUT, head.target_lm_head.weight)):
-            require_base_tensor(checkpoint, head.base, name, expected)
+            checkpoint.require_base_tensor(head.base, name, expected)
 
 
 class DSparkFormat(BlockFormat):

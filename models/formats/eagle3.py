@@ -25,9 +25,6 @@ from drafthead.models.formats.format import (
     Fixed,
     Format,
     Unsupported,
-    require_base_tensor,
-    unsupported_layers,
-    unsupported_logits,
     vllm,
 )
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
@@ -118,9 +115,9 @@ class Eagle3Format(Format):
 
     def unsupported(self, head: Eagle3Head) -> Unsupported:
         yield from super().unsupported(head)
-        yield from unsupported_layers(head, published_layers(head.base.num_layers))
+        yield from self.unsupported_layers(head, published_layers(head.base.num_layers))
         if head.lm_head is None:
-            yield from unsupported_logits(head, instead="head.own_lm_head=true")
+            yield from self.unsupported_logits(head, instead="head.own_lm_head=true")
 
     def engines_for(self, head: Eagle3Head) -> tuple[Engine, ...]:
         three = Engine("llama.cpp", "no: it reads exactly 3 layers")
@@ -176,7 +173,7 @@ class Eagle3Format(Format):
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
         require_same_layer(checkpoint, head.base)
-        require_base_tensor(checkpoint, head.base, EMBEDDING, head.base.embedding)
+        checkpoint.require_base_tensor(head.base, EMBEDDING, head.base.embedding)
 
 
 def _layers(outer: Any, inner: Any, source: str) -> list[int] | None:

@@ -6,7 +6,6 @@ names and shapes in both directions and copies the values into these parameters.
 tensors whose names they do not expect, so a misnamed one would silently stay at its initial value.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -181,6 +180,39 @@ class Format:
             if getattr(head.config, name) != value:
                 yield otherwise, f"head.{name}={str(value).lower()}{also and f' {also}'}"
 
+    def unsupported_adapter(self, head: DraftHead) -> Unsupported:
+        """Refuse a base with a merged adapter: engines would download the base without it."""
+        if (adapter := head.base.config.adapter) is not None:
+            instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
+            yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
+
+    def unsupported_logits(
+        self, head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"
+    ) -> Unsupported:
+        """Refuse a base that caps its logits, or with ``scaled`` also one that scales them."""
+        output = head.target_lm_head
+        if output.softcap is not None or (scaled and output.scale != 1.0):
+            what = f"{'scales or ' if scaled else ''}caps its logits, and the format does not"
+            yield f"{head.base.name} {what}", instead
+
+    def unsupported_layers(self, head: Any, default: tuple[int, ...]) -> Unsupported:
+        """Refuse base layers that engines cannot join, and advise others.
+
+        Engines join the states in the order of the layers, each layer once. The last layer is excluded, because engines
+        take its state before or after the final norm. ``default``: the layers of ``head.layers=null`` on this base.
+        """
+        count = head.base.num_layers
+
+        def joins(layers: tuple[int, ...]) -> bool:
+            return bool(layers) and list(layers) == sorted({*layers}) and layers[0] >= 1 and layers[-1] < count
+
+        if joins(layers := tuple(head.spec.layers)):
+            return
+        spread = [1, count // 2, count - 1] if count > 3 else [1]
+        instead = "null" if joins(default) else str(spread).replace(" ", "")
+        what = f"it reads the layers {list(layers)}, and engines join them in ascending order, of 1 to {count - 1}"
+        yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
+
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:
         """Refuse a checkpoint that would compute something else with this base than ``head``, built from its config."""
 
@@ -237,7 +269,7 @@ class Format:
         """Return the content to publish; a head that the format cannot express is refused with all reasons."""
         if not isinstance(head.config, self.head_config):
             raise UserError(self.wrong_type(type(head.config)))
-        if obstacles := [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]:
+        if obstacles := [*self.unsupported(head), *(self.unsupported_adapter(head) if base_name is None else [])]:
             reasons = "; ".join(f"{what} ({instead})" for what, instead in obstacles)
             raise UserError(
                 f"the format {self.name} cannot hold this head: {reasons}. In brackets: what to set, head.* when "
@@ -270,7 +302,7 @@ class Format:
         for key, size in self.sizes.items():
             if (published := checkpoint.integer(key)) != getattr(base, size):
                 what = f"was made for a base with {size} {published}, but {base.name} has {getattr(base, size)}"
-                raise wrong_base(checkpoint, what)
+                raise checkpoint.wrong_base(what)
         try:
             settings, ids = self.settings(checkpoint), self.vocabulary(checkpoint)
             config = self.head_config(**settings, draft_vocab_size=None if ids is None else len(ids))
@@ -309,62 +341,6 @@ class Format:
         """Return the message that refuses heads of another type."""
         expected, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, head_config))
         return f"the format {self.name} holds heads of the type {expected}, this is one of the type {given}"
-
-
-def unsupported_adapter(head: DraftHead) -> Unsupported:
-    """Refuse a base with a merged adapter: engines would download the base without it."""
-    if (adapter := head.base.config.adapter) is not None:
-        instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
-        yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
-
-
-def unsupported_logits(
-    head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"
-) -> Unsupported:
-    """Refuse a base that caps its logits, or with ``scaled`` also one that scales them."""
-    output = head.target_lm_head
-    if output.softcap is not None or (scaled and output.scale != 1.0):
-        what = f"{'scales or ' if scaled else ''}caps its logits, and the format does not"
-        yield f"{head.base.name} {what}", instead
-
-
-def unsupported_layers(head: Any, default: tuple[int, ...]) -> Unsupported:
-    """Refuse base layers that engines cannot join, and advise others.
-
-    Engines join the states in the order of the layers, each layer once. The last layer is excluded, because engines
-    take its state before or after the final norm. ``default``: the layers of ``head.layers=null`` on this base.
-    """
-    count = head.base.num_layers
-
-    def joins(layers: tuple[int, ...]) -> bool:
-        return bool(layers) and list(layers) == sorted({*layers}) and layers[0] >= 1 and layers[-1] < count
-
-    if joins(layers := tuple(head.spec.layers)):
-        return
-    spread = [1, count // 2, count - 1] if count > 3 else [1]
-    instead = "null" if joins(default) else str(spread).replace(" ", "")
-    what = f"it reads the layers {list(layers)}, and engines join them in ascending order, of 1 to {count - 1}"
-    yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
-
-
-def require_base_tensor(checkpoint: PublishedCheckpoint, base: BaseModel, name: str, expected: Tensor) -> None:
-    """Refuse a file whose tensor ``name`` differs from the base's ``expected``; copies in bfloat16 are accepted."""
-    tensor = checkpoint.tensors.get(name)
-    if tensor is None or tensor.shape == expected.shape and torch.allclose(tensor.to(expected), expected, 2**-7, 1e-6):
-        return
-    raise wrong_base(checkpoint, f"has a {name} that is not {base.name}'s, and heads here read the base's")
-
-
-def require_same_scale(checkpoint: PublishedCheckpoint, head: DraftHead) -> None:
-    """Refuse a file whose ``logit_scale`` is not the base's."""
-    expected = head.target_lm_head.scale
-    if not math.isclose(scale := checkpoint.config.get("logit_scale", expected), expected, rel_tol=1e-6):
-        raise wrong_base(checkpoint, f"scales its logits by {scale}, {head.base.name} by {expected}")
-
-
-def wrong_base(checkpoint: PublishedCheckpoint, what: str) -> UserError:
-    """Return the error for a checkpoint that does not fit the base; ``what`` continues its name."""
-    return UserError(f"{checkpoint.source} {what}; name the base that it was trained for")
 
 
 def published_name(base: BaseModel) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, unsupported_logits
+from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported
 from drafthead.models.formats.medusa import tied
 from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -55,7 +55,7 @@ class HydraFormat(Format):
 
     def unsupported(self, head: HydraHead) -> Unsupported:
         yield from super().unsupported(head)
-        yield from unsupported_logits(head, scaled=True)
+        yield from self.unsupported_logits(head, scaled=True)
 
     def tensors(self, head: HydraHead) -> dict[str, Tensor]:
         width = head.base.hidden_size

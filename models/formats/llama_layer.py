@@ -10,7 +10,6 @@ from typing import Any
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.format import wrong_base
 from drafthead.models.heads.parts.attention_layer import head_rope, norm_eps
 
 LAYER_KEYS = frozenset(
@@ -63,7 +62,7 @@ def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None
         near = isinstance(value, float) and math.isclose(value, expected[key], rel_tol=1e-4)
         if value != expected[key] and not near:
             what = f"has a layer with {key} {value}, but {base.name} has {expected[key]}"
-            raise wrong_base(checkpoint, f"{what}. A head's layer must match its base")
+            raise checkpoint.wrong_base(f"{what}. A head's layer must match its base")
 
 
 def _rotation(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

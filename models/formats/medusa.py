@@ -23,11 +23,7 @@ from drafthead.models.formats.format import (
     Fixed,
     Format,
     Unsupported,
-    require_base_tensor,
-    require_same_scale,
-    unsupported_logits,
     vllm,
-    wrong_base,
 )
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -66,7 +62,7 @@ class MedusaFormat(Format):
     def unsupported(self, head: MedusaHead) -> Unsupported:
         yield from super().unsupported(head)
         if head.config.own_lm_head:  # the format scales no outputs of a head's own layer
-            yield from unsupported_logits(head, scaled=True, instead="head.own_lm_head=false")
+            yield from self.unsupported_logits(head, scaled=True, instead="head.own_lm_head=false")
 
     def tensors(self, head: MedusaHead) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -129,8 +125,8 @@ class MedusaFormat(Format):
         return wide.eval()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
-        for what, _ in unsupported_logits(head, scaled=True) if head.config.own_lm_head else ():
-            raise wrong_base(checkpoint, f"holds output layers, but {what}")
+        for what, _ in self.unsupported_logits(head, scaled=True) if head.config.own_lm_head else ():
+            raise checkpoint.wrong_base(f"holds output layers, but {what}")
 
 
 class TgiMedusaFormat(MedusaFormat):
@@ -196,7 +192,7 @@ class VllmMedusaFormat(MedusaFormat):
         if (ids := len(head.d2t)) != head.base.vocab_size:
             what = f"it drafts over {ids} of {head.base.vocab_size} ids, and vLLM 0.32.0 does not load a token_map"
             yield what, "vocabulary=full" if can_widen(head) else "head.draft_vocab_size=null"
-        yield from unsupported_logits(head)
+        yield from self.unsupported_logits(head)
 
     def fitted(self, head: MedusaHead) -> DraftHead:
         """Return the head over the full vocabulary if it uses the base's output head."""
@@ -254,11 +250,11 @@ class VllmMedusaFormat(MedusaFormat):
         return checkpoint.tensors["token_map"].long()
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
-        require_same_scale(checkpoint, head)
-        for what, _ in unsupported_logits(head):
-            raise wrong_base(checkpoint, f"does not cap logits, but {what}")
+        checkpoint.require_scale(head.base)
+        for what, _ in self.unsupported_logits(head):
+            raise checkpoint.wrong_base(f"does not cap logits, but {what}")
         if not head.config.own_lm_head:
-            require_base_tensor(checkpoint, head.base, "lm_heads.0.weight", head.target_lm_head.weight)
+            checkpoint.require_base_tensor(head.base, "lm_heads.0.weight", head.target_lm_head.weight)
 
 
 def can_widen(head: MedusaHead) -> bool:

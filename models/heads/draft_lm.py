@@ -118,7 +118,7 @@ class DraftLM(DraftHead):
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
         """Return the state after the root for all positions, because a draft LM reads nothing of the base."""
-        return [draft_targets.to_sources(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
+        return [draft_targets.to_anchors(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
 
 
 class DraftLMSession(HeadSession):
@@ -136,8 +136,8 @@ class DraftLMSession(HeadSession):
         self._lm.commit(tokens, counts, None, nodes)
 
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        room = self._trunk.max_context - max(self.lengths) - 1
-        proposal = super().draft(last_token, draft_config.at_most(max(0, room)), rng)
+        deepest = self._trunk.max_context - max(self.lengths) - 1
+        proposal = super().draft(last_token, draft_config.at_most(max(0, deepest)), rng)
         self._lm.drafted(proposal)
         return proposal
 

@@ -24,12 +24,13 @@ D width, r Markov rank, W draft vocabulary.
 """
 
 from dataclasses import replace
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError
@@ -43,10 +44,8 @@ from drafthead.models.heads.parts.attention_layer import (
     Layer,
     start_as_base,
 )
-from drafthead.models.heads.parts.copied_layer import copy_layer
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
-from drafthead.models.heads.parts.head_session import HeadSession
-from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
 from drafthead.models.kernels.linear import joined_linear, reads_in
@@ -92,8 +91,7 @@ class DSparkConfig(DraftHeadConfig):
             raise ValueError(f"head.copy_layers excludes head.{other}; set head.copy_layers=false")
 
     def check_layers(self, num_layers: int) -> None:
-        if self.layers is not None and not all(0 <= layer <= num_layers for layer in self.layers):
-            raise UserError(f"head.layers must be in [0, {num_layers}], got {list(self.layers)}")
+        super().check_layers(num_layers)
         if self.copy_layers and self.num_layers > num_layers:
             raise UserError(
                 f"head.num_layers={self.num_layers} cannot start as the last layers of a base of {num_layers}; set "
@@ -158,9 +156,9 @@ class DSparkHead(DraftHead):
         limit = self.config.places
         return draft_targets.subset(limit) if self.training and limit else draft_targets
 
-    def fuse(self, sources: Tensor) -> Tensor:
+    def fuse(self, states: Tensor) -> Tensor:
         """Fuse the base's states of ``spec`` to the context: [..., layers * D] -> [..., D]."""
-        context: Tensor = self.hidden_norm(self.fc(sources.to(reads_in(self.fc))))
+        context: Tensor = self.hidden_norm(self.fc(states.to(reads_in(self.fc))))
         return context
 
     def block(self, first_tokens: Tensor, hidden: Tensor) -> Tensor:
@@ -211,13 +209,13 @@ class DSparkHead(DraftHead):
             key, value = layer.self_attn.keys_values(fused, batch.position_ids)
             x = context.read_block(layer, x, key, value, positions, self.seen_slots(x.device))
         slots = self.norm(x).unflatten(1, (-1, self.config.slots)).flatten(0, 1)[:, self.first_slot :]
-        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.source_idx)])
+        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.anchor_idx)])
 
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
         """Return the slots: each position has its own state."""
-        return [draft_targets.to_sources(hidden[k], k, batch.input_ids.shape) for k in range(len(hidden))]
+        return [draft_targets.to_anchors(hidden[k], k, batch.input_ids.shape) for k in range(len(hidden))]
 
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
@@ -270,6 +268,49 @@ class DSparkSession(HeadSession):
 
     def sink_states(self) -> Tensor:
         return self._inputs
+
+
+@torch.no_grad()
+def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
+    """Copy the weights of a base's decoder layer into ``layer``, in float32 and without biases.
+
+    Query and key norms that the base lacks start with the average size of its queries and keys.
+
+    Raises:
+        UserError: the base's layer is not like Llama's.
+    """
+    if not _is_llama_like(stock):
+        raise UserError(
+            f"head.copy_layers=true copies layers like Llama's, which {type(stock).__name__} is not; set "
+            "head.copy_layers=false"
+        )
+    attention = layer.self_attn
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        norm = getattr(stock, name)
+        getattr(layer, name).weight.copy_(norm.weight + 1 if isinstance(norm, GemmaRMSNorm) else norm.weight)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        getattr(attention, name).weight.copy_(getattr(stock.self_attn, name).weight)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(layer.mlp, name).weight.copy_(getattr(stock.mlp, name).weight)
+    for name in ("q", "k"):
+        norm = getattr(attention, f"{name}_norm")
+        if hasattr(stock.self_attn, f"{name}_norm"):
+            norm.weight.copy_(getattr(stock.self_attn, f"{name}_norm").weight)
+        else:
+            rows = getattr(attention, f"{name}_proj").weight * layer.input_layernorm.weight
+            norm.weight.fill_(rows.square().sum(1).mean().sqrt())
+
+
+def _is_llama_like(stock: Any) -> bool:
+    """Return True if a base's decoder layer has the modules that ``copy_layer`` copies, and no others."""
+    modules = {name: {child for child, _ in module.named_children()} for name, module in stock.named_children()}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return (
+        set(modules) == {*norms, "self_attn", "mlp"}
+        and {"q_proj", "k_proj", "v_proj", "o_proj"} <= modules["self_attn"]
+        and {"gate_proj", "up_proj", "down_proj"} <= modules["mlp"]
+        and not any(getattr(getattr(stock, name), "bias", None) is not None for name in norms)
+    )
 
 
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
@@ -35,8 +34,7 @@ from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import last_valid, take_rows
 from drafthead.models.heads.parts.attention_layer import AnchorContext, HeadDecoderLayer, HeadRMSNorm, start_as_base
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
-from drafthead.models.heads.parts.head_session import HeadSession
-from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.linear import reads_in
 from drafthead.models.token_tree import causal_mask
@@ -116,10 +114,6 @@ class Eagle3Config(DraftHeadConfig):
     def trained_positions(self) -> int:
         return self.ttt_steps
 
-    def check_layers(self, num_layers: int) -> None:
-        if self.layers is not None and not all(0 <= layer <= num_layers for layer in self.layers):
-            raise UserError(f"head.layers must be in [0, {num_layers}], got {list(self.layers)}")
-
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Eagle3Head":
         return Eagle3Head(self, base, d2t)
 
@@ -138,10 +132,10 @@ class Eagle3Head(DraftHead):
         layers = published_layers(base.num_layers) if config.layers is None else tuple(config.layers)
         config.check_layers(base.num_layers)
         self.spec = HiddenStatesSpec(layers=layers)
-        sources = max(1, len(layers))
-        self.input_norm = HeadRMSNorm(base, sources * width) if config.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(HeadRMSNorm(base) for _ in range(sources)) if config.fc_norm else None
-        self.fc = nn.Linear(sources * width, width, bias=False, device=base.device)
+        fused = max(1, len(layers))
+        self.input_norm = HeadRMSNorm(base, fused * width) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(HeadRMSNorm(base) for _ in range(fused)) if config.fc_norm else None
+        self.fc = nn.Linear(fused * width, width, bias=False, device=base.device)
         self.midlayer = EagleLayer(base, config)
         self.layers = nn.ModuleDict(
             {
@@ -150,7 +144,7 @@ class Eagle3Head(DraftHead):
             }
         )
         if config.parallel:
-            self.mask_hidden = nn.Parameter(torch.randn(1, 1, sources * width, device=base.device))
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, fused * width, device=base.device))
         self.norm = HeadRMSNorm(base)
         self.lm_head: nn.Linear | None = None
         if config.own_lm_head:
@@ -170,18 +164,18 @@ class Eagle3Head(DraftHead):
     def projection(self, k: int) -> LMHead:
         return super().projection(k) if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
-    def _sources(self, base_hidden: HiddenStates) -> Tensor:
-        """Return the base's states that are fused to a feature, [..., sources * D]."""
+    def _layer_states(self, base_hidden: HiddenStates) -> Tensor:
+        """Return the base's states that are fused to a feature, [..., layers * D]."""
         return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(reads_in(self.fc))
 
-    def fuse(self, sources: Tensor) -> Tensor:
-        """Fuse the base's states to features: [..., sources * D] -> [..., D]."""
+    def fuse(self, states: Tensor) -> Tensor:
+        """Fuse the base's states to features: [..., layers * D] -> [..., D]."""
         if self.input_norm is not None:
-            sources = self.input_norm(sources)
+            states = self.input_norm(states)
         if self.fc_norm is not None:
-            chunks = sources.chunk(len(self.fc_norm), -1)
-            sources = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
-        fused: Tensor = self.fc(sources)
+            chunks = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+        fused: Tensor = self.fc(states)
         return fused
 
     def masked(self, count: int) -> Tensor:
@@ -212,14 +206,14 @@ class Eagle3Head(DraftHead):
         if len(draft_targets.target_idx) == 0:
             return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
         # The last token of a document has no next token to pair with, and its states may be NaN.
-        sources = torch.where(has_next(batch.document_ids)[..., None], self._sources(base_hidden), 0.0)
-        feature, context = self.fuse(sources), AnchorContext(batch, draft_targets, self.dtype)
+        states = torch.where(has_next(batch.document_ids)[..., None], self._layer_states(base_hidden), 0.0)
+        feature, context = self.fuse(states), AnchorContext(batch, draft_targets, self.dtype)
         pairs = torch.cat([self.embed(batch.input_ids.flatten().roll(-1).view_as(batch.input_ids)), feature], -1)
         if not self.config.parallel:
             step = context.start(self.midlayer, pairs)
             return self.unroll(context.at_anchors(feature), context.flat, context.index, batch, draft_targets, step)
         slots: Tensor = self.norm(self._at_once(context, pairs, steps)).flatten(0, 1)
-        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.source_idx)])
+        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.anchor_idx)])
 
     # P-EAGLE has two passes: training drafts from all anchors, and drafting from one, whose cache is causal anyway.
 
@@ -277,7 +271,7 @@ class EagleSession(HeadSession):
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
         assert base_hidden is not None
-        before = fused = self.model.fuse(self.model._sources(base_hidden))
+        before = fused = self.model.fuse(self.model._layer_states(base_hidden))
         if max(self.lengths) > 0:
             pairs, pair_counts = tokens, counts
             before = torch.cat([self._feature[:, None], fused[:, :-1]], 1)
@@ -291,7 +285,7 @@ class EagleSession(HeadSession):
         super().select(rows)
         self._feature = take_rows(self._feature, rows)
 
-    def source(self) -> Tensor:
+    def anchor_hidden(self) -> Tensor:
         return self._feature
 
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:

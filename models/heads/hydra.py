@@ -30,8 +30,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, norm_scale
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
-from drafthead.models.heads.parts.head_session import HeadSession
-from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.res_block import ResBlock
 from drafthead.models.kernels.attention import document_mask
 
@@ -151,7 +150,7 @@ class HydraHead(DraftHead):
         out: Tensor = self.blocks[k](x)
         return F.pad(out, (0, 1), value=1.0) if self.config.projection_bias else out, (x,)
 
-    def sources(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
+    def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         final = base_hidden.final.to(self.dtype)
         if self.prefix is None:
             return final
@@ -179,5 +178,5 @@ class HydraSession(HeadSession):
         if self.context is not None and base_hidden is not None:
             self.context.commit(base_hidden.final.to(self.model.dtype), counts)
 
-    def source(self) -> Tensor:
+    def anchor_hidden(self) -> Tensor:
         return self.hidden if self.context is None else self.context.read_all()

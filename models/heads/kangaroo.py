@@ -31,8 +31,7 @@ from drafthead.models.decoding.node_cache import LMSession, PendingNodes
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
-from drafthead.models.heads.parts.head_session import HeadSession
-from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.token_tree import TokenTree

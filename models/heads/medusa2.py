@@ -36,7 +36,7 @@ from drafthead.models.base.base_config import ADAPTER, save_merged
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lora import LM_HEAD, LoraBase, LoraSettings
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
-from drafthead.models.heads.parts.losses import STATS, LossConfig, Targets, heads_loss
+from drafthead.models.heads.parts.losses import STATS, Labels, LossConfig, heads_loss
 
 CROSS_ENTROPY: Final = "ce"
 SELF_DISTILLATION: Final = "self_distillation"
@@ -198,7 +198,7 @@ class Medusa2Head(MedusaHead):
         ids = next_ids.flatten()[chosen].to(device, non_blocking=True)
         chosen = chosen.to(device, non_blocking=True)
         distils = self.config.base_loss == SELF_DISTILLATION
-        targets = Targets(
+        targets = Labels(
             ids=ids,
             valid=torch.ones_like(ids, dtype=torch.bool)[None],
             target_hidden=original.final.flatten(0, 1)[chosen] if distils else None,

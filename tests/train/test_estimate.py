@@ -13,8 +13,7 @@ from transformers import AutoConfig
 
 from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.meta import meta_base
+from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate.memory import GATHERED_LAYERS, Estimate, render, size

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console, Group
 from rich.table import Table
 
-from drafthead.models.base.meta import meta_base
+from drafthead.models.base.base_model import meta_base
 from drafthead.models.heads.parts.losses import CHUNK_BYTES
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.launcher import with_launcher_settings

@@ -106,7 +106,9 @@ class DraftHeadConfig(ABC):
 
     def check_layers(self, num_layers: int) -> None:
         """Raise a UserError if the settings name a layer that a base of ``num_layers`` layers does not have."""
-        return
+        layers = getattr(self, "layers", None) or []
+        if not all(0 <= layer <= num_layers for layer in layers):
+            raise UserError(f"head.layers must be in [0, {num_layers}], got {list(layers)}")
 
     def lora(self) -> LoraSettings | None:
         """Return the adapters through which the head trains its base, or None if it cannot."""
@@ -262,7 +264,7 @@ class DraftHead(nn.Module, Drafter):
         """Return the projection's inputs of the first ``depth`` positions, [B, K, D], if none reads drafts.
 
         Args:
-            hidden: [B, D] the session's ``source``.
+            hidden: [B, D] the session's ``anchor_hidden``.
             last_token: [B] int64.
             depth: K.
         """
@@ -272,7 +274,7 @@ class DraftHead(nn.Module, Drafter):
             inputs.append(x)
         return torch.stack(inputs, 1)
 
-    def sources(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
+    def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         """Return what ``first_states`` reads in training, at every position, [B, T, D]: the base's ``h`` by default."""
         return base_hidden.final
 
@@ -284,7 +286,7 @@ class DraftHead(nn.Module, Drafter):
         # Each anchor is computed once, although the targets of up to K positions read it.
         anchors, index = draft_targets.anchors, torch.zeros_like(batch.input_ids.flatten())
         index[anchors] = torch.arange(len(anchors), device=index.device)
-        hidden = self.sources(batch, base_hidden).flatten(0, 1)[anchors]
+        hidden = self.anchor_hidden(batch, base_hidden).flatten(0, 1)[anchors]
         return self.unroll(hidden, anchors, index, batch, draft_targets, _no_attention)
 
     def unroll(
@@ -301,16 +303,16 @@ class DraftHead(nn.Module, Drafter):
         Args:
             hidden: [..., D] inputs of ``first_states`` at the anchors.
             anchors: [...] int64 flat index of each anchor.
-            index: [B * T] int64, the place of an anchor among ``anchors``, flattened.
+            index: [B * T] int64 index of each anchor in ``anchors``, flattened.
             batch: packed rows.
             draft_targets: targets of the batch.
             attend: the attention of draft positions at the anchors.
         """
         ids, outputs = batch.input_ids.flatten(), []
         states = self.first_states(hidden.to(self.dtype))
-        for k, sources in enumerate(draft_targets.source_idx):
+        for k, anchor_idx in enumerate(draft_targets.anchor_idx):
             x, states = self.advance(k, states, ids[(anchors + k + 1).clamp(max=len(ids) - 1)], attend)
-            outputs.append(x.flatten(0, -2)[index[sources]])
+            outputs.append(x.flatten(0, -2)[index[anchor_idx]])
         return torch.stack(outputs)
 
     # Projections and parts -------------------------------------------------------------------------------------
@@ -393,10 +395,10 @@ class DraftHead(nn.Module, Drafter):
         decay = config.decay if config.depth_weights is None else 1.0  # explicit weights do not decay
         config = replace(config, depth_weights=weights + [0.0] * (depth - len(weights)), decay=decay)
         draft_targets = self.trained_targets(DraftTargets.of(batch, depth))
-        targets = draft_targets.loss_targets(batch, base_hidden, self.t2d, self.target_lm_head)
         hidden = self.position_hidden(batch, base_hidden, draft_targets)
+        labels = draft_targets.labels(batch, base_hidden, self.t2d, self.target_lm_head)
         heads = [self.output_head(k) for k in range(depth)]
-        loss_sum, stats = heads_loss(hidden, heads, targets, config, confidence=self.confidence_logits(hidden))
+        loss_sum, stats = heads_loss(hidden, heads, labels, config, confidence=self.confidence_logits(hidden))
         if self.one_prediction:
             stats = stats.expand(self.depth, -1)
         return loss_output(loss_sum, stats, training=torch.is_grad_enabled())
@@ -417,10 +419,10 @@ class DraftHead(nn.Module, Drafter):
         target_ids = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
         count = batch.input_ids.numel()
         ranks = torch.full((count + 1, self.depth), -1, dtype=torch.int64, device=target_ids.device)
-        for k, (valid, sources) in enumerate(zip(draft_targets.valid, draft_targets.source_idx, strict=True)):
+        for k, (valid, anchor_idx) in enumerate(zip(draft_targets.valid, draft_targets.anchor_idx, strict=True)):
             if k == 0 or hidden.stride(0):  # a head with one prediction repeats it
                 at_targets = rank_of(hidden[k], self.output_head(k), target_ids, top)
-            ranks[torch.where(valid, sources, count), k] = at_targets  # the last row is for what is not valid
+            ranks[torch.where(valid, anchor_idx, count), k] = at_targets  # the last row is for what is not valid
         return ranks[:-1].view(*batch.input_ids.shape, self.depth)
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:

@@ -1,19 +1,60 @@
 """The drafting side of a head: what it keeps of the rows being decoded, and its logits level by level.
 
-Shape legend: B batch, K draft positions, F frontier nodes, D base width, W draft vocabulary.
+Shape legend: B batch, K draft positions, F frontier nodes, P slots of a block, I input width, D base width, W draft
+vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
+from drafthead.models.cache.kv_cache import CacheShape, TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseSession
+from drafthead.models.decoding.node_cache import NodeCache, PendingNodes
+from drafthead.models.heads.parts.attention_layer import Layer
 from drafthead.models.heads.parts.draft_head import DraftHead, States
 from drafthead.models.heads.parts.induction import InductionContext
-from drafthead.models.heads.parts.layer_cache import LayerCache
+from drafthead.models.token_tree import causal_mask
+
+
+class LayerCache(NodeCache):
+    """Keys and values of a head's own attention layers: Hydra++'s, Kangaroo's, EAGLE-3's and DSpark's."""
+
+    def __init__(self, layer: Layer, shape: CacheShape, rows: int) -> None:
+        """Read inputs [B, F, I] by ``layer``, which may stand for several; ``shape`` counts its layers."""
+
+        def run(inputs: Tensor, cache: TreeCache, counts: list[int] | None, nodes: PendingNodes | None) -> Tensor:
+            new, device = inputs.shape[1], inputs.device
+            ancestors = causal_mask(new, device)[None] if nodes is None else nodes.ancestors[:, -new:]
+            # A node's position is its depth below the context: the number of its ancestors but itself.
+            cache.begin(new)
+            positions = cache.positions(ancestors.sum(-1) - 1).expand(len(inputs), -1)
+            out = layer(inputs, positions, cache.mask(ancestors, shape.dtype), cache)
+            if nodes is None:
+                cache.commit(counts)
+            return out
+
+        super().__init__(run, shape, rows, lambda capacity: TreeCache.empty(shape, capacity))
+
+    def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
+        """Run ``layers`` over a block after the context, [B, P, D] -> [B, P, D], and drop its keys and values.
+
+        ``seen`` [1, P, P] bool are the slots that each slot sees, later ones included.
+        """
+        self._catch_up()
+        rows, count = x.shape[:2]
+        self._reserve(count)
+        cache = self.cache
+        cache.begin(count)
+        positions = cache.positions(torch.arange(count, device=x.device)[None]).expand(rows, -1)
+        mask = cache.mask(seen, x.dtype)
+        for layer in layers:
+            x = layer(x, positions, mask, cache)
+        cache.crop()
+        return x
 
 
 class HeadSession(StepwiseSession):
@@ -47,7 +88,7 @@ class HeadSession(StepwiseSession):
             if context is not None:
                 context.select(rows)
 
-    def source(self) -> Tensor:
+    def anchor_hidden(self) -> Tensor:
         """Return the input [B, D] of ``first_states`` or ``all_inputs``."""
         return self.hidden
 
@@ -63,7 +104,7 @@ class HeadSession(StepwiseSession):
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
         """Prepare the first level; heads that do not read drafts compute all levels."""
-        model, hidden, depth = self.model, self.source().to(self.model.dtype), draft_config.depth
+        model, hidden, depth = self.model, self.anchor_hidden().to(self.model.dtype), draft_config.depth
         if model.reads_drafts:
             self._states = model.first_states(hidden[:, None])
             return

@@ -120,12 +120,12 @@ class InductionHead(nn.Module):
         causal &= torch.arange(documents.shape[1], device=anchors.device) <= anchors[..., None]
         seen = causal & (batch.position_ids > 0)[:, None]  # nothing precedes a document's first token
         context, copied = (codes, seen, batch.position_ids > 1), []
-        for k, (state, sources) in enumerate(zip(states, draft_targets.source_idx, strict=True)):
+        for k, (state, anchor_idx) in enumerate(zip(states, draft_targets.anchor_idx, strict=True)):
             state = state[rows, anchors].nan_to_num().to(self.sharpness.dtype)
             before, last = (codes[rows, (anchors + k + n).clamp(max=codes.shape[1] - 1)] for n in (0, 1))
             # Recomputed in the backward pass; otherwise every position would store S x T scores.
             out: Tensor = checkpoint(self, last, before, state, *context, use_reentrant=False)
-            copied.append(out.flatten(0, 1)[slots[sources]])
+            copied.append(out.flatten(0, 1)[slots[anchor_idx]])
         return torch.stack(copied)
 
 

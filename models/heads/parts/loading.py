@@ -12,8 +12,7 @@ import torch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import check
 from drafthead.models.base.base_config import ADAPTER, SAVED_KEYS, BaseConfig
-from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.meta import meta_base
+from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.head_folder import (
     check_base,

@@ -140,28 +140,28 @@ class LossChunk:
         """Take the ``product`` [c, W] before scale and cap, the draft ``ids`` [c] (-1: unknown) and ``valid`` [c]."""
         self.head = head
         self.logits = _wide(head.scale_and_cap(product))
-        self.valid = valid.to(self.logits.dtype)
-        self.ids = ids.clamp(min=0)[:, None]
-        self.known = (valid & (ids >= 0)).to(self.logits.dtype)
-        self.true = self.logits.gather(1, self.ids)[:, 0]
-        self.largest = self.logits.amax(-1)
-        self.exponentials = (self.logits - self.largest[:, None]).exp_()
-        self.sums = self.exponentials.sum(-1)  # q is exponentials / sums
-        self.lse = self.largest + self.sums.log()
+        self.weights = valid.to(self.logits.dtype)
+        self.target_ids = ids.clamp(min=0)[:, None]
+        self.ce_weights = (valid & (ids >= 0)).to(self.logits.dtype)
+        self.target_logits = self.logits.gather(1, self.target_ids)[:, 0]
+        self.max_logits = self.logits.amax(-1)
+        self.exps = (self.logits - self.max_logits[:, None]).exp_()
+        self.exp_sums = self.exps.sum(-1)  # q is exponentials / sums
+        self.lse = self.max_logits + self.exp_sums.log()
 
     def weigh(self, factors: Tensor) -> None:
         """Multiply each target's loss by ``factors`` [c]; call it after ``stats``, which are not weighted."""
-        self.valid, self.known = self.valid * factors, self.known * factors
+        self.weights, self.ce_weights = self.weights * factors, self.ce_weights * factors
 
     def stats(self, target: TargetDistribution | None) -> Tensor:
         """Return the ``STATS`` of the chunk, [len(STATS)] float32."""
-        hits = (self.true >= self.largest) * self.known
+        hits = (self.target_logits >= self.max_logits) * self.ce_weights
         overlap = self.logits.new_full((), torch.nan)
         if target is not None:
-            q = self.exponentials / self.sums[:, None]
-            overlap = (torch.minimum(q, target.probs).sum(-1) * self.valid).sum()
-        ce = (self.lse - self.true) * self.known
-        return torch.stack([hits.sum(), ce.sum(), self.valid.sum(), overlap, self.known.sum()])
+            q = self.exps / self.exp_sums[:, None]
+            overlap = (torch.minimum(q, target.probs).sum(-1) * self.weights).sum()
+        ce = (self.lse - self.target_logits) * self.ce_weights
+        return torch.stack([hits.sum(), ce.sum(), self.weights.sum(), overlap, self.ce_weights.sum()])
 
     def loss_and_gradient(
         self, target: TargetDistribution | None, config: LossConfig, confidence: Tensor | None = None
@@ -176,44 +176,44 @@ class LossChunk:
         Returns:
             The loss, the gradient by the product ([c, W], the logits' dtype), and the gradient by ``confidence``.
         """
-        on_onehot = config.ce * self.known
-        loss = (on_onehot * (self.lse - self.true)).sum()
-        on_q, on_p = on_onehot, config.kl * self.valid  # factors [c] of the rows q and (subtracted) p
+        on_onehot = config.ce * self.ce_weights
+        loss = (on_onehot * (self.lse - self.target_logits)).sum()
+        on_q, on_p = on_onehot, config.kl * self.weights  # factors [c] of the rows q and (subtracted) p
         mode_seeking: Tensor | None = None
         if (config.reverse_kl > 0 or config.jsd > 0) and target is not None:
             term, mode_seeking = self._mode_seeking(target, config)
             loss = loss + term
-        short: Tensor | None = None
+        s_rows: Tensor | None = None
         by_confidence: Tensor | None = None
         if (config.reads_alpha or confidence is not None) and target is not None:
-            short, alpha = self._short_and_alpha(target)
+            s_rows, alpha = self._s_and_alpha(target)
             if confidence is not None:
-                wide, factor = _wide(confidence), config.confidence * self.valid
+                wide, factor = _wide(confidence), config.confidence * self.weights
                 loss = loss + (factor * (torch.nn.functional.softplus(wide) - wide * alpha)).sum()
                 by_confidence = factor * (wide.sigmoid() - alpha)
             share = torch.exp(-SHARPNESS * alpha)
-            on_tv = self.valid * (config.tv + config.lk_adaptive * (1 - share))
+            on_tv = self.weights * (config.tv + config.lk_adaptive * (1 - share))
             log_alpha = alpha.clamp(min=FLOOR).log()
-            loss = loss + (on_tv * (1 - alpha) - config.lk * self.valid * log_alpha).sum()
-            on_p = on_p + config.lk_adaptive * self.valid * share
+            loss = loss + (on_tv * (1 - alpha) - config.lk * self.weights * log_alpha).sum()
+            on_p = on_p + config.lk_adaptive * self.weights * share
             # d(1 - alpha) = -d alpha and d(-log alpha) = -d alpha / alpha: one factor for both, subtracted below.
-            on_short = on_tv + config.lk * self.valid / alpha.clamp(min=FLOOR)
-            on_q = on_q + on_short * short.sum(-1)
-            short.mul_(on_short[:, None])
+            on_s = on_tv + config.lk * self.weights / alpha.clamp(min=FLOOR)
+            on_q = on_q + on_s * s_rows.sum(-1)
+            s_rows.mul_(on_s[:, None])
         dist = target if config.kl > 0 or config.lk_adaptive > 0 else None
         if dist is not None:
             kl = dist.negative_entropy - _row_dot(dist.probs, self.logits) + self.lse
             loss = loss + (on_p * kl).sum()
             on_q = on_q + on_p
         # From here on the exponentials are overwritten by the gradient.
-        gradient = self.exponentials.mul_((on_q / self.sums)[:, None])
+        gradient = self.exps.mul_((on_q / self.exp_sums)[:, None])
         if dist is not None:
             gradient.addcmul_(dist.probs, on_p[:, None], value=-1)
-        if short is not None:
-            gradient.sub_(short)
+        if s_rows is not None:
+            gradient.sub_(s_rows)
         if mode_seeking is not None:
             gradient.add_(mode_seeking)
-        gradient.scatter_add_(1, self.ids, -on_onehot[:, None])
+        gradient.scatter_add_(1, self.target_ids, -on_onehot[:, None])
         return loss, self._through_cap(gradient), by_confidence
 
     def _mode_seeking(self, target: TargetDistribution, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -233,12 +233,12 @@ class LossChunk:
             value = value + half * _row_dot(q, log_q - log_mean)
             slope = slope + half * (log_q - log_mean)
         gradient = q * (slope - _row_dot(q, slope)[:, None])
-        return (self.valid * value).sum(), gradient * self.valid[:, None]
+        return (self.weights * value).sum(), gradient * self.weights[:, None]
 
-    def _short_and_alpha(self, target: TargetDistribution) -> tuple[Tensor, Tensor]:
+    def _s_and_alpha(self, target: TargetDistribution) -> tuple[Tensor, Tensor]:
         """Return ``s = q [q < p]`` [c, W] and alpha [c]; turns the exponentials into q to save a matrix."""
-        q = self.exponentials.div_(self.sums[:, None])
-        self.sums = torch.ones_like(self.sums)
+        q = self.exps.div_(self.exp_sums[:, None])
+        self.exp_sums = torch.ones_like(self.exp_sums)
         smaller = torch.minimum(q, target.probs)
         alpha = smaller.sum(-1)
         return smaller.mul_(q < target.probs), alpha
@@ -261,7 +261,7 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Targets:
+class Labels:
     """Labels of the K draft positions at n targets."""
 
     ids: Tensor
@@ -270,10 +270,10 @@ class Targets:
     """[K, n] bool: position k is trained and measured on this target."""
     weights: Tensor | None = None
     """[K, n] float weight of each prediction in the loss; None: all 1."""
-    source_idx: Tensor | None = None
+    anchor_idx: Tensor | None = None
     """[K, n] int64 flat index of the anchor that position k predicts each target from; D-PACE needs it."""
     positions: int = 0
-    """Number of tokens in the batch, which is above all of ``source_idx``."""
+    """Number of tokens in the batch, which is above all of ``anchor_idx``."""
     target_hidden: Tensor | None
     """[n, D] the base's ``h`` one token before each target; None if only ``ce`` is computed."""
     target_lm_head: LMHead | None
@@ -294,7 +294,7 @@ def chunk_rows(vocabulary: int, device: str) -> int:
 def heads_loss(
     hidden: Tensor,
     heads: Sequence[LMHead],
-    targets: Targets,
+    targets: Labels,
     config: LossConfig,
     rows: int | None = None,
     confidence: Tensor | None = None,
@@ -334,7 +334,7 @@ def heads_loss(
 
 
 @torch.no_grad()
-def _true_probs(hidden: Tensor, heads: Sequence[LMHead], targets: Targets, rows: int) -> Tensor:
+def _true_probs(hidden: Tensor, heads: Sequence[LMHead], targets: Labels, rows: int) -> Tensor:
     """Return each position's probability of each target, [K, n], 0 outside the draft vocabulary."""
     probs = torch.zeros(targets.valid.shape, device=hidden.device)
     for start in range(0, hidden.shape[1], rows):
@@ -342,26 +342,26 @@ def _true_probs(hidden: Tensor, heads: Sequence[LMHead], targets: Targets, rows:
         for k, head in enumerate(heads):
             product = head.product(hidden[k, span].to(head.trained[0].dtype))
             chunk = LossChunk(head, product, targets.ids[span], targets.valid[k, span])
-            probs[k, span] = (chunk.true - chunk.lse).exp() * chunk.known
+            probs[k, span] = (chunk.target_logits - chunk.lse).exp() * chunk.ce_weights
     return probs
 
 
-def dpace_weights(probs: Tensor, targets: Targets) -> Tensor:
+def dpace_weights(probs: Tensor, targets: Labels) -> Tensor:
     """Return D-PACE's weights [K, n] from the probabilities [K, n] of the true tokens.
 
     The expected accepted length of a draft is ``q_1 + q_1 q_2 + ...``; position j gets the part of the sum that
     contains q_j, divided by K. For q = (0.8, 0.5, 0.5) the products are 0.8, 0.4 and 0.2, and the weights 1.4 / 3,
     0.6 / 3 and 0.2 / 3. Probabilities are first mapped from [0, 1] to [``DPACE_FLOOR``, 1].
     """
-    assert targets.source_idx is not None
-    depth, source = len(probs), targets.source_idx
+    assert targets.anchor_idx is not None
+    depth, anchor_idx = len(probs), targets.anchor_idx
     floored = (1 - DPACE_FLOOR) * probs + DPACE_FLOOR
     # By anchor, because a product runs over the positions of one anchor, whose targets are different tokens.
     by_anchor = probs.new_zeros(depth, targets.positions + 1)
-    by_anchor.scatter_(1, torch.where(targets.valid, source, targets.positions), floored)
+    by_anchor.scatter_(1, torch.where(targets.valid, anchor_idx, targets.positions), floored)
     reached = by_anchor.cumprod(0)
     weights = reached.flip(0).cumsum(0).flip(0) / depth
-    return weights.gather(1, source)
+    return weights.gather(1, anchor_idx)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -373,7 +373,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         confidence: Tensor | None,
         heads: Sequence[LMHead],
-        targets: Targets,
+        targets: Labels,
         config: LossConfig,
         rows: int,
         *weights: Tensor,

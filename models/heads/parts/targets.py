@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafthead.data.batch import NO_DOCUMENT, HiddenStates, TrainBatch
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.heads.parts.losses import Targets, chunk_rows
+from drafthead.models.heads.parts.losses import Labels, chunk_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class DraftTargets:
     """[n] int64 flat index of each target ``x_{t+1+k}``."""
     valid: Tensor
     """[K, n] bool: position k is trained on this target."""
-    source_idx: Tensor
+    anchor_idx: Tensor
     """[K, n] int64 flat index of the anchor t; any index in range where ``valid`` is false."""
     weights: Tensor | None = None
     """[K, n] float weight of each prediction; None: all 1."""
@@ -47,8 +47,8 @@ class DraftTargets:
             return cls.of(batch.host, depth).to(batch.input_ids.device)
         valid = batch.loss_mask.new_zeros((depth, *batch.input_ids.shape))
         for k in range(1, depth + 1):
-            _, at_source = batch.draft_targets(k)
-            valid[k - 1, :, 1 + k :] = at_source[:, : -(1 + k)]
+            _, at_anchor = batch.draft_targets(k)
+            valid[k - 1, :, 1 + k :] = at_anchor[:, : -(1 + k)]
         flat_valid = valid.flatten(1)
         weights = None
         if batch.weights is not None:
@@ -61,7 +61,7 @@ class DraftTargets:
         return cls(
             target_idx=target_idx,
             valid=flat_valid[:, target_idx],
-            source_idx=(target_idx[None] - offsets[:, None]).clamp_(min=0),
+            anchor_idx=(target_idx[None] - offsets[:, None]).clamp_(min=0),
             weights=None if weights is None else weights[:, target_idx],
         )
 
@@ -73,12 +73,12 @@ class DraftTargets:
         if len(anchors) <= count:
             return self
         drawn = anchors[torch.randperm(len(anchors), device=anchors.device)[:count]]
-        valid = self.valid & torch.isin(self.source_idx, drawn)
+        valid = self.valid & torch.isin(self.anchor_idx, drawn)
         used = valid.any(0)
         return DraftTargets(
             target_idx=self.target_idx[used],
             valid=valid[:, used],
-            source_idx=self.source_idx[:, used],
+            anchor_idx=self.anchor_idx[:, used],
             weights=None if self.weights is None else self.weights[:, used],
         )
 
@@ -93,27 +93,25 @@ class DraftTargets:
     def anchors(self) -> Tensor:
         """Flat indices of the anchors from which some position is trained, ascending."""
         host = self.host or self
-        anchors: Tensor = torch.unique(host.source_idx[host.valid])
+        anchors: Tensor = torch.unique(host.anchor_idx[host.valid])
         return anchors.to(self.target_idx.device, non_blocking=True)
 
     def before_targets(self, values: Tensor) -> Tensor:
         """Return values [B, T, D] one token before each target, the same for all positions: [K, n, D]."""
         return values.flatten(0, 1)[self.target_idx - 1].expand(len(self.valid), -1, -1)
 
-    def to_sources(self, values: Tensor, k: int, shape: tuple[int, ...]) -> Tensor:
+    def to_anchors(self, values: Tensor, k: int, shape: tuple[int, ...]) -> Tensor:
         """Return values [n, D] of position k's targets at their anchors, [B, T, D], and zeros elsewhere."""
         flat = values.new_zeros(shape[0] * shape[1], values.shape[-1])
-        return flat.index_add(0, self.source_idx[k], torch.where(self.valid[k, :, None], values, 0.0)).view(*shape, -1)
+        return flat.index_add(0, self.anchor_idx[k], torch.where(self.valid[k, :, None], values, 0.0)).view(*shape, -1)
 
-    def loss_targets(
-        self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead
-    ) -> Targets:
+    def labels(self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead) -> Labels:
         """Return the labels for the loss, with the base's hidden states one token before each."""
-        return Targets(
+        return Labels(
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
             weights=self.weights,
-            source_idx=self.source_idx,
+            anchor_idx=self.anchor_idx,
             positions=batch.input_ids.numel(),
             target_hidden=base_hidden.final.flatten(0, 1)[self.target_idx - 1],
             target_lm_head=target_lm_head,
@@ -155,7 +153,7 @@ def anchors_of(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor
     rows, time = ids.shape
     host = draft_targets.host or draft_targets
     used = torch.zeros(rows * time, dtype=torch.bool, device=host.valid.device)
-    used[host.source_idx[host.valid]] = True
+    used[host.anchor_idx[host.valid]] = True
     used = used.view(rows, time)
     most = int(used.sum(1).max())
     anchors = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]

@@ -18,7 +18,7 @@ from drafthead.eval.metrics.speedup_breakdown import (
 from drafthead.eval.metrics.steps import Rows, speedup, step_table
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from support import step_record
 
 COSTS = CostModel(verify={1: 0.9, 64: 7.2}, draft=0.2, overhead=0.1, context=200)

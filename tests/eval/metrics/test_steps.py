@@ -13,7 +13,7 @@ from drafthead.data.utils.floats import finite
 from drafthead.eval.metrics import steps as metrics
 from drafthead.eval.metrics.steps import METRICS, by_context, by_entropy, by_position, step_table
 from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.models.decoding.step_log import DecodeResult, StepRecord
+from drafthead.models.decoding.step import DecodeResult, StepRecord
 from support import steady_answer
 from support import step_record as step
 

@@ -18,7 +18,7 @@ from drafthead.eval.report.side_by_side import coloured, side_by_side
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, call, evaluation_of, small_head, step_record, summarised, task_results

@@ -12,7 +12,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import Decoder, run_interleaved
 from drafthead.eval.timing.result_log import FailedDecode
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from support import steady_answer
 
 NAMES = ("transformers", "autoregressive", "speculative")

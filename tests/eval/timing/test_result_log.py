@@ -10,7 +10,7 @@ import pytest
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import ResultLog, prompt_key
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from support import step_record
 
 PROMPT = EvalPrompt("chat", 3, [{"role": "user", "content": "A"}], ("B",))

@@ -43,7 +43,7 @@ def test_states_beyond_float16_are_not_stored() -> None:
     base = small_base()
     with torch.no_grad():
         base.model.model.norm.weight.mul_(1e6)
-    answers, prompts = partial(generate_answers, base, batch_size=1), [(0, [1, 2, 3])]
+    answers, prompts = partial(generate_answers, base, batch_size=1, max_prompt_tokens=8), [(0, [1, 2, 3])]
     assert len(list(answers(prompts, SamplerConfig(max_new_tokens=4)))) == 1
     with pytest.raises(UserError, match="65504.*store_hidden_states=false"):
         list(answers(prompts, SamplerConfig(max_new_tokens=4), keep_hidden_states=True))

@@ -162,7 +162,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), back=st.booleans())
     def crop(self, data: st.DataObject, back: bool) -> None:
         lengths = []
-        for row, dropped in zip(self.rows, self.cache.dropped, strict=True):
+        held = next(layer[0] for layer in self.cache.layers if layer is not None).rows
+        for row, dropped in zip(self.rows, (each.dropped for each in held), strict=True):
             least = 0 if not any(self.windows) or not dropped else dropped + WINDOW - 1
             lengths.append(data.draw(st.just(0) | st.integers(least, len(row.tokens))) if back else len(row.tokens))
             row.tokens, row.nodes = row.tokens[: lengths[-1]], []

@@ -11,7 +11,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step_log import DecodeResult
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
 from support import assert_distributed, hidden_and_probs, p_value_of_answers, probs_of_answers, small_base

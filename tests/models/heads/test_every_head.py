@@ -11,8 +11,7 @@ from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.meta import meta_base
+from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
@@ -101,7 +100,7 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
     actual = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
         valid = draft_targets.valid[k]
-        actual[k, draft_targets.source_idx[k, valid]] = head.output_head(k).logits(hidden[k, valid])
+        actual[k, draft_targets.anchor_idx[k, valid]] = head.output_head(k).logits(hidden[k, valid])
     return actual
 
 
@@ -184,7 +183,7 @@ def test_any_head_can_have_a_markov_correction_and_a_confidence(tiny_base: TinyB
         levels = chain_levels(ids[anchor + 1 : anchor + 1 + head.depth])
         for k in range(head.depth):
             context.logits(levels[: k + 1])
-            (n,) = ((draft_targets.source_idx[k] == anchor) & draft_targets.valid[k]).nonzero()[:, 0]
+            (n,) = ((draft_targets.anchor_idx[k] == anchor) & draft_targets.valid[k]).nonzero()[:, 0]
             torch.testing.assert_close(context.session.confidence()[0, 0], expected[k, n].sigmoid())
 
 

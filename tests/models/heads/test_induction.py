@@ -61,7 +61,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase) -> None:
     for start, text in zip((0, 9), texts, strict=True):
         for k in range(3):
             for t in range(len(text) - 2 - k):
-                (n,) = ((draft_targets.source_idx[k] == start + t) & draft_targets.valid[k]).nonzero()[:, 0]
+                (n,) = ((draft_targets.anchor_idx[k] == start + t) & draft_targets.valid[k]).nonzero()[:, 0]
                 expected = copied(head.induction, base, text[: t + 1], text[t + 1 : t + 2 + k], final[0, start + t])
                 torch.testing.assert_close(actual[k, n], expected, rtol=1e-4, atol=1e-5)
                 compared += 1

@@ -15,10 +15,10 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.parts.losses import (
     FLOOR,
     STATS,
+    Labels,
     LossChunk,
     LossConfig,
     TargetDistribution,
-    Targets,
     heads_loss,
 )
 
@@ -49,7 +49,7 @@ CASES = {
 
 def make(
     shared: bool = False, softcap: float | None = None, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, list[LMHead], Targets]:
+) -> tuple[Tensor, list[LMHead], Labels]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -62,10 +62,10 @@ def make(
     ids[::5] = -1
     valid = torch.rand(K, N, generator=generator) < 0.7
     target_lm_head = LMHead(weight=normal(W, D), scale=0.5, softcap=softcap)
-    return hidden, heads, Targets(ids=ids, valid=valid, target_hidden=normal(N, D) * 2, target_lm_head=target_lm_head)
+    return hidden, heads, Labels(ids=ids, valid=valid, target_hidden=normal(N, D) * 2, target_lm_head=target_lm_head)
 
 
-def plain(hidden: Tensor, heads: list[LMHead], targets: Targets, config: LossConfig) -> Tensor:
+def plain(hidden: Tensor, heads: list[LMHead], targets: Labels, config: LossConfig) -> Tensor:
     """Independent few-line reference: whole matrices, torch's own losses, a loop over positions."""
     assert targets.target_lm_head is not None and targets.target_hidden is not None
     p = targets.target_lm_head.logits(targets.target_hidden).softmax(-1)
@@ -102,7 +102,7 @@ def values_and_gradients(
     return [value.detach(), *torch.autograd.grad(2 * value, leaves)]
 
 
-def chunked(hidden: Tensor, heads: list[LMHead], targets: Targets, config: LossConfig, rows: int) -> Tensor:
+def chunked(hidden: Tensor, heads: list[LMHead], targets: Labels, config: LossConfig, rows: int) -> Tensor:
     return heads_loss(hidden, heads, targets, config, rows)[0]
 
 
@@ -227,7 +227,7 @@ def test_bfloat16_sums_over_chunks_in_float32() -> None:
     count = 512
     hidden = torch.ones(1, count, 4, dtype=torch.bfloat16)
     weight = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
-    targets = Targets(
+    targets = Labels(
         ids=torch.zeros(count, dtype=torch.int64),
         valid=torch.ones(1, count, dtype=torch.bool),
         target_hidden=None,

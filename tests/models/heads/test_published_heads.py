@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec
-from drafthead.models.base.meta import meta_base
+from drafthead.models.base.base_model import meta_base
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, published_layers
