@@ -180,12 +180,6 @@ class Format:
             if getattr(head.config, name) != value:
                 yield otherwise, f"head.{name}={str(value).lower()}{also and f' {also}'}"
 
-    def unsupported_adapter(self, head: DraftHead) -> Unsupported:
-        """Refuse a base with a merged adapter: engines would download the base without it."""
-        if (adapter := head.base.config.adapter) is not None:
-            instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
-            yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
-
     def unsupported_logits(
         self, head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"
     ) -> Unsupported:
@@ -269,7 +263,7 @@ class Format:
         """Return the content to publish; a head that the format cannot express is refused with all reasons."""
         if not isinstance(head.config, self.head_config):
             raise UserError(self.wrong_type(type(head.config)))
-        if obstacles := [*self.unsupported(head), *(self.unsupported_adapter(head) if base_name is None else [])]:
+        if obstacles := [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]:
             reasons = "; ".join(f"{what} ({instead})" for what, instead in obstacles)
             raise UserError(
                 f"the format {self.name} cannot hold this head: {reasons}. In brackets: what to set, head.* when "
@@ -341,6 +335,13 @@ class Format:
         """Return the message that refuses heads of another type."""
         expected, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, head_config))
         return f"the format {self.name} holds heads of the type {expected}, this is one of the type {given}"
+
+
+def unsupported_adapter(head: DraftHead) -> Unsupported:
+    """Refuse a base with a merged adapter: engines would download the base without it."""
+    if (adapter := head.base.config.adapter) is not None:
+        instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
+        yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
 
 
 def published_name(base: BaseModel) -> str:
