@@ -24,13 +24,13 @@ from drafthead.models.base.parity import StockResults, check_against_stock, logi
 from drafthead.models.base.structure import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.text_model import build
 from drafthead.models.base.windows import Masks, windows_of
-from drafthead.models.cache.kv_cache import CacheShape, TreeCache, TreeMasks
+from drafthead.models.cache.kv_cache import CacheShape, TreeCache
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
 from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
-from drafthead.models.token_tree import TreeShape, causal_mask
+from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class BaseModel:
             self.stock_results = StockResults.of(self)
             self.lm_head = replace(self.lm_head, scale=logit_scale(self, self.stock_results))
         self._wrapped_attention: str | None = None
-        self._tree_masks = TreeMasks()
+        self._tree_masks: dict[TokenTree, Tensor] = {}
         self._last_layers: dict[int, Any] = {}
         self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and graphs_of(self.device) is not None)
         self._static: StaticModel | None = None
@@ -273,7 +273,7 @@ class BaseModel:
         cache.begin(new, chain=shape.is_chain)
         positions = cache.positions(shape.depths[:, -new:])
         if cache.rows == 1 and shape.tree is not None and new == len(shape):
-            mask = self._tree_masks.mask(shape.tree, shape, cache)  # one stored mask serves every prefix length
+            mask = cache.static_mask(shape.tree, shape, self._tree_masks)
         else:
             mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
         masks = mask if self.windows is None else self._windowed(mask, cache, positions, shape.depths)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import decoder_over, set_part, shallow_copy
-from drafthead.models.cache.kv_cache import TreeMasks
 from drafthead.models.kernels.linear import inference_copy
 
 
@@ -40,8 +39,7 @@ def with_layers(
     if base.windows is not None:
         view.windows = replace(base.windows, by_layer=tuple(base.windows.by_layer[source] for source in sources))
     # Masks, graphs and decoders that the base has stored belong to its own layers.
-    view._tree_masks, view._static = TreeMasks(), None
-    view._last_layers = {}
+    view._tree_masks, view._static, view._last_layers = {}, None, {}
     view.name = f"{base.name} with {len(layers)} layers"
     return view
 

@@ -249,6 +249,20 @@ class TreeCache:
         seen |= (offset < 0)[:, None]
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
+    def static_mask(self, tree: TokenTree, shape: TreeShape, buffers: dict[TokenTree, Tensor]) -> Tensor:
+        """Return ``mask`` of a whole static ``tree`` for one row, as a view of its buffer in ``buffers``.
+
+        One buffer serves every prefix length: zeros, then the tree's block. The view that starts n columns before the
+        block has a committed prefix of exactly n positions, so no step writes a mask.
+        """
+        nodes, held = len(shape), self.capacity - self.skipped
+        buffer = buffers.get(tree)
+        if buffer is None or buffer.shape[1] < held + nodes:
+            keys = self.stacks[0]
+            buffer = buffers[tree] = torch.zeros(nodes, held + nodes, dtype=keys.dtype, device=keys.device)
+            buffer[:, -nodes:].masked_fill_(~shape.ancestors[0], -torch.inf)
+        return buffer[None, None, :, buffer.shape[1] - nodes - (self.length - self.skipped) :]
+
     def held(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return the columns of a mask [R, 1, T, reach] and of key positions that sliding layers hold."""
         return (mask, positions) if self._sliding is None else self._sliding.columns(mask, positions)
@@ -353,23 +367,3 @@ class TreeCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the number of keys that new queries see, and their offset."""
         return self.length + query_length, 0
-
-
-class TreeMasks:
-    """``TreeCache.mask`` for whole static trees of one row, without writing a mask in every step."""
-
-    def __init__(self) -> None:
-        self._wide: dict[TokenTree, Tensor] = {}
-
-    def mask(self, tree: TokenTree, shape: TreeShape, cache: TreeCache) -> Tensor:
-        """Return the mask of ``tree``, with this ``shape``, after the committed positions of ``cache``."""
-        nodes, held = len(shape), cache.capacity - cache.skipped
-        wide = self._wide.get(tree)
-        if wide is None or wide.shape[1] < held + nodes:
-            # One buffer for every prefix length: zeros, then the tree's block. The view that starts `length` columns
-            # before the block has a committed prefix of exactly that length.
-            keys = cache.stacks[0]
-            wide = torch.zeros(nodes, held + nodes, dtype=keys.dtype, device=keys.device)
-            wide[:, -nodes:].masked_fill_(~shape.ancestors[0], -torch.inf)
-            self._wide[tree] = wide
-        return wide[None, None, :, wide.shape[1] - nodes - (cache.length - cache.skipped) :]

@@ -5,7 +5,7 @@ Shape legend: B rows, T tokens, V vocabulary.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -143,19 +143,14 @@ class FastTopP(TopPLogitsWarper):  # type: ignore[misc]
 
 @lru_cache(maxsize=64)
 def _warpers(sampler: Sampler) -> LogitsProcessorList:
-    """In the order of ``generate``."""
-    warpers = LogitsProcessorList()
-    if sampler.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(float(sampler.temperature)))
-    if sampler.top_k:
-        warpers.append(TopKLogitsWarper(sampler.top_k))
-    if sampler.top_p < 1:
-        warpers.append(FastTopP(sampler.top_p))
-    if sampler.min_p > 0:
-        warpers.append(MinPLogitsWarper(sampler.min_p))
-    if sampler.typical_p < 1:
-        warpers.append(TypicalLogitsWarper(sampler.typical_p))
-    if sampler.eta > 0:
-        with torch.inference_mode(False):  # it holds a tensor, which must serve where gradients are wanted too
-            warpers.append(EtaLogitsWarper(sampler.eta))
-    return warpers
+    """Return the warpers that change something, in the order of ``generate``."""
+    warpers: list[tuple[bool, Any, float]] = [
+        (sampler.temperature != 1, TemperatureLogitsWarper, float(sampler.temperature)),
+        (sampler.top_k > 0, TopKLogitsWarper, sampler.top_k),
+        (sampler.top_p < 1, FastTopP, sampler.top_p),
+        (sampler.min_p > 0, MinPLogitsWarper, sampler.min_p),
+        (sampler.typical_p < 1, TypicalLogitsWarper, sampler.typical_p),
+        (sampler.eta > 0, EtaLogitsWarper, sampler.eta),
+    ]
+    with torch.inference_mode(False):  # one holds a tensor, which must serve where gradients are wanted too
+        return LogitsProcessorList(kind(value) for wanted, kind, value in warpers if wanted)

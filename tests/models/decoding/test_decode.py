@@ -112,7 +112,7 @@ def test_nothing_after_eos_or_the_limit_is_committed(tiny_base: TinyBase) -> Non
         config = DecodeConfig(draft_config=DraftConfig(tree=TREE), sampler=GREEDY, rule=EXACT, eos_ids=frozenset({eos}))
         state = DecodeState.empty(base, head, config, 1, 40)
         state.read_prompts([PROMPT])
-        output = state.step([0], [1], room=[room])
+        output = state.step([0], [1], most_tokens=[room])
         assert int(output.acceptance.accepted) >= 2, "the cut must be inside what was accepted"
         length = min(room, plain.index(eos) if eos in plain else room)
         assert output.tokens == [plain[1 : 1 + length]]
