@@ -211,7 +211,7 @@ class OnlineLearner:
     """A head, its optimiser, and the answers since the latest update."""
 
     def __init__(self, head: DraftHead, config: OnlineConfig) -> None:
-        if head.config.lora() is not None:
+        if head.config.trains_base:
             raise UserError(f"{type(head).__name__} trained its base along; only heads on a frozen base learn online")
         self.head, self.config = head, config
         self.recorder = Recorder(head)

@@ -282,7 +282,7 @@ def _check_base_training(run: RunConfig) -> None:
                 "quality_limits has limits, but no phase trains the base; set phases.*.train_base or leave them out"
             )
         return
-    if head.lora() is None:
+    if not head.trains_base:
         raise UserError(
             f"phases.{tuning[0]}.train_base needs a head that trains its base, such as head=medusa2; "
             f"{type(head).__name__} cannot"

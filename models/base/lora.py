@@ -8,8 +8,9 @@ Shape legend: B batch, T time, D width, V vocabulary.
 """
 
 import warnings
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,36 +30,28 @@ NAME = "default"
 """peft's name of the one adapter."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings:
-    """Settings of the adapters."""
-
-    rank: int
-    alpha: float
-    """An adapter adds ``alpha / rank * B A`` to a weight."""
-    dropout: float
-    """Dropout of the adapters' inputs in training."""
-    targets: tuple[str, ...]
-    """Names of the linear layers that get an adapter."""
-    checkpointing: bool
-    """Recompute every layer's activations in the backward pass instead of storing them."""
-
-
 class LoraBase:
     """A base with trained adapters. It is not an ``nn.Module``, so that heads do not own its weights."""
 
-    def __init__(self, base: BaseModel, settings: LoraSettings) -> None:
-        """Make a trainable copy of ``base`` with untrained adapters, which add nothing."""
+    def __init__(self, base: BaseModel, targets: Sequence[str], checkpointing: bool = False, **settings: Any) -> None:
+        """Make a trainable copy of ``base`` with untrained adapters, which add nothing.
+
+        Args:
+            base: the frozen model.
+            targets: names of the linear layers that get an adapter.
+            checkpointing: recompute every layer's activations in the backward pass instead of storing them.
+            **settings: fields of peft's ``LoraConfig``.
+        """
         from peft import LoraConfig, get_peft_model  # takes seconds to import
 
         self.base = base
         self.model = _trainable_copy(base)
         names = {name.rpartition(".")[2] for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
-        if unknown := sorted(set(settings.targets) - names):
+        if unknown := sorted(set(targets) - names):
             raise UserError(
                 f"{base.name} has no linear layer {unknown[0]!r} for an adapter; choose from {sorted(names)}"
             )
-        if LM_HEAD in settings.targets and _is_tied(base):
+        if LM_HEAD in targets and _is_tied(base):
             raise UserError(
                 f"{base.name} shares its output head with its embedding, so an adapter on the head would change both; "
                 "set head.lora_lm_head=false"
@@ -66,15 +59,13 @@ class LoraBase:
         config = LoraConfig(
             base_model_name_or_path=base.name,
             revision=base.config.revision,
-            r=settings.rank,
-            lora_alpha=settings.alpha,
-            lora_dropout=settings.dropout,
-            target_modules=sorted(settings.targets),
+            target_modules=sorted(targets),
             task_type="CAUSAL_LM",
+            **settings,
         )
         with warnings.catch_warnings(action="ignore"):  # peft and transformers warn about each other
             self._peft = get_peft_model(self.model, config)
-            if settings.checkpointing:
+            if checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
                 # Remove its hook from the embedding, which the base shares and which needs no gradient here.
                 self.model.disable_input_require_grads()

@@ -34,7 +34,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import BelowOne, NonNegativeFloat, PositiveFloat, settings
 from drafthead.models.base.base_config import ADAPTER, save_merged
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lora import LM_HEAD, LoraBase, LoraSettings
+from drafthead.models.base.lora import LM_HEAD, LoraBase
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.losses import STATS, Labels, LossConfig, heads_loss
 
@@ -96,14 +96,9 @@ class Medusa2Config(MedusaConfig):
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Medusa2Head":
         return Medusa2Head(self, base, d2t)
 
-    def lora(self) -> LoraSettings:
-        return LoraSettings(
-            rank=self.lora_rank,
-            alpha=self.lora_alpha,
-            dropout=self.lora_dropout,
-            targets=(*self.lora_targets, *([LM_HEAD] if self.lora_lm_head else [])),
-            checkpointing=self.checkpointing,
-        )
+    @property
+    def trains_base(self) -> bool:
+        return True
 
 
 class Medusa2Head(MedusaHead):
@@ -126,7 +121,10 @@ class Medusa2Head(MedusaHead):
                     f"{self.base.name} already has the adapter {self.base.config.adapter}; save it as a whole model "
                     "(peft's merge_and_unload) and name that as base.name to train another one on it"
                 )
-            self._tuned = LoraBase(self.base, self.config.lora())
+            config = self.config
+            targets = [*config.lora_targets, *([LM_HEAD] if config.lora_lm_head else [])]
+            sizes = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+            self._tuned = LoraBase(self.base, targets, config.checkpointing, **sizes)
             self.adapter.update(self._tuned.parameters())
         self._joint = now
         for parameter in self.adapter.values():

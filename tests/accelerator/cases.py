@@ -268,7 +268,7 @@ def test_training(kind: str) -> None:
     assert_few(waits, 1, f"a training step of {kind}")
 
 
-LEARNING = [kind for kind, config in HEADS.items() if config.lora() is None]
+LEARNING = [kind for kind, config in HEADS.items() if not config.trains_base]
 
 
 @pytest.mark.parametrize("kind", cases_of((), LEARNING, fast=("hydra",)))

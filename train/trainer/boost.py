@@ -24,7 +24,7 @@ from drafthead.train.trainer.batches import Batch
 def load_first(name: str, head: DraftHead) -> DraftHead:
     """Load the first head onto the base of ``head``. It must read hidden states that ``head`` reads too."""
     first = load_head(name, head.base)
-    if first.config.lora() is not None:
+    if first.config.trains_base:
         raise UserError(f"boost.head={name} was trained together with its base; boost a head of the frozen base")
     if first.spec.layers not in ((), head.spec.layers):
         raise UserError(

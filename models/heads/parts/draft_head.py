@@ -31,7 +31,6 @@ from drafthead.models.base import adapter
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.lora import LoraSettings
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import Drafter, Session
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer
@@ -110,9 +109,10 @@ class DraftHeadConfig(ABC):
         if not all(0 <= layer <= num_layers for layer in layers):
             raise UserError(f"head.layers must be in [0, {num_layers}], got {list(layers)}")
 
-    def lora(self) -> LoraSettings | None:
-        """Return the adapters through which the head trains its base, or None if it cannot."""
-        return None
+    @property
+    def trains_base(self) -> bool:
+        """True if the head can train its base too, through adapters."""
+        return False
 
     @abstractmethod
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":

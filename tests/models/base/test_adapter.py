@@ -14,15 +14,15 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.adapter import CONFIG, WEIGHTS
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.lora import LoraBase, LoraSettings
+from drafthead.models.base.lora import LoraBase
 from support import TinyBase, row_of
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DOCUMENTS = row_of([list(range(20, 32)), list(range(100, 109))])
 
 
-def settings(*more: str, checkpointing: bool = False) -> LoraSettings:
-    return LoraSettings(rank=4, alpha=8, dropout=0.0, targets=(*ALL_LINEAR, *more), checkpointing=checkpointing)
+def adapted(base: BaseModel, *more: str, checkpointing: bool = False) -> LoraBase:
+    return LoraBase(base, [*ALL_LINEAR, *more], checkpointing, r=4, lora_alpha=8, lora_dropout=0.0)
 
 
 def nudge(tuned: LoraBase, size: float = 0.1) -> LoraBase:
@@ -39,7 +39,7 @@ def unpacked(base: BaseModel) -> BaseModel:
 
 @pytest.fixture
 def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
-    nudge(LoraBase(tiny_base(), settings())).save(tmp_path)
+    nudge(adapted(tiny_base())).save(tmp_path)
     return tmp_path
 
 
@@ -47,7 +47,7 @@ def saved(tiny_base: TinyBase, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("prepack", [True, False])
 def test_the_copy_is_the_base_until_it_is_tuned(tiny_base: TinyBase, model_type: str, prepack: bool) -> None:
     base = tiny_base(model_type) if prepack else unpacked(tiny_base(model_type))
-    tuned = LoraBase(base, settings())
+    tuned = adapted(base)
     before = base.hidden_states(DOCUMENTS, HiddenStatesSpec()).final
     torch.testing.assert_close(tuned.hidden_states(DOCUMENTS), before, rtol=1e-4, atol=1e-4)
     nudge(tuned)
@@ -57,7 +57,7 @@ def test_the_copy_is_the_base_until_it_is_tuned(tiny_base: TinyBase, model_type:
 
 def test_weights_that_are_not_packed_are_shared(tiny_base: TinyBase) -> None:
     base = unpacked(tiny_base())
-    tuned = LoraBase(base, settings())
+    tuned = adapted(base)
     ours = {p.data_ptr() for p in base.model.parameters()}
     frozen = [p for name, p in tuned.model.named_parameters() if "lora_" not in name]
     assert frozen and all(p.data_ptr() in ours and not p.requires_grad for p in frozen)
@@ -67,7 +67,7 @@ def test_recomputed_activations_give_the_same_gradients(tiny_base: TinyBase) -> 
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
-        tuned = nudge(LoraBase(tiny_base(), settings(checkpointing=checkpointing)))
+        tuned = nudge(adapted(tiny_base(), checkpointing=checkpointing))
         tuned.train(True)
         assert tuned.model.model.layers[0].gradient_checkpointing == checkpointing
         tuned.hidden_states(DOCUMENTS).square().sum().backward()
@@ -81,7 +81,7 @@ def test_recomputed_activations_give_the_same_gradients(tiny_base: TinyBase) -> 
 @pytest.mark.parametrize("more", [(), ("lm_head",)])
 def test_merged_at_load_it_is_the_tuned_copy(tiny_base: TinyBase, tmp_path: Path, more: tuple[str, ...]) -> None:
     base = tiny_base()
-    tuned = nudge(LoraBase(base, settings(*more)))
+    tuned = nudge(adapted(base, *more))
     fingerprint = tuned.save(tmp_path)
     merged = BaseModel.load(replace(base.config, adapter=str(tmp_path)))
     assert merged.prepacked == base.prepacked
@@ -154,4 +154,4 @@ def test_adapters_that_do_not_fit_are_refused(
 )
 def test_target_layers_without_an_adapter(tiny_base: TinyBase, model_type: str, target: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        LoraBase(tiny_base(model_type), settings(target))
+        adapted(tiny_base(model_type), target)
