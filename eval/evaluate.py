@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -34,11 +34,11 @@ from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_texts
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.base_model import CHANGE_TEXT, BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import check_ids
-from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.sampling import Sampler, with_own_penalty
 from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.token_tree import TokenTree
 
@@ -82,6 +82,8 @@ def evaluate(
     """
     draft_config = draft_config or config.draft_config(drafter)
     config.rule.check(draft_config)
+    if not config.engines:  # which are asked for answers without a penalty
+        config = replace(config, sampler=with_own_penalty(config.sampler, base.model.generation_config))
     with serve(base, drafter, config, folder, lambda line: progress(line, 0, 0)) as served:
         compared = methods(base, drafter, draft_config, config, head or drafter, candidates)
         compared |= engine_methods(base, served, config)
@@ -101,6 +103,7 @@ def evaluate(
         "calibration": calibration and calibration.to_json(),
         "costs": costs and costs.to_json(),
         "kernels": base.kernels and base.kernels.by_rows,
+        "not_applied": base.ignored_settings([key for key in CHANGE_TEXT if key != "repetition_penalty"]) or None,
     }
     evaluation |= {key: value for key, value in optional.items() if value is not None}
     write_json(folder / "eval.json", evaluation)
@@ -226,7 +229,7 @@ def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
         "max_new_tokens": config.max_new_tokens,
         "tree": tree,
         "draft_sampling": config.draft_sampling,
-        "sampler": vars(config.sampler),
+        "sampler": vars(config.sampler) | {"repetition_penalty": config.sampler.repetition_penalty or 1.0},
         "rule": rule,
         "prompt_order": timed.order,
         "seed": config.seed,

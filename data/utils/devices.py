@@ -6,7 +6,8 @@ are untested.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -54,7 +55,12 @@ def reads_freely(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+def has_values(device: torch.device) -> bool:
+    """Return False if tensors of ``device`` have shapes only."""
+    return device.type != "meta"
+
+
+def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     """Return int64 ``values`` on ``device`` without waiting for it."""
     return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
@@ -136,6 +142,17 @@ def set_rng_states(states: Sequence[Tensor]) -> None:
         module.set_rng_state_all(states)
     else:
         module.set_rng_state(states[0])
+
+
+@contextmanager
+def unchanged_rng() -> Iterator[None]:
+    """Restore torch's random states of host and accelerators at the end."""
+    host, states = torch.get_rng_state(), rng_states()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        set_rng_states(states)
 
 
 def graphs_of(device: torch.device) -> Any:

@@ -22,7 +22,8 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
-from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.processed import sampling_lines, stock_sampler
+from drafthead.models.decoding.sampling import OutputSampler
 from drafthead.models.decoding.step import StepRecord
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
 
@@ -57,8 +58,8 @@ class ChatConfig(DrafterConfig):
     """System message of every conversation."""
     max_new_tokens: Positive = 512
     """Longest answer, in tokens."""
-    sampler: Sampler = field(default_factory=Sampler)
-    """Distribution of the output."""
+    sampler: OutputSampler = field(default_factory=OutputSampler)
+    """Distribution of the output, by default that of transformers' ``generate``."""
     seed: int = 0
     """Seed of sampled answers. Each message adds 1."""
     record: Path | None = None
@@ -122,16 +123,17 @@ class Chat:
             raise UserError(f"the system message leaves no room in the base's context of {base.max_context} tokens")
         decode(base, drafter, ids, max_new_tokens=min(4, tokens), draft_config=draft_config)  # warm up
         decode(base, None, ids, max_new_tokens=2)
+        sampler = stock_sampler(base, ids, tokens, config.sampler)
         with self.others:
-            plain = decode(base, None, ids, max_new_tokens=tokens, sampler=config.sampler, ignore_eos=True)
+            plain = decode(base, None, ids, max_new_tokens=tokens, sampler=sampler, ignore_eos=True)
         self.plain_rate = _rate(plain.steps)
         self._note(
             f"plain decoding: {self.plain_rate:.1f} tokens/s, measured now over {len(plain.steps)} steps after a short "
             "prompt. Speedups are over this speed, without the time to read prompts. As a conversation grows, plain "
             "decoding slows down, so the speedups are too low rather than too high."
         )
-        if left := ", ".join(base.ignored_settings):
-            self._note(f"not applied, of the base's generation_config.json: {left} (docs/explanation/bases.md)")
+        for line in sampling_lines(base, sampler):
+            self._note(line)
 
     def say(self, message: str) -> None:
         """Answer ``message`` and continue the conversation with both, or follow /reset."""
@@ -147,13 +149,14 @@ class Chat:
             limit = f"the base's context of {self.base.max_context}"
             self._note(f"the conversation has {len(ids)} tokens, which fill {limit}; /reset starts a new one")
             return
+        max_new_tokens = min(self.config.max_new_tokens, room)
         answer = stream(
             self.base,
             self.drafter,
             ids,
-            max_new_tokens=min(self.config.max_new_tokens, room),
+            max_new_tokens=max_new_tokens,
             draft_config=self.draft_config,
-            sampler=self.config.sampler,
+            sampler=stock_sampler(self.base, ids, max_new_tokens, self.config.sampler),
             seed=self.config.seed + self.count,
         )
         self.count += 1

@@ -14,7 +14,8 @@ from drafthead.data.utils.settings import Positive, settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
-from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.processed import sampling_lines, stock_sampler
+from drafthead.models.decoding.sampling import OutputSampler
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
 
 USAGE = """\
@@ -42,8 +43,8 @@ class GenerateConfig(DrafterConfig):
     """The base; by default the one that the head was trained for."""
     max_new_tokens: Positive = 256
     """Longest answer, in tokens."""
-    sampler: Sampler = field(default_factory=Sampler)
-    """Distribution of the output."""
+    sampler: OutputSampler = field(default_factory=OutputSampler)
+    """Distribution of the output, by default that of transformers' ``generate``."""
     seed: int = 0
     """Seed of the sampled answer."""
     raw: bool = False
@@ -72,7 +73,8 @@ def main(config: GenerateConfig) -> None:
         base, drafter, ids[-8:], max_new_tokens=4, draft_config=draft_config
     )  # warm up, so that the first answer is timed like any other
     console = Console(highlight=False)
-    settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampler": config.sampler, "seed": config.seed}
+    sampler = stock_sampler(base, ids, config.max_new_tokens, config.sampler)
+    settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampler": sampler, "seed": config.seed}
     with OtherProcesses() as others:
         answer = stream(base, drafter, ids, **settings, draft_config=draft_config)
         for piece in answer:
@@ -84,15 +86,10 @@ def main(config: GenerateConfig) -> None:
     if config.compare:
         with others:
             baseline = decode(base, None, ids, **settings)
-        if baseline.tokens == tokens:
-            same = "the same text"
-        elif config.sampler.greedy:
-            same = "another text (a near-tie; see drafthead eval)"
-        else:
-            same = "another sample of the same distribution"
+        # Top-k drafts do not change the text of a seed.
+        same = "the same text" if baseline.tokens == tokens else "another text (a near-tie; see drafthead eval)"
         baseline_rate = len(baseline.tokens) / baseline.total_s
         line += f"; autoregressive {baseline_rate:.1f} tokens/s and {same}: speedup {rate / baseline_rate:.2f}"
     console.print(f"\n[dim]{line}; {other_processes_line(others.cores)}[/dim]", soft_wrap=True)
-    if base.ignored_settings:
-        left = f"not applied, of the base's generation_config.json: {', '.join(base.ignored_settings)}"
-        console.print(f"{left} (docs/explanation/bases.md)", style="dim", markup=False, soft_wrap=True)
+    for line in sampling_lines(base, sampler):
+        console.print(line, style="dim", markup=False, soft_wrap=True)

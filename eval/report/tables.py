@@ -208,6 +208,8 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     if outputs := overall.get("identical_outputs"):
         lines.append(f"outputs identical: {identical(overall)}, near-ties: {len(outputs['near_ties'])}")
     lines += [rule_line(evaluation), *engine_lines(evaluation), *failures(evaluation)]
+    if ignored := evaluation.get("not_applied"):
+        lines.append(f"not applied, of the base's generation_config.json: {', '.join(ignored)}")
     lines.append(other_processes_line(overall["hardware"].get("other_processes_cores")))
     resumed, turns = evaluation.get("resumed", (0, 0))
     if resumed:

@@ -82,7 +82,7 @@ def _settings(base: BaseModel, max_new_tokens: int, sampler: Sampler) -> Generat
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=not sampler.greedy,
-        repetition_penalty=sampler.repetition_penalty,
+        repetition_penalty=sampler.repetition_penalty or 1.0,
         eos_token_id=sorted(base.eos_ids) or None,
         pad_token_id=min(base.eos_ids, default=0),
         **sampled,

@@ -206,7 +206,7 @@ def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
 def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
     """Return the target's warped probabilities [n, V] after hidden states [n, D], given the tokens before each."""
     logits = base.logits(hidden)
-    if sampler.repetition_penalty == 1.0:
+    if not sampler.reads_context:
         return sampler.probs(logits)
     rows = zip(logits, contexts, strict=True)
     return torch.cat([sampler.probs(row[None], torch.tensor([ids], device=row.device)) for row, ids in rows])

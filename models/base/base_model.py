@@ -3,7 +3,7 @@
 Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -47,14 +47,23 @@ class PartialForward:
 
 
 NO_LAYERS = HiddenStatesSpec()
+NEVER_APPLIED = ("num_beams", "guidance_scale", "stop_strings", "penalty_alpha", "dola_layers")
+"""Keys of a generation config that change the text of stock ``generate`` and that no command applies."""
 CHANGE_TEXT = (
-    *("repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens", "num_beams", "sequence_bias"),
+    *("repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens", "sequence_bias"),
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
-    *("exponential_decay_length_penalty", "guidance_scale", "stop_strings"),
+    *("exponential_decay_length_penalty", *NEVER_APPLIED),
 )
-"""Keys of a generation config that transformers obeys at temperature 0 and drafthead ignores."""
+"""Keys of a generation config that transformers obeys at temperature 0."""
 TRIAL_CONTEXT = 200
 """Tokens in the cache when kernels are timed."""
+
+
+def changed_settings(config: Any, keys: Iterable[str]) -> list[str]:
+    """Return the settings of ``config`` among ``keys`` that have an effect, as in ``top_k=50``."""
+    values = {key: getattr(config, key, None) for key in keys}
+    given = {key: value for key, value in values.items() if value not in (None, 0, 1, [])}
+    return [f"{key}={value}" if isinstance(value, int | float) else key for key, value in given.items()]
 
 
 class BaseModel:
@@ -181,12 +190,9 @@ class BaseModel:
         ids = configured if isinstance(configured, list) else [configured]
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
-    @property
-    def ignored_settings(self) -> list[str]:
-        """Settings of the generation config that change transformers' greedy text."""
-        values = {key: getattr(self.model.generation_config, key, None) for key in CHANGE_TEXT}
-        given = {key: value for key, value in values.items() if value not in (None, 0, 1, [])}
-        return [f"{key}={value}" if isinstance(value, int | float) else key for key, value in given.items()]
+    def ignored_settings(self, keys: Sequence[str] = CHANGE_TEXT) -> list[str]:
+        """Return the settings among ``keys`` by which the generation config changes transformers' greedy text."""
+        return changed_settings(self.model.generation_config, keys)
 
     @property
     def unused_token(self) -> int:

@@ -149,7 +149,7 @@ class DraftConfig:
             )
         if sampled and self.sampler.temperature == 0:
             raise ValueError("candidates sampled at temperature 0 are all the same token; use draft_sampling=top_k")
-        if self.sampler.repetition_penalty != 1:
+        if self.sampler.reads_context:
             raise ValueError("a drafter's sampler takes no repetition penalty; leave it to the target's sampler")
 
     @property

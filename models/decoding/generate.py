@@ -11,18 +11,9 @@ from drafthead.data.text.chat import user_turn
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
-from drafthead.models.decoding.loop import (
-    EXACT,
-    GREEDY,
-    DecodeLoop,
-    DecodingSequence,
-    OnTokens,
-    check_ids,
-    checked_draft_config,
-    decode,
-)
-from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import DecodeConfig, DecodeResult
+from drafthead.models.decoding.loop import EXACT, GREEDY, DecodingSequence, OnTokens, decode, prepare
+from drafthead.models.decoding.sampling import TargetSampler
+from drafthead.models.decoding.step import DecodeResult
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,7 @@ def generate(
     *,
     max_new_tokens: int = 256,
     draft_config: DraftConfig | None = None,
-    sampler: Sampler = GREEDY,
+    sampler: TargetSampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
     on_tokens: OnTokens | None = None,
@@ -135,7 +126,7 @@ def stream(
     *,
     max_new_tokens: int = 256,
     draft_config: DraftConfig | None = None,
-    sampler: Sampler = GREEDY,
+    sampler: TargetSampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
 ) -> TextStream:
@@ -145,17 +136,15 @@ def stream(
         print(text, end="", flush=True)
     """
     ids = _ids(base, prompt)
-    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
-    check_ids(ids, **limits, where="the prompt")
-    config = DecodeConfig(
-        draft_config=checked_draft_config(base, drafter, draft_config, 1, rule),
+    loop = prepare(
+        base,
+        drafter,
+        [ids],
+        max_new_tokens=max_new_tokens,
+        draft_config=draft_config,
         sampler=sampler,
         rule=rule,
         eos_ids=base.eos_ids,
-    )
-    capacity = len(ids) + max_new_tokens
-    loop = DecodeLoop(
-        base=base, drafter=drafter, config=config, max_new_tokens=max_new_tokens, batch_size=1, capacity=capacity
     )
     sequence = DecodingSequence(number=0, prompt=ids, seed=seed)
     return TextStream(base, sequence, loop.run([sequence], every_step=True))

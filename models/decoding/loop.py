@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
-from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.sampling import Sampler, TargetSampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig, DecodeResult, DecodeState, Step, StepRecord
 from drafthead.models.token_tree import TokenTree
 
@@ -199,7 +200,7 @@ def decode(
     *,
     max_new_tokens: int,
     draft_config: DraftConfig | None = None,
-    sampler: Sampler = GREEDY,
+    sampler: TargetSampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
     on_tokens: OnTokens | None = None,
@@ -234,7 +235,7 @@ def decode_batch(
     *,
     max_new_tokens: int,
     draft_config: DraftConfig | None = None,
-    sampler: Sampler = GREEDY,
+    sampler: TargetSampler = GREEDY,
     rule: AcceptanceRule = EXACT,
     seeds: Sequence[int] | None = None,
     on_tokens: Sequence[OnTokens] | None = None,
@@ -249,32 +250,22 @@ def decode_batch(
     """
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
         raise UserError(
             f"a batch needs prompts, and a seed and a listener for each or none, got {len(prompts)} prompts, "
             f"{len(seeds)} seeds and {len(listeners)} listeners"
         )
-    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
-    for number, ids in enumerate(prompts):
-        check_ids(ids, **limits, where=f"prompt {number} of the batch" if len(prompts) > 1 else "the prompt")
-    draft_config = checked_draft_config(base, drafter, draft_config, len(prompts), rule)
-    config = DecodeConfig(
+    loop = prepare(
+        base,
+        drafter,
+        prompts,
+        max_new_tokens=max_new_tokens,
         draft_config=draft_config,
         sampler=sampler,
         rule=rule,
         eos_ids=frozenset() if ignore_eos else base.eos_ids,
         with_entropy=True,
         timed=timed,
-    )
-    loop = DecodeLoop(
-        base=base,
-        drafter=drafter,
-        config=config,
-        max_new_tokens=max_new_tokens,
-        batch_size=len(prompts),
-        capacity=max(map(len, prompts)) + max_new_tokens,
     )
     rows = [
         DecodingSequence(number=number, prompt=list(ids), seed=seed, on_tokens=listener)
@@ -284,6 +275,36 @@ def decode_batch(
         DecodeResult(tokens=row.answer, steps=row.steps, prefill_s=row.prefill_s, total_s=row.total_s)
         for row in sorted(loop.run(rows), key=lambda row: row.number)
     ]
+
+
+def prepare(
+    base: BaseModel,
+    drafter: Drafter | None,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    draft_config: DraftConfig | None,
+    name: str = "prompt {} of the batch",
+    **settings: Any,
+) -> DecodeLoop:
+    """Return the loop that decodes ``prompts`` side by side; reject what does not fit together.
+
+    ``settings`` are fields of ``DecodeConfig``. ``name`` names a prompt of several in messages.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
+    for number, ids in enumerate(prompts):
+        check_ids(ids, **limits, where=name.format(number) if len(prompts) > 1 else "the prompt")
+    draft_config = checked_draft_config(base, drafter, draft_config, len(prompts), settings["rule"])
+    return DecodeLoop(
+        base=base,
+        drafter=drafter,
+        config=DecodeConfig(draft_config=draft_config, **settings),
+        max_new_tokens=max_new_tokens,
+        batch_size=len(prompts),
+        capacity=max(map(len, prompts)) + max_new_tokens,
+    )
 
 
 def checked_draft_config(

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    GenerationConfig,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     LogitsProcessorList,
@@ -25,7 +26,8 @@ from transformers import (
 from transformers.generation import logits_process
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.models.decoding.sampling import Contexts, FastTopP
+from drafthead.models.base.base_model import CHANGE_TEXT, NEVER_APPLIED, BaseModel, changed_settings
+from drafthead.models.decoding.sampling import WARPERS, Contexts, FastTopP, OutputSampler, Sampler, TargetSampler
 
 READ_LOGITS_ONLY = (
     *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TopHLogitsWarper, MinPLogitsWarper),
@@ -46,6 +48,9 @@ class ProcessedSampler:
     """
 
     plain_greedy = False
+
+    description = ""
+    """Settings of ``generate`` that it applies."""
 
     def __init__(self, processors: LogitsProcessorList, prompts: Tensor, padding: list[int], pad: int, sample: bool):
         """Prepare for left-padded ``prompts`` [B, T] with so much ``padding`` each; not ``sample`` is greedy."""
@@ -90,6 +95,52 @@ class ProcessedSampler:
             wanted = [n for n, other in enumerate(lengths) if other == length]
             processed[wanted] = self._processed(ids[:, :length], every)[[rows[n] for n in wanted]]
         return processed
+
+
+def stock_sampler(base: BaseModel, ids: list[int], max_new_tokens: int, given: OutputSampler) -> TargetSampler:
+    """Return the distribution of stock ``generate`` for one prompt: by ``given`` and the base's generation config."""
+    prompts, call = torch.tensor([ids], device=base.device), dict[str, Any]()
+
+    def capture(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        generation_config: GenerationConfig,
+        **_others: Any,
+    ) -> Tensor:
+        call.update(processors=logits_processor, config=generation_config)
+        return input_ids
+
+    eos = sorted(base.eos_ids)
+    base.model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        custom_generate=capture,
+        max_new_tokens=max_new_tokens,
+        num_beams=1,
+        eos_token_id=eos or None,
+        pad_token_id=min(eos, default=0),
+        **given.arguments(),
+    )
+    config = call["config"]
+    processors = LogitsProcessorList(p for p in call["processors"] if type(p).__name__ not in WITH_STATE)
+    if not config.do_sample and not processors:
+        return Sampler()
+    sampler = ProcessedSampler(processors, prompts, [0], 0, config.do_sample)
+    sampler.description = ", ".join(
+        changed_settings(config, (*(WARPERS.values() if config.do_sample else ()), *CHANGE_TEXT))
+    )
+    return sampler
+
+
+def sampling_lines(base: BaseModel, sampler: TargetSampler) -> list[str]:
+    """Return lines for the user: settings of ``stock_sampler`` in use, and those of the base that it ignores."""
+    used, ignored = getattr(sampler, "description", ""), ", ".join(base.ignored_settings(NEVER_APPLIED))
+    lines = {
+        f"sampled as by transformers' generate, with {used} (sampler.temperature=0 is greedy)": used,
+        f"not applied, of the base's generation_config.json: {ignored}": ignored,
+    }
+    return [line for line, shown in lines.items() if shown]
 
 
 def check_stateless(processors: LogitsProcessorList, ids: Tensor, vocab_size: int) -> None:

@@ -3,7 +3,7 @@
 Shape legend: B rows, T tokens, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -74,8 +74,9 @@ class Sampler:
     """Sample from the tokens of this total mass whose surprise is closest to the entropy (2202.00666)."""
     eta: BelowOne = 0.0
     """Drop tokens less likely than min(eta, sqrt(eta) exp(-entropy)) (2210.15191). 0 keeps all."""
-    repetition_penalty: PositiveFloat = 1.0
-    """Divide positive logits of earlier tokens by this, and multiply negative ones. 1 changes nothing."""
+    repetition_penalty: PositiveFloat | None = None
+    """Divide positive logits of earlier tokens by this, and multiply negative ones. 1 changes nothing. With null,
+    ``drafthead eval`` takes the value of the base's ``generation_config.json``, and other commands take 1."""
 
     @property
     def greedy(self) -> bool:
@@ -90,7 +91,7 @@ class Sampler:
     @property
     def reads_context(self) -> bool:
         """True if there is a repetition penalty."""
-        return self.repetition_penalty != 1
+        return self.repetition_penalty not in (None, 1)
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
         """Return ``probs``; a repetition penalty reads the contexts."""
@@ -108,7 +109,7 @@ class Sampler:
             [B, V] probabilities, float32 (float64 for float64 logits); at temperature 0 one-hot at the first argmax.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
-        if self.reads_context:
+        if self.repetition_penalty is not None and self.reads_context:
             if context is None:
                 raise ValueError("a repetition penalty needs the tokens so far")
             scores = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(context, scores)
@@ -117,6 +118,44 @@ class Sampler:
         for warper in _warpers(self):
             scores = warper(context, scores)
         return scores.softmax(-1)
+
+
+WARPERS = {key: key for key in ("temperature", "top_k", "top_p", "min_p", "typical_p")} | {"eta": "eta_cutoff"}
+"""Names of transformers by ours, of the settings that only sampling obeys."""
+
+
+@settings(frozen=True, kw_only=True)
+class OutputSampler:
+    """Sampling as in ``generate`` of transformers: unset values are those of the base's ``generation_config.json``."""
+
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature. 0 is greedy decoding. With null, the base's ``generation_config.json`` decides."""
+    top_k: NonNegative | None = None
+    """Sample from the k most likely tokens. 0 keeps all. With null, the base's value, else 50 as in transformers."""
+    top_p: PositiveShare | None = None
+    """Sample from the smallest set of tokens with this total probability. With null, the base's value."""
+    min_p: Share | None = None
+    """Drop tokens less likely than this fraction of the most likely one. With null, the base's value."""
+    typical_p: PositiveShare | None = None
+    """Sample from the tokens of this mass whose surprise is closest to the entropy. With null, the base's value."""
+    eta: BelowOne | None = None
+    """Drop tokens less likely than min(eta, sqrt(eta) exp(-entropy)). With null, the base's value."""
+    repetition_penalty: PositiveFloat | None = None
+    """Divide positive logits of earlier tokens by this, and multiply negative ones. With null, the base's value."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of transformers' ``generate``."""
+        given = {WARPERS.get(key, key): value for key, value in vars(self).items() if value is not None}
+        if self.temperature == 0:
+            return {"do_sample": False} | {key: value for key, value in given.items() if key == "repetition_penalty"}
+        return given | ({} if self.temperature is None else {"do_sample": True})
+
+
+def with_own_penalty(sampler: Sampler, config: Any) -> Sampler:
+    """Return ``sampler``, if it sets no repetition penalty with that of the generation config ``config``."""
+    own: float | None = getattr(config, "repetition_penalty", None)
+    unchanged = sampler.repetition_penalty is not None or own in (None, 1)
+    return sampler if unchanged else replace(sampler, repetition_penalty=own)
 
 
 HEAD = 1024

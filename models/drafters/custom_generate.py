@@ -29,14 +29,13 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from drafthead.data.utils.devices import reads_freely
+from drafthead.data.utils.devices import has_values, on_device, unchanged_rng
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
-from drafthead.models.decoding.loop import EXACT, DecodeLoop, DecodingSequence, check_ids, checked_draft_config
+from drafthead.models.decoding.loop import EXACT, DecodingSequence, prepare
 from drafthead.models.decoding.processed import ProcessedSampler, check_stateless
 from drafthead.models.decoding.sampling import Sampler, TargetSampler
-from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import resolve_folder
 from drafthead.models.heads.parts.loading import load_head
@@ -143,7 +142,7 @@ def _check_call(
     if given:
         raise UserError(f"drafting does not support {', '.join(given)}; leave out either these or custom_generate")
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
-    if len(devices) > 1 or model.device.type == "meta":
+    if len(devices) > 1 or not has_values(model.device):
         raise UserError(f"drafting needs the whole model on one device, but it is on {len(devices)}; load it onto one")
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
@@ -197,25 +196,22 @@ class Replay:
 
     def run(self, base: BaseModel, head: DraftHead, draft_config: DraftConfig | None) -> None:
         """Answer all rows by the decoding loop."""
-        limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": self.max_new_tokens}
-        for row in self.rows:
-            check_ids(row.prompt, **limits, where=f"row {row.number} of input_ids")
         sampler: TargetSampler = Sampler()
         if self.config.do_sample or self.processors:
             sampled, prompts = bool(self.config.do_sample), self.ids.to(base.device)
             sampler = ProcessedSampler(self.processors, prompts, self.padding, self.pad or 0, sampled)
-        draft_config = checked_draft_config(base, head, draft_config, len(self.rows), EXACT)
-        config = DecodeConfig(draft_config=draft_config, sampler=sampler, rule=EXACT, eos_ids=self.eos_ids)
-        loop = DecodeLoop(
-            base=base,
-            drafter=head,
-            config=config,
+        loop = prepare(
+            base,
+            head,
+            [row.prompt for row in self.rows],
             max_new_tokens=self.max_new_tokens,
-            batch_size=len(self.rows),
-            capacity=max(len(row.prompt) for row in self.rows) + self.max_new_tokens,
-            record_steps=False,
-            keep_logits=self.scores is not None or self.logits is not None,
+            draft_config=draft_config,
+            name="row {} of input_ids",
+            sampler=sampler,
+            rule=EXACT,
+            eos_ids=self.eos_ids,
         )
+        loop.record_steps, loop.keep_logits = False, self.scores is not None or self.logits is not None
         for _ in loop.run(self.rows):
             pass
         if self.streamer is not None:
@@ -249,7 +245,7 @@ class Replay:
         self.tokens.append(tokens)
         stops = [False] * len(tokens)
         if self.criteria or self.scores is not None:
-            self.ids = torch.cat([self.ids, torch.tensor(tokens, device=self.ids.device)[:, None]], 1)
+            self.ids = torch.cat([self.ids, on_device(tokens, self.ids.device)[:, None]], 1)
         if self.criteria:
             stops = self.criteria(self.ids, None if self.scores is None else tuple(self.scores)).tolist()
         if self.streamer is not None:
@@ -261,7 +257,7 @@ class Replay:
 
     def output(self) -> GenerateDecoderOnlyOutput | Tensor:
         """Return what stock ``generate`` returns."""
-        answers = torch.tensor(self.tokens, device=self.ids.device).T
+        answers = on_device(self.tokens, self.ids.device).T
         sequences = torch.cat([self.ids[:, : self.width], answers], 1)
         if not self.config.return_dict_in_generate:
             return sequences
@@ -333,8 +329,6 @@ def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[Bas
     file = source / "model.safetensors"
     key = str(source.resolve()), file.stat().st_mtime_ns if file.exists() else 0
     if key not in state.heads:
-        with torch.random.fork_rng(
-            [] if reads_freely(base.device) else [base.device], device_type=base.device.type
-        ):  # new layers are random at first
+        with unchanged_rng():  # new layers are random at first
             state.heads = {key: load_head(source, base)}
     return base, state.heads[key]

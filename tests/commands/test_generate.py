@@ -1,27 +1,71 @@
-"""The generate command on a stored base: what it says beside the answer."""
+"""The generate command on a stored base: the base's generation config decides, as in stock ``generate``."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import GenerationConfig
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.base.base_model import BaseModel
+from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.text.chat import prompt_ids, user_turn
 from support import TinyBase, call
 
+SETTINGS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
+    "no settings": ({}, [], {}),
+    "greedy": (
+        {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 12, "suppress_tokens": [7, 9]},
+        [],
+        {},
+    ),
+    "sampled": ({"do_sample": True, "top_k": 1, "repetition_penalty": 1.3}, [], {}),
+    "greedy by the user": ({"do_sample": True, "temperature": 9.0}, ["sampler.temperature=0"], {"do_sample": False}),
+    "penalty by the user": (
+        {"repetition_penalty": 1.5},
+        ["sampler.repetition_penalty=1.1"],
+        {"repetition_penalty": 1.1},
+    ),
+    "sampled by the user": (
+        {"suppress_tokens": [7]},
+        ["sampler.temperature=0.5", "sampler.top_k=1"],
+        {"do_sample": True, "top_k": 1},
+    ),
+}
 
-def test_settings_of_a_generation_config_are_named_where_they_are_left_out(
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_text_is_that_of_stock_generate(
+    name: str, tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, settings, arguments = SETTINGS[name]
+    tiny_base().stock().save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=299, **config).save_pretrained(tmp_path)
+    base = [f"base.name={tmp_path}", "base.tokenizer=builtin:tiny", "base.dtype=float32", "max_new_tokens=24"]
+    call("generate", "head=prompt_lookup:3", *base, *settings, "hello hello")
+    shown = capsys.readouterr().out
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), tiny_tokenizer()
+    ids = torch.tensor([prompt_ids(tokenizer, user_turn("hello hello"))])
+    eos = sorted({299, tokenizer.eos_token_id})
+    answer = model.generate(ids, max_new_tokens=24, eos_token_id=eos, pad_token_id=0, **arguments)[0, ids.shape[1] :]
+    # rich leaves out control characters
+    expected = re.sub("[\x07\x08\x0b\x0c\r]", "", tokenizer.decode(answer, skip_special_tokens=True))
+    assert shown.startswith(expected + "\n") and "and the same text: speedup" in shown
+    used = [f"{key}={value}" for key, value in config.items() if key == "repetition_penalty" and not settings]
+    assert all(setting in shown for setting in used) and ("sampled as by" in shown) is (
+        name not in ("no settings", "greedy by the user")
+    )
+
+
+def test_settings_that_no_command_applies_are_named(
     tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With them transformers writes another text than that of the largest logits."""
-    base = tiny_base()
-    base.stock().save_pretrained(tmp_path)
-    how = "head=prompt_lookup:3", f"base.name={tmp_path}", "base.tokenizer=builtin:tiny", "max_new_tokens=4", "hello"
-    call("generate", *how)
-    assert "generation_config" not in capsys.readouterr().out
-    GenerationConfig(repetition_penalty=1.5, suppress_tokens=[7], num_beams=1).save_pretrained(tmp_path)
-    call("generate", *how)
-    shown = capsys.readouterr().out.splitlines()[-1]
-    assert shown.startswith("not applied, of the base's generation_config.json: repetition_penalty=1.5, suppress_tok")
-    loaded = BaseModel.load(BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny"))
-    assert loaded.ignored_settings == ["repetition_penalty=1.5", "suppress_tokens"]
+    tiny_base().stock().save_pretrained(tmp_path)
+    GenerationConfig(num_beams=3, guidance_scale=1.5, repetition_penalty=1.2).save_pretrained(tmp_path)
+    base = [f"base.name={tmp_path}", "base.tokenizer=builtin:tiny", "max_new_tokens=4"]
+    for command in ("generate", "chat"):
+        call(command, "head=prompt_lookup:3", *base, "hello")
+        shown = capsys.readouterr().out
+        assert "with repetition_penalty=1.2" in shown
+        assert "not applied, of the base's generation_config.json: num_beams=3, guidance_scale=1.5" in shown

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from drafthead.data.batch import HiddenStatesSpec
+from drafthead.data.utils.files import read_json_lines
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers, evaluate, predict
 from drafthead.eval.prompts.prompt import conversation_ids
@@ -152,3 +153,21 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     assert (predict(base, drafter, sampled, config, costs) is None) == (spec != "head"), (
         "its parts' samples are not simulated"
     )
+
+
+@pytest.mark.parametrize("given", [None, 1.0])
+def test_a_repetition_penalty_of_the_base_applies_to_all_methods(
+    given: float | None, tiny_base: TinyBase, tmp_path: Path
+) -> None:
+    base = tiny_base()
+    base.model.generation_config.repetition_penalty = 5.0
+    base.model.generation_config.suppress_tokens = [7]
+    config = replace(CONFIG, max_new_tokens=12, sampler=Sampler(repetition_penalty=given))
+    result = evaluate(base, MedusaConfig(num_draft_tokens=2).build(base), config, tmp_path, lambda *_: None)
+    assert result["sampler"]["repetition_penalty"] == (given or 5.0)
+    assert result["overall"]["identical_outputs"]["same"] == 2
+    assert "not applied, of the base's generation_config.json: suppress_tokens" in console_lines(result)
+    (log,) = tmp_path.glob("eval-log-*.jsonl")
+    answers = [row["tokens"] for row in read_json_lines(log)]
+    repeats = [len(tokens) - len({*tokens}) for tokens in answers]
+    assert len(answers) == 8 and (not any(repeats) if given is None else any(repeats)), repeats
