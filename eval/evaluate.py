@@ -24,6 +24,7 @@ from drafthead.eval.lossless.equality import (
     recompute_tokens,
 )
 from drafthead.eval.metrics.served import compare_engines
+from drafthead.eval.metrics.spans import answer_spans
 from drafthead.eval.metrics.summary import method_names, summarise
 from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.eval.prompts.suites import load_suite
@@ -94,7 +95,8 @@ def evaluate(
     if config.sampler.greedy or decode_config.same_text:
         equalities = _equalities(base, drafter, decode_config, timed, set(served.methods), config)
     order = calibration.order if calibration else None
-    evaluation = summarise(timed, equalities, partial(_retokenised, base), base.dtype, costs, order)
+    spans = partial(answer_spans, base.tokenizer)
+    evaluation = summarise(timed, equalities, partial(_retokenised, base), base.dtype, costs, order, spans=spans)
     evaluation |= _settings(config, draft_config, timed)
     predicted = costs and predict(base, drafter, draft_config, config, costs, development)
     optional = {

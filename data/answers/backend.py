@@ -36,6 +36,10 @@ class Backend(Protocol):
         """
         ...
 
+    def at(self, temperature: float) -> "Backend":
+        """Return this backend with another sampling temperature."""
+        ...
+
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise a ``UserError`` for faults that would show later; called on one process with a few prompts to try."""
         ...

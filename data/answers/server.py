@@ -306,6 +306,13 @@ class ServerBackend:
             self._recorded = {"model": model, "prompts": "ids", "answers": "text" if as_text else "ids"}
         return {"server": self._recorded}
 
+    def at(self, temperature: float) -> "ServerBackend":
+        """Return this backend with another sampling temperature."""
+        sampler = replace(self.completions.sampler, temperature=temperature)
+        backend = replace(self, completions=replace(self.completions, sampler=sampler))
+        backend._recorded, backend._model = self._recorded, self._model
+        return backend
+
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Check greedy answers: the server must read each prompt unchanged, and the base must mostly agree."""
         greedy = SamplerConfig(max_new_tokens=min(PROBE_TOKENS, self.completions.sampler.max_new_tokens))

@@ -1,13 +1,16 @@
 """Documents of token ids, and conversations rendered by the tokenizer's chat template."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,12 +89,38 @@ def render(
     try:
         return str(
             tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=generation_prompt, **(template_kwargs or {})
+                conversation,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **template_variables(template_kwargs),
             )
         )
     except TemplateError as error:
         roles = [m["role"] for m in messages]
         raise UserError(f"the chat template refuses messages with roles {roles}: {error}; change the data") from error
+
+
+def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return variables of a chat template, with ``tools`` read from a JSON file if it is a path."""
+    given = dict(variables or {})
+    if isinstance(given.get("tools"), str):
+        given["tools"] = read_json(Path(given["tools"]))
+    if not isinstance(given.get("tools") or [], list):
+        raise UserError("tools must be a JSON list of tool definitions, as the chat template takes them")
+    return given
+
+
+def unread_variables(tokenizer: "PreTrainedTokenizerBase", names: Iterable[str]) -> list[str]:
+    """Return the variables that the chat template does not read."""
+    from jinja2 import Environment, TemplateError
+    from jinja2.meta import find_undeclared_variables
+
+    template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(tokenizer.chat_template))  # transformers' own tag
+    try:
+        read = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+    except TemplateError:
+        read = {*re.findall(r"\w+", template)}
+    return sorted({*names} - read)
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:

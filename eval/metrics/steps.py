@@ -26,15 +26,18 @@ if TYPE_CHECKING:
 
 Rows: TypeAlias = "pd.DataFrame"
 """Rows of the table: of one method in every function but :func:`step_table`."""
-COLUMNS = dict.fromkeys(("method", "task"), "str") | dict.fromkeys(
+COLUMNS = dict.fromkeys(("method", "task", "span"), "str") | dict.fromkeys(
     ("prompt", "turn", "step", "position", "context", "depth", "proposed", "accepted", "committed", "text_tokens"),
     "int",
 )
 COLUMNS |= dict.fromkeys(("entropy", "draft_s", "verify_s", "total_s"), "float")
-"""Columns and their types. ``context`` counts all tokens before the step, the prompt's included. ``text_tokens`` (row
-0) counts the answer's tokens after decoding and tokenising it again. Others are fields of ``StepRecord``."""
+"""Columns and their types. ``span`` is that of the step's first token (``spans.py``). ``context`` counts all tokens
+before the step, the prompt's included. ``text_tokens`` (row 0) counts the answer's tokens after decoding and tokenising
+it again. Others are fields of ``StepRecord``."""
 QUESTION = ["task", "prompt"]
 """Columns that name a question: all turns of a conversation."""
+Spans = Callable[[Sequence[int], Sequence[int]], list[str]]
+"""Function from a prompt and an answer to the span of every answer token."""
 Retokenised = Callable[[list[int]], int]
 """Number of tokens of an answer after decoding it and tokenising the result again, without a BOS token."""
 
@@ -45,6 +48,7 @@ def step_table(
     turns: Sequence[int] | None = None,
     ids: Sequence[Sequence[int]] | None = None,
     retokenised: Retokenised = len,
+    spans: Spans = lambda _, tokens: ["answer"] * len(tokens),
 ) -> Rows:
     """Return the steps of all methods' answers. Lists are over the answers.
 
@@ -54,6 +58,7 @@ def step_table(
         turns: turn of every answer in its conversation; without it 0.
         ids: prompt ids, for ``context``.
         retokenised: fills ``text_tokens``.
+        spans: fills ``span``.
     """
     import pandas as pd  # takes half a second, and only summaries need it
 
@@ -75,7 +80,9 @@ def step_table(
             rows += [
                 {"text_tokens": 0, "step": k} | vars(step) | labels for k, step in enumerate(answer.steps, start=1)
             ]
+            names = spans(ids[n] if ids else [], answer.tokens)
             for row in rows[-1 - len(answer.steps) :]:
+                row["span"] = names[row["position"]]
                 row["context"] = row["position"] + (len(ids[n]) if ids else 0)
     return pd.DataFrame(rows, columns=[*COLUMNS]).astype(COLUMNS)
 
@@ -272,6 +279,12 @@ def by_context(rows: Rows) -> list[Bin]:
     return _binned(steps(rows), "context", [float(edge) for edge in CONTEXTS])
 
 
+def by_span(rows: Rows) -> list[Bin]:
+    """Return acceptance in thinking, answers and tool calls, each with "span", "steps" and "tokens"."""
+    groups = steps(rows).groupby("span", sort=False)
+    return [{"span": name, "tokens": int(group.committed.sum()), **_acceptance(group)} for name, group in groups]
+
+
 def by_entropy(rows: Rows, bins: int = 5) -> list[Bin]:
     """Return acceptance by the target's entropy in nats, in bins of equally many steps.
 
@@ -290,9 +303,15 @@ def _binned(rows: Rows, key: str, edges: list[float]) -> list[Bin]:
         {
             "low": edges[index],
             "high": edges[index + 1],
-            "steps": len(group),
-            "mean_accepted_length": mean_accepted_length(group),
-            "first_accepted": float((drafting(group).accepted > 0).mean()),
+            **_acceptance(group),
         }
         for index, group in rows.groupby(indices)
     ]
+
+
+def _acceptance(group: Rows) -> Bin:
+    return {
+        "steps": len(group),
+        "mean_accepted_length": mean_accepted_length(group),
+        "first_accepted": float((drafting(group).accepted > 0).mean()),
+    }

@@ -19,6 +19,7 @@ from drafthead.eval.metrics.steps import (
     by_context,
     by_entropy,
     by_position,
+    by_span,
     ctar,
     spec_bench,
     speedup,
@@ -47,6 +48,7 @@ def summarise(
     dtype: torch.dtype,
     costs: CostModel | None = None,
     order: TreeOrder | None = None,
+    **columns: Any,
 ) -> dict[str, Any]:
     """Return everything in ``eval.json`` about the answers.
 
@@ -57,17 +59,18 @@ def summarise(
         dtype: the target's dtype, which determines what counts as a tie.
         costs: for the best draft on this machine.
         order: calibrated nodes, for the best tree.
+        columns: more arguments of ``step_table``, such as ``spans``.
 
     Returns:
         "tasks" and "overall": the headline method's numbers, and each method's under "methods".
         "failed": prompts left out of both, with the reason. "headline": name of its method.
         "metrics": every metric per method.
-        "by_position", "by_context", "by_entropy": the headline's acceptance in bins.
+        "by_position", "by_context", "by_entropy", "by_span": the headline's acceptance in bins.
         "speedup_breakdown": the headline's speedup over each baseline, term by term.
         "equality": rate of equal answers, and the target's dtype.
     """
     methods, baselines = method_names(timed.results), [name for name in AUTOREGRESSIVE if name in timed.results]
-    table = step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised)
+    table = step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised, **columns)
     headline = methods[0]
     turns = [
         {"prompt": prompt.number} | ({"turn": turn} if prompt.turns > 1 else {})
@@ -102,6 +105,7 @@ def summarise(
             "by_position": by_position(runs[headline]),
             "by_context": by_context(runs[headline]),
             "by_entropy": by_entropy(runs[headline]),
+            "by_span": by_span(runs[headline]),
             "speedup_breakdown": {
                 name: speedup_breakdown(runs[name], runs[headline], costs, order) for name in baselines
             },

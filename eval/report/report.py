@@ -23,6 +23,7 @@ from drafthead.eval.report.tables import (
     result_tables,
     rule_line,
     sentence,
+    span_lines,
 )
 from drafthead.models.token_tree import TokenTree
 
@@ -85,6 +86,7 @@ def write_report(
         definitions=DEFINITIONS,
         method_definitions=METHOD_DEFINITIONS,
         exceptions=exceptions(evaluation),
+        spans=[sentence(line) for line in span_lines(evaluation)],
         engines=engine_lines(evaluation),
         explained=evaluation["speedup_breakdown"][autoregressive],
         figures=figures,

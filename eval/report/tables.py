@@ -192,6 +192,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
         f"mean accepted length (tau, with the bonus token): {number(overall['mean_accepted_length'])}; accepted by "
         f"draft position, given the one before: {' '.join(number(value) for value in overall['acceptance_per_depth'])}",
     ]
+    lines += span_lines(evaluation)
     if predicted := evaluation.get("predicted"):
         around = predicted.get("interval_95")
         lines.append(
@@ -215,6 +216,13 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     if resumed:
         lines.append(f"{resumed} of {turns} answers were timed by an earlier run (resume=false times all again)")
     return lines
+
+
+def span_lines(evaluation: dict[str, Any]) -> list[str]:
+    """Return a line on acceptance in thinking, answers and tool calls, if there are several of them."""
+    spans = evaluation.get("by_span", [])
+    parts = [f"{s['span']} {number(s['mean_accepted_length'])} ({s['tokens']:,} tokens)" for s in spans]
+    return [f"mean accepted length by part of the answers: {', '.join(parts)}"] if len(parts) > 1 else []
 
 
 def sentence(text: str) -> str:

@@ -3,7 +3,7 @@
 Shape legend: B batch, T time, N tree nodes, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -204,9 +204,12 @@ class BaseModel:
         special = [*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder]
         return max((i for i in special if i not in used and i < self.vocab_size), default=self.vocab_size - 1)
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of ``messages`` and of the start of the answer, by the chat template and its settings."""
-        return prompt_ids(self.tokenizer, messages, self.config.chat_template_kwargs)
+    def prompt_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
+        """Return the ids of ``messages`` and of the start of the answer, by the chat template and its settings.
+
+        ``variables`` of the template replace those of ``config.chat_template_kwargs``.
+        """
+        return prompt_ids(self.tokenizer, messages, {**self.config.chat_template_kwargs, **(variables or {})})
 
     def new_cache(self, capacity: int, nodes: int | None = None, rows: int = 1) -> TreeCache:
         """Return an empty cache for ``rows`` rows of up to ``capacity`` positions.

@@ -5,7 +5,7 @@ On request, an answer includes the final hidden states of the tokens read, which
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,6 +114,10 @@ class BuiltInBackend:
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """Return the dtype of the base."""
         return {"dtype": str(self.base.dtype)}
+
+    def at(self, temperature: float) -> "BuiltInBackend":
+        """Return this backend with another sampling temperature."""
+        return replace(self, sampler=replace(self.sampler, temperature=temperature))
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Reject prompts and answers longer than the base's context."""

@@ -1,16 +1,18 @@
 """The making of an answer corpus: prompts, then an answer to each, by all processes of a run together."""
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from drafthead.data.answers.backend import Backend, ProcessGroup, Prompt
 from drafthead.data.answers.store import AnswerStore
 from drafthead.data.embedded import training_sets
-from drafthead.data.text.chat import Message, num_turns, turns_of, user_turn
+from drafthead.data.text.chat import Message, num_turns, turns_of, unread_variables, user_turn
 from drafthead.data.text.sources import load_prompts
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
@@ -30,8 +32,11 @@ Progress = Callable[[str, int, int], None]
 """Receives a label, the items done and the total."""
 Log = Callable[[str], None]
 """Receives lines for the user."""
+T = TypeVar("T")
 PROMPTS = "prompts.json"
 PROBES = 4
+SWITCHES = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "tools")
+"""Variables that chat templates read, for messages."""
 TURN_STRIDE = 10**9
 """Distance between the prompt numbers of a conversation's turns: turn t of conversation n is n + t TURN_STRIDE."""
 
@@ -39,8 +44,10 @@ TURN_STRIDE = 10**9
 class PromptTable:
     """The prompts of a corpus: one per conversation and turn, each tokenised once."""
 
-    def __init__(self, base: BaseModel, conversations: Sequence[list[Message]], max_prompt_tokens: int) -> None:
-        self.base, self.conversations, self.max_prompt_tokens = base, conversations, max_prompt_tokens
+    def __init__(
+        self, base: BaseModel, conversations: Sequence[list[Message]], config: AnswersConfig, seed: int
+    ) -> None:
+        self.base, self.conversations, self.config, self.seed = base, conversations, config, seed
         self.turns = max(map(num_turns, conversations))
         self._ids: dict[int, list[int]] = {}
 
@@ -53,10 +60,21 @@ class PromptTable:
                 if number not in self._ids:
                     decode = self.base.tokenizer.decode
                     answers = [str(decode(store.answer(n), skip_special_tokens=True)).strip() for n in earlier]
-                    self._ids[number] = self.base.prompt_ids(turns_of(conversation, answers))
-                if len(self._ids[number]) <= self.max_prompt_tokens:
+                    self._ids[number] = self.base.prompt_ids(
+                        turns_of(conversation, answers), self._draw("template", first, self.config.chat_template_kwargs)
+                    )
+                if len(self._ids[number]) <= self.config.max_prompt_tokens:
                     prompts.append((number, self._ids[number]))
         return prompts
+
+    def temperature(self, number: int) -> float:
+        """Return the temperature of an answer, the same in all turns of a conversation."""
+        temperature = self._draw("temperature", number % TURN_STRIDE, self.config.temperatures)
+        return self.config.sampler.temperature if temperature is None else temperature
+
+    def _draw(self, purpose: str, number: int, options: Sequence[T]) -> T | None:
+        """Return one of ``options`` for conversation ``number``; None if there are none."""
+        return random.Random(f"{purpose} {self.seed} {number}").choice(options) if options else None
 
     def missing(self, store: AnswerStore) -> list[Prompt]:
         """Return the prompts of all turns that can be answered now and are not."""
@@ -88,11 +106,12 @@ class AnswerGenerator:
             if first:
                 self._prepare()
             self.group.wait()
-            for turn in range(self.prompts.turns):
+            temperatures = sorted({*self.config.temperatures}) or [self.config.sampler.temperature]
+            for turn, temperature in product(range(self.prompts.turns), temperatures):
                 store = self._open()
                 prompts = self.prompts.of_turn(turn, store)
                 self.group.wait()  # every process opens the same shards before one of them writes
-                self._answer(prompts, store)
+                self._answer([p for p in prompts if self.prompts.temperature(p[0]) == temperature], store, temperature)
                 self.group.wait()
             if first:
                 self._close()
@@ -140,7 +159,7 @@ class AnswerGenerator:
         else:
             conversations = self._new_conversations()
             write_checksummed_json(path, conversations)
-        return PromptTable(self.base, conversations, self.config.max_prompt_tokens)
+        return PromptTable(self.base, conversations, self.config, self.seed)
 
     def _open(self) -> AnswerStore:
         recorded = read_manifest(self.folder) if (self.folder / MANIFEST_NAME).exists() else {}
@@ -157,6 +176,7 @@ class AnswerGenerator:
         return AnswerStore(self.folder, manifest | self.backend.identity(recorded))
 
     def _prepare(self) -> None:
+        self._check_template()
         store = self._open()
         # A finished corpus needs no backend; a new one is checked before the base writes prompts.
         started = (self.folder / PROMPTS).exists()
@@ -178,10 +198,28 @@ class AnswerGenerator:
         require_space(self.folder, tokens * token_bytes, purpose)
         store.remove_leftovers()
 
-    def _answer(self, prompts: list[Prompt], store: AnswerStore) -> None:
+    def _check_template(self) -> None:
+        """Reject switches that the chat template does not read, and name those of the base that it ignores."""
+        tokenizer, mixed = self.base.tokenizer, self.config.chat_template_kwargs
+        if unread := unread_variables(tokenizer, [name for entry in mixed for name in entry]):
+            known = [name for name in SWITCHES if not unread_variables(tokenizer, [name])]
+            raise UserError(
+                f"data.answers.chat_template_kwargs sets {', '.join(unread)}, which the chat template of "
+                f"{self.base.name} does not read (it reads {', '.join(known) or 'no known switch'}); leave it out"
+            )
+        if unread := unread_variables(tokenizer, self.base.config.chat_template_kwargs):
+            self.log(f"base.chat_template_kwargs: the chat template does not read {', '.join(unread)}")
+        if ignored := self.base.ignored_settings():
+            self.log(f"answers leave out, of the base's generation_config.json: {', '.join(ignored)}")
+
+    def _answer(self, prompts: list[Prompt], store: AnswerStore, temperature: float) -> None:
         """Answer this process's share of the prompts without an answer."""
         done, total = sum(number in store.done for number, _ in prompts), len(prompts)
-        label = "generating answers" + (f" (process 1 of {self.group.size})" if self.group.size > 1 else "")
+        label = (
+            "generating answers"
+            + (f" at temperature {temperature:g}" if self.config.temperatures else "")
+            + (f" (process 1 of {self.group.size})" if self.group.size > 1 else "")
+        )
 
         def on_done() -> None:
             nonlocal done
@@ -191,7 +229,7 @@ class AnswerGenerator:
         if done < total:
             self.progress(label, done, total)
         first = store.next_shard
-        for index, answers in self.backend.shards(prompts, store.done, self.group, on_done):
+        for index, answers in self.backend.at(temperature).shards(prompts, store.done, self.group, on_done):
             store.append_shard(answers, first + index)
 
     def _close(self) -> None:

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
+from drafthead.data.text.chat import template_variables
 from drafthead.data.text.sources import SourceConfig, expand_sources, num_entries
-from drafthead.data.utils.settings import NonNegative, Positive, require, settings
+from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import NonNegative, NonNegativeFloat, Positive, require, settings
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(expand_sources)]
 COMPLETE = "complete.json"
@@ -51,6 +53,13 @@ class AnswersConfig:
     max_prompt_tokens: Annotated[int, Field(ge=8)] = 128
     """Longest prompt, in tokens; longer ones are removed."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    temperatures: list[NonNegativeFloat] = field(default_factory=list)
+    """Temperatures, of which every prompt gets one at random. List a value twice to use it twice as often. Empty:
+    ``sampler.temperature`` for all."""
+    chat_template_kwargs: list[dict[str, Any]] = field(default_factory=list)
+    """Variables of the chat template, of which every prompt gets one entry at random. They replace those of
+    ``base.chat_template_kwargs``. For example ``[{enable_thinking: true}, {enable_thinking: false}]``,
+    ``[{reasoning_effort: low}, {reasoning_effort: high}]`` or ``[{tools: tools.json}, {}]``."""
     precomputed: str | None = None
     """Existing answers to use instead of generating them. ``embedded:smollm2``, ``embedded:smollm2_large``, or the
     folder ``answers`` of another corpus. The base first repeats some of them as a check; then as many are taken as
@@ -62,6 +71,14 @@ class AnswersConfig:
     """Answers that each process generates at a time with the built-in decoding."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """A server that generates the answers instead (vLLM, SGLang)."""
+
+    def __post_init__(self) -> None:
+        self.chat_template_kwargs = [template_variables(entry) for entry in self.chat_template_kwargs]
+        if self.copied and (self.temperatures or self.chat_template_kwargs):
+            raise UserError(
+                "temperatures and chat_template_kwargs apply to new answers, but data.answers.precomputed names "
+                "existing ones; set data.answers.fresh=true"
+            )
 
     @property
     def copied(self) -> bool:
@@ -77,8 +94,9 @@ class AnswersConfig:
         """Return the settings that determine the answers, without those of speed and location."""
         without = ("batch_size", "server", "precomputed", "fresh")
         manifest = {key: value for key, value in asdict(self).items() if key not in without}
-        if not self.exclude_suites:
-            del manifest["exclude_suites"]  # manifests of older corpora lack it
+        for key in ("exclude_suites", "temperatures", "chat_template_kwargs"):
+            if not manifest[key]:
+                del manifest[key]  # manifests of older corpora lack it
         return manifest | {"sources": [source.manifest() for source in self.sources]}
 
 

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.floats import finite
 from drafthead.eval.metrics import steps as metrics
-from drafthead.eval.metrics.steps import METRICS, by_context, by_entropy, by_position, step_table
+from drafthead.eval.metrics.spans import answer_spans
+from drafthead.eval.metrics.steps import METRICS, by_context, by_entropy, by_position, by_span, step_table
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 from support import steady_answer
@@ -213,6 +215,48 @@ def test_by_position_and_context_counted_by_hand() -> None:
     assert [tuple(b.values()) for b in bins] == [(0, 4, 2, 3, 1), (4, 8, 1, 4, 1), (8, 12, 1, 1, 0)]
     bins = by_context(rows_of(log, ids=[[0] * 250, [0] * 600]))  # 251, 255 and 259 tokens, and 601
     assert [tuple(b.values())[:4] for b in bins] == [(0, 256, 2, 4), (256, 512, 1, 1), (512, 1024, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "spans"),
+    [
+        ("hi", "plain", {"answer": "plain"}),
+        ("hi", "<think>a b</think>yes", {"thinking": "<think>a b</think>", "answer": "yes"}),
+        ("hi<think>\n", "because</think>yes", {"thinking": "because</think>", "answer": "yes"}),
+        ("<think></think>", "no", {"answer": "no"}),
+        (
+            "hi",
+            "so <tool_call>{1}</tool_call><tool_call>{2}</tool_call> ok",
+            {"answer": "so  ok", "tool call": "<tool_call>{1}</tool_call><tool_call>{2}</tool_call>"},
+        ),
+        ("hi", "[THINK]x[/THINK][TOOL_CALLS]f", {"thinking": "[THINK]x[/THINK]", "tool call": "[TOOL_CALLS]f"}),
+        ("hi", "<think>\u00e9", {"thinking": "<think>\u00e9"}),
+    ],
+)
+def test_the_spans_of_an_answer(prompt: str, text: str, spans: dict[str, str]) -> None:
+    tokenizer = tiny_tokenizer()
+    before, tokens = (tokenizer(part, add_special_tokens=False).input_ids for part in (prompt, text))
+    names = answer_spans(tokenizer, before, tokens)
+    shown = {
+        name: tokenizer.decode([token for token, span in zip(tokens, names, strict=True) if span == name])
+        for name in dict.fromkeys(names)
+    }
+    assert shown == spans
+
+
+def test_acceptance_by_span_is_of_the_step_that_begins_there() -> None:
+    records = [step(3, 4), replace(step(1, 2), position=5), replace(step(0, 1), position=7)]
+    log = [answer(records)]
+    names = ["thinking"] * 6 + ["answer"] * 2
+    thinking, rest = by_span(rows_of(log, spans=lambda ids, tokens: names, ids=[[1, 2]]))
+    assert thinking == {
+        "span": "thinking",
+        "steps": 2,
+        "tokens": 6,
+        "mean_accepted_length": 3.0,
+        "first_accepted": 1.0,
+    }
+    assert (rest["span"], rest["steps"], rest["mean_accepted_length"]) == ("answer", 1, 1.0)
 
 
 def test_by_entropy_bins_are_equally_full_and_nan_is_nowhere() -> None:

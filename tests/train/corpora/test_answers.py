@@ -369,3 +369,50 @@ def test_the_answers_in_the_package_fit_their_recipe(
     assert store.stats.rows == answers and store.stats.tokens == tokens
     assert max(len(g.input_ids) for g in store.read()) <= 512
     assert len({g.prompt_number // TURN_STRIDE for g in store.read()}) == turns
+
+
+SWITCHED = (
+    "{% if tools %}{{ tools[0]['name'] }}{% endif %}{{ 'thinking' if enable_thinking else 'direct' }}"
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("by", ["built in", "server"])
+def test_prompts_are_spread_over_template_switches_and_temperatures(
+    base: BaseModel, tmp_path: Path, completions_server: Callable[..., Any], by: str
+) -> None:
+    write_json(tmp_path / "tools.json", [{"name": "search_"}])
+    switches = [{"enable_thinking": True}, {"enable_thinking": False, "tools": str(tmp_path / "tools.json")}]
+    base.tokenizer.chat_template = SWITCHED
+    config = replace(CONFIG, self_prompted=0, temperatures=[0.0, 0.0, 1.5], chat_template_kwargs=switches)
+    if by == "server":
+        config = replace(config, server=with_server(served(base, completions_server)).server)
+    answers = list(make(base, config, tmp_path / by, states=False).read())
+    greedy = make(base, replace(CONFIG, self_prompted=0, chat_template_kwargs=switches), tmp_path / "greedy").read()
+    by_prompt = {answer.prompt_number: answer.input_ids.tolist() for answer in greedy}
+    texts = [base.tokenizer.decode(answer.input_ids[: answer.boundary]) for answer in answers]
+    thinking = sum(text.startswith("thinking") for text in texts)
+    assert thinking + sum(text.startswith("search_direct") for text in texts) == 24 and 5 < thinking < 19
+    same = sum(by_prompt[answer.prompt_number] == answer.input_ids.tolist() for answer in answers)
+    assert 10 < same < 22, "about two thirds are greedy"
+    assert read_manifest(tmp_path / by)["chat_template_kwargs"][1]["tools"] == [{"name": "search_"}]
+
+
+def test_switches_that_the_template_does_not_read(base: BaseModel, tmp_path: Path) -> None:
+    base.tokenizer.chat_template = SWITCHED
+    config = replace(CONFIG, chat_template_kwargs=[{"reasoning_effort": "low"}, {"enable_thinking": True}])
+    with pytest.raises(UserError, match=r"sets reasoning_effort, .* \(it reads enable_thinking, tools\); leave it"):
+        make(base, config, tmp_path / "corpus")
+    assert not any((tmp_path / "corpus").glob("*.json"))
+    lines = list[str]()
+    base.config.chat_template_kwargs = {"thinking_budget": 8}
+    base.model.generation_config.repetition_penalty = 1.2
+    AnswerGenerator(base, CONFIG, 0, tmp_path / "corpus", ALONE, lambda *_: None, log=lines.append).complete()
+    assert lines == [
+        "base.chat_template_kwargs: the chat template does not read thinking_budget",
+        "answers leave out, of the base's generation_config.json: repetition_penalty=1.2",
+    ]
+    with pytest.raises(UserError, match="data.answers.fresh=true"):
+        replace(CONFIG, temperatures=[0.5], precomputed="embedded:smollm2")
+    with pytest.raises(UserError, match="missing.json does not exist"):
+        replace(CONFIG, chat_template_kwargs=[{"tools": "missing.json"}])
