@@ -36,6 +36,7 @@ W1, W2 = (f"{name}.weight" for name in MARKOV.values())
 CONFIDENCE = "confidence_head.proj"
 SHARED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 LLAMACPP = Engine("llama.cpp", "its converter reads it (build 11434, its source); to=gguf_dspark writes the file")
+STOCK_CODE = 'generate(assistant_model=AutoModel.from_pretrained(FOLDER), speculation_type="dflash")'
 MASK_FILE = "mask_embedding.pt"
 ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_value_scale", "input_embedding_scale", "output_multiplier"), (1.0,)),
@@ -236,6 +237,29 @@ class DFlashFormat(BlockFormat):
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from super().unsupported(head)
         yield from unsupported_markov(head)
+
+
+class TransformersFormat(DFlashFormat):
+    """DFlash as an ``assistant_model`` of transformers, in the class and names of Muse Glimmer's assistant."""
+
+    name = "transformers"
+    title = "DFlash (assistant_model of transformers)"
+    architecture = "MuseGlimmerAssistantModel"
+    engines = (Engine("transformers", f"5.23.0 drafts with it, one prompt at a time: {STOCK_CODE}", current=True),)
+    renames = {**DFlashFormat.renames, r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."}
+    vocabulary_advice = "head.draft_vocab_size=null"
+
+    def config(self, head: DSparkHead) -> dict[str, Any]:
+        config = super().config(head)
+        ids = config.pop("dflash_config")
+        rope = {"rope_type": "default", **(config.pop("rope_scaling") or {}), "rope_theta": config.pop("rope_theta")}
+        names = {"model_type": "muse_glimmer_assistant", "architectures": [self.architecture]}
+        return {**config, **names, "rope_parameters": rope, **{key: ids[key] for key in ids if key != "causal"}}
+
+    def unsupported(self, head: DSparkHead) -> Unsupported:
+        yield from super().unsupported(head)
+        if head.config.causal:
+            yield "its slots see earlier slots only", "head.causal=false"
 
 
 def unsupported_markov(head: DSparkHead) -> Unsupported:

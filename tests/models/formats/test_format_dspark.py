@@ -1,6 +1,7 @@
 """DSpark and DFlash as engines read them: in DeepSpec's and z-lab's layouts, and as llama.cpp's GGUF."""
 
 import json
+import re
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import llama3_factors
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.formats import FORMATS
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
+from drafthead.models.token_tree import TokenTree
 from plain_heads import (
     LLAMACPP_NAMES,
     PlainLayer,
@@ -30,8 +34,9 @@ from plain_heads import (
     read_llamacpp,
     rewrite,
 )
-from support import TINY, randomised
+from support import TINY, random_ids, randomised
 
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "generate.md"
 DSPARK, DFLASH, GGUF = FORMATS["dspark"], FORMATS["dflash"], FORMATS["gguf_dspark"]
 D2T = torch.arange(1, 300, 3)
 FLASH = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
@@ -212,3 +217,38 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path, smollm_like: 
         GGUF.load(tmp_path, smollm_like)
     with pytest.raises(UserError, match="no head.gguf; .*to=gguf_dspark"):
         GGUF.load(tmp_path / "nothing", smollm_like)
+
+
+def test_transformers_drafts_with_the_exported_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of the page, on a tiny model: the tokens are the model's own, and every draft is ours."""
+    base = deep_base()
+    head = block_head(base, **FLASH)
+    FORMATS["transformers"].export(head, tmp_path / "assistant")
+    base.stock().save_pretrained(tmp_path / "BASE")
+    code = re.search(r"```python\n(from transformers import AutoModel, .*?)```", PAGE.read_text(), re.DOTALL)
+    drafts = list[list[int]]()
+
+    def recorded(self: Any, input_ids: Tensor, *arguments: Any, **options: Any) -> Any:
+        ids, logits = draft(self, input_ids, *arguments, **options)
+        drafts.append(ids[0].tolist())
+        return ids, logits
+
+    draft = DFlashTokenCandidateGenerator.get_candidates
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", recorded)
+    monkeypatch.chdir(tmp_path)
+    prompt = random_ids(9)
+    names: dict[str, Any] = {"inputs": {"input_ids": torch.tensor([prompt])}}
+    assert code
+    exec(code[1], names)
+    tokens = names["tokens"][0].tolist()
+    plain = base.stock().generate(torch.tensor([prompt]), max_new_tokens=24)[0].tolist()
+    assert tokens == plain and len(drafts) > 4
+    for ids in drafts[1:]:
+        start = next(n for n in range(len(prompt), len(ids)) if ids[: n + 1] != tokens[: n + 1] or n + 3 == len(ids))
+        session = head.open(1)
+        length = len(ids) - 3 if len(ids) - 3 <= len(tokens) else start
+        before = torch.tensor([ids[:length]])
+        hidden = base.forward(before[:, :-1], base.new_cache(length), spec=head.spec)
+        session.commit(before[:, :-1], [length - 1], hidden)
+        proposal = session.draft(before[:, -1], DraftConfig(tree=TokenTree.chain(3)))
+        assert proposal.tokens[0, 1:].tolist() == ids[length:]
