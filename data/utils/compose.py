@@ -138,6 +138,8 @@ def run_main(main: Callable[[], None], cls: type[Any], usage: str = "") -> None:
     for argument in sys.argv[1:]:
         if argument.startswith("="):
             raise SystemExit(f"error: {argument!r} names no setting; settings are key=value, see --help")
+    # Free keys, which Hydra takes only as additions: base.chat_template_kwargs={enable_thinking: true}
+    sys.argv[1:] = [f"++{argument}" if re.match(r"[\w.]+=\{", argument) else argument for argument in sys.argv[1:]]
     take_device()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra ends the process itself, with its own traceback
     with one_line_errors(cls):

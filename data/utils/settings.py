@@ -220,6 +220,7 @@ def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], An
 
 def _names(kind: Any) -> set[str]:
     """Return the names of the fields of a settings class and of all classes below it."""
+    kind = _container(kind)
     if not is_settings(kind):
         return set().union(*map(_names, get_args(kind)))
     return {f.name for f in fields(kind)}.union(*map(_names, types_of(kind).values()))

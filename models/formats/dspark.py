@@ -254,6 +254,7 @@ class TransformersFormat(DFlashFormat):
         ids = config.pop("dflash_config")
         rope = {"rope_type": "default", **(config.pop("rope_scaling") or {}), "rope_theta": config.pop("rope_theta")}
         names = {"model_type": "muse_glimmer_assistant", "architectures": [self.architecture]}
+        names |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # otherwise Muse Glimmer's
         return {**config, **names, "rope_parameters": rope, **{key: ids[key] for key in ids if key != "causal"}}
 
     def unsupported(self, head: DSparkHead) -> Unsupported:

@@ -225,30 +225,39 @@ def test_transformers_drafts_with_the_exported_assistant(tmp_path: Path, monkeyp
     head = block_head(base, **FLASH)
     FORMATS["transformers"].export(head, tmp_path / "assistant")
     base.stock().save_pretrained(tmp_path / "BASE")
-    code = re.search(r"```python\n(from transformers import AutoModel, .*?)```", PAGE.read_text(), re.DOTALL)
-    drafts = list[list[int]]()
+    pairs = list[tuple[list[int], list[int]]]()
 
-    def recorded(self: Any, input_ids: Tensor, *arguments: Any, **options: Any) -> Any:
-        ids, logits = draft(self, input_ids, *arguments, **options)
-        drafts.append(ids[0].tolist())
-        return ids, logits
+    @torch.inference_mode()
+    def compared(self: Any, input_ids: Tensor, *arguments: Any, **options: Any) -> Any:
+        candidates, logits = get_candidates(self, input_ids, *arguments, **options)
+        if logits is not None:
+            length, session = input_ids.shape[1], head.open(1)
+            hidden = base.forward(input_ids[:, :-1], base.new_cache(length), spec=head.spec)
+            session.commit(input_ids[:, :-1], [length - 1], hidden)
+            proposal = session.draft(input_ids[:, -1], DraftConfig(tree=TokenTree.chain(3)))
+            pairs.append((candidates[0, length:].tolist(), proposal.tokens[0, 1:].tolist()))
+        return candidates, logits
 
-    draft = DFlashTokenCandidateGenerator.get_candidates
-    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", recorded)
+    get_candidates = DFlashTokenCandidateGenerator.get_candidates
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", compared)
     monkeypatch.chdir(tmp_path)
-    prompt = random_ids(9)
-    names: dict[str, Any] = {"inputs": {"input_ids": torch.tensor([prompt])}}
+    code = re.search(r"```python\n(from transformers import AutoModel, .*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {"inputs": {"input_ids": torch.tensor([random_ids(9)])}}
     assert code
     exec(code[1], names)
-    tokens = names["tokens"][0].tolist()
-    plain = base.stock().generate(torch.tensor([prompt]), max_new_tokens=24)[0].tolist()
-    assert tokens == plain and len(drafts) > 4
-    for ids in drafts[1:]:
-        start = next(n for n in range(len(prompt), len(ids)) if ids[: n + 1] != tokens[: n + 1] or n + 3 == len(ids))
-        session = head.open(1)
-        length = len(ids) - 3 if len(ids) - 3 <= len(tokens) else start
-        before = torch.tensor([ids[:length]])
-        hidden = base.forward(before[:, :-1], base.new_cache(length), spec=head.spec)
-        session.commit(before[:, :-1], [length - 1], hidden)
-        proposal = session.draft(before[:, -1], DraftConfig(tree=TokenTree.chain(3)))
-        assert proposal.tokens[0, 1:].tolist() == ids[length:]
+    assert len(pairs) > 4 and all(theirs == ours for theirs, ours in pairs)
+    plain = base.stock().generate(**names["inputs"], max_new_tokens=24)
+    assert names["tokens"].tolist() == plain.tolist()
+
+
+def test_transformers_has_no_other_blocks(tmp_path: Path) -> None:
+    base = deep_base()
+    for settings, message in (({"causal": True}, "head.causal=false"), ({"markov_rank": 8}, "head.markov_rank=0")):
+        with pytest.raises(UserError, match=message):
+            FORMATS["transformers"].export(block_head(base, **{**FLASH, **settings}), tmp_path / "x")
+    with pytest.raises(UserError, match="head.draft_vocab_size=null"):
+        FORMATS["transformers"].export(block_head(base, D2T, **FLASH), tmp_path / "x")
+    head = block_head(base, **FLASH)
+    FORMATS["transformers"].export(head, tmp_path / "x")
+    again = FORMATS["transformers"].load(tmp_path / "x", base)
+    assert isinstance(again, DSparkHead) and torch.equal(logits_of(base, again), logits_of(base, head))
