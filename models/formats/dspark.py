@@ -64,7 +64,7 @@ class BlockFormat(Format):
     }
     fixed = {"reads_state": Fixed(False, "its slots begin as the base's state (ours)", also="head.copy_layers=true")}
     parts = frozenset({"markov_rank", "confidence"})
-    vocabulary_advice = None
+    vocabulary_advice: ClassVar[str | None] = None
 
     def has_markov(self, config: dict[str, Any]) -> bool:
         """Return True if a checkpoint with this config has a Markov head."""
@@ -253,7 +253,7 @@ class TransformersFormat(DFlashFormat):
         config = super().config(head)
         ids = config.pop("dflash_config")
         rope = {"rope_type": "default", **(config.pop("rope_scaling") or {}), "rope_theta": config.pop("rope_theta")}
-        names = {"model_type": "muse_glimmer_assistant", "architectures": [self.architecture]}
+        names: dict[str, Any] = {"model_type": "muse_glimmer_assistant", "architectures": [self.architecture]}
         names |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # otherwise Muse Glimmer's
         return {**config, **names, "rope_parameters": rope, **{key: ids[key] for key in ids if key != "causal"}}
 

@@ -189,7 +189,7 @@ class AnswerGenerator:
         if left_out := len(table.conversations) - len(table.of_turn(0, store)):
             self.log(
                 f"   {left_out} of {len(table.conversations)} prompts are longer than data.answers.max_prompt_tokens="
-                f"{table.max_prompt_tokens} and are left out"
+                f"{self.config.max_prompt_tokens} and are left out"
             )
         states = isinstance(self.backend, BuiltInBackend) and self.backend.keep_hidden_states
         token_bytes = 4 + (2 * self.base.hidden_size if states else 0)
