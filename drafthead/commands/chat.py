@@ -8,6 +8,7 @@ from dataclasses import field
 from pathlib import Path
 
 from rich.console import Console
+from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from drafthead.commands.command import command
@@ -127,10 +128,12 @@ class Chat:
         with self.others:
             plain = decode(base, None, ids, max_new_tokens=tokens, sampler=sampler, ignore_eos=True)
         self.plain_rate = _rate(plain.steps)
+        measured = f"plain decoding: {self.plain_rate:.1f} tokens/s"
         self._note(
-            f"plain decoding: {self.plain_rate:.1f} tokens/s, measured now over {len(plain.steps)} steps after a short "
-            "prompt. Speedups are over this speed, without the time to read prompts. As a conversation grows, plain "
-            "decoding slows down, so the speedups are too low rather than too high."
+            f"{measured}, measured now over {len(plain.steps)} steps after a short prompt. Speedups are over this "
+            "speed, without the time to read prompts. As a conversation grows, plain decoding slows down, so the "
+            "speedups are too low rather than too high.",
+            recorded=measured,
         )
         for line in sampling_lines(base, sampler):
             self._note(line)
@@ -184,9 +187,9 @@ class Chat:
             line += f"; speedup so far {_rate(self.steps) / self.plain_rate:.2f}"
         self._note(f"{line}{ending}\n")
 
-    def _note(self, line: str) -> None:
+    def _note(self, line: str, recorded: str = "") -> None:
         self.console.print(Text(line, style="dim"), soft_wrap=True)
-        self.transcript.append(f"{line}\n", style="dim")
+        self.transcript.append(f"{recorded or line}\n", style="dim")
 
     def end(self) -> None:
         """Report the CPU use of other processes, and write the recording."""
@@ -197,7 +200,9 @@ class Chat:
         recording = Console(record=True, width=SVG_WIDTH, file=io.StringIO(), highlight=False)
         recording.print(self.transcript)
         with disk_errors("the recording", self.config.record.parent):
-            write_atomic(self.config.record, recording.export_svg(title=f"drafthead chat: {self.base.name}"))
+            write_atomic(
+                self.config.record, recording.export_svg(title=f"drafthead chat: {self.base.name}", theme=MONOKAI)
+            )
         self.console.print(f"recorded in {self.config.record}", markup=False, soft_wrap=True)
 
 
