@@ -20,7 +20,7 @@ Heads are those of ``recipes/head`` and ``models/heads``; each has the settings 
    the dev half of the suite. The mean accepted length tau, alone and with prompt lookup in one tree, is that of
    decoding the test half greedily. It is simulated on the base's own answers, which gives the same number. A head that
    changed its base drafts for the answers of its own base.
-3. time: the heads of the longest budget that all heads have finished answer prompts of the test half with prompt lookup
+3. time: the heads of the budget that most heads have finished answer prompts of the test half with prompt lookup
    and stock `generate`, interleaved. Only this stage needs an idle machine.
 4. table: medians and ranges over the seeds, printed, and a figure; --write also writes the tables of the pages.
 
@@ -332,13 +332,14 @@ def run_folder(out: Path, name: str, minutes: float, seed: int) -> Path:
 
 
 def time_heads(record: Record, heads: Sequence[str], arguments: Namespace) -> None:
-    """Time the first seed's heads of the longest budget that all heads have finished."""
-    heads, seed = [name for name in heads if name in record.content["heads"]], arguments.seeds[0]
-    finished = [m for m in arguments.minutes if all(record.run(name, m, seed) for name in heads)]
-    if not finished:
-        raise UserError("no budget has all heads trained yet; run the stage train first")
-    minutes, groups = max(finished), dict[str, list[str]]()
-    for name in heads:
+    """Time the first seed's heads of the budget that most heads have finished; of two, of the longer one."""
+    seed = arguments.seeds[0]
+    finished = {m: [name for name in heads if record.run(name, m, seed)] for m in arguments.minutes}
+    minutes = max(finished, key=lambda m: (len(finished[m]), m))
+    groups: dict[str, list[str]] = {}
+    if not finished[minutes]:
+        raise UserError(f"{arguments.json} has no trained head yet; run the stages measure and train first")
+    for name in finished[minutes]:
         groups.setdefault(name if record.content["heads"][name]["trains_base"] else "shared", []).append(name)
     speed: dict[str, Any] = {"minutes": minutes, "seed": seed, "prompts": arguments.time_limit}
     speed |= {"max_new_tokens": TIMED_TOKENS, "heads": {}, "groups": {}}
@@ -414,6 +415,8 @@ def main(given: list[str] | None = None) -> int:
     if "time" in stages:
         time_heads(record, heads, arguments)
     if "table" in stages:
+        if not record.content["runs"]:
+            raise UserError(f"{arguments.json} has no trained head yet; run the stages measure and train first")
         print_table(caption(record.content), rows(record.content))
         write_atomic(arguments.json.with_suffix(".svg"), figure(record.content))
         for page in PAGES if arguments.write else ():

@@ -52,6 +52,7 @@ def test_decode_measures_every_part_of_a_step(script: Load, head: Path, tmp_path
         ("heads", ["--minutes", "0"], "--minutes .*, got 0"),
         ("heads", ["--seeds", "one"], "--seeds .*, got one"),
         ("heads", ["--stage", "speed"], "--stage .*, got speed"),
+        ("heads", ["--stage", "table", "--json", "nowhere.json"], "nowhere.json has no trained head yet"),
     ],
 )
 def test_bad_input_fails_before_anything_loads(script: Load, name: str, given: list[str], says: str) -> None:
