@@ -196,6 +196,15 @@ def test_the_table_of_heads_has_medians_ranges_and_gaps(script: Load) -> None:
     assert cells["prompt lookup alone"] == ["–", "1.40", "–", "1.40", "–", "–", "1.10x"]
 
 
+def test_the_pages_show_the_record_of_heads(script: Load) -> None:
+    heads, table = script("heads"), script("heads_table")
+    record = json.loads(heads.RECORD.read_text())
+    for page in heads.PAGES:
+        shown = page.read_text().partition(heads.MARKS[0])[2].partition(heads.MARKS[1])[0]
+        assert shown.strip() == table.markdown(record), f"{page}: run python benchmarks/heads.py --stage table --write"
+    assert heads.RECORD.with_suffix(".svg").read_text() == table.figure(record)
+
+
 def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> None:
     module = script("online")
     base = tiny_base()
