@@ -31,6 +31,7 @@ AGREEMENT = "agreement.json"
 """Written last: a folder with it holds a complete corpus."""
 COMPARED = 32
 """Assistant turns whose tokens are compared with the base's choices."""
+LOW_AGREEMENT = 0.5
 PER_SHARD = 1000
 """Conversations per shard."""
 
@@ -72,17 +73,20 @@ def write_transcripts(
                 progress("reading transcripts", number + 1, number + 1)
                 store.append_shard(answers)
                 answers = []
-        for line in findings.lines():
-            log(f"   {line}")
         if config.bad_transcripts == "reject":
             findings.raise_rejected()
+        for line in findings.lines():
+            log(f"   {line}")
         store.append_shard(answers)
         if not store.done:
             raise UserError("data.transcripts holds no assistant turn to train on; name other sources")
         chosen = set(sorted(store.done)[:: -(-len(store.done) // COMPARED)])
         measured = agreement(base, (a for a in store.read(with_hidden_states=False) if a.prompt_number in chosen))
         write_json(folder / AGREEMENT, asdict(measured))
-    log(f"   {agreement_line(read_json(folder / AGREEMENT))}")
+    result = read_json(folder / AGREEMENT)
+    log(f"   {agreement_line(result)}")
+    if result["greedy"] < LOW_AGREEMENT:
+        log("   this is low: the base's own answers, by data.prompts=FILE, are better training data")
 
 
 def agreement_line(measured: dict[str, Any]) -> str:

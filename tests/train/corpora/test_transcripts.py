@@ -47,7 +47,8 @@ def test_turns_of_a_conversation_are_one_document(tiny_base: TinyBase, tmp_path:
     assert sum(len(pieces) for pieces in rows["pieces"]) == len(numbers)
     held_out, prompts = corpora.answer_rows(512, held_out=True)
     assert sorted(n % 10**9 for n in prompts) == [19, 19, 39, 39]
-    assert len(log) == 1 and log[0].startswith("   agreement with the base: ") and "27 assistant turns" in log[0]
+    assert log[0].startswith("   agreement with the base: ") and "27 assistant turns" in log[0]
+    assert "data.prompts=FILE" in log[1] and len(log) == 2
     # Made once; a changed file is another corpus.
     make(base, tmp_path, chats(tmp_path / "chats.jsonl")).answers()
     assert len(list(tmp_path.glob("transcripts-*"))) == 1
