@@ -42,11 +42,6 @@ class Transcript:
     token_ids: tuple[list[int], list[int]] | None = None
     """Prompt and answer of a server's log, used unchanged."""
 
-    @property
-    def user_turns(self) -> list[str]:
-        """The user's messages."""
-        return [message["content"] for message in self.messages if message["role"] == "user"]
-
 
 @dataclass
 class Findings:
@@ -97,10 +92,9 @@ def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple
 
 def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Transcript]:
     """Return the conversation of a row; or the answers of a row with token ids, in the form of vLLM's responses."""
-    choices = row.get("choices") if isinstance(row.get("choices"), list) else [row]
-    pairs: list[Any] = [
-        (c.get("prompt_token_ids") or row.get("prompt_token_ids"), c.get("token_ids")) for c in choices or []
-    ]
+    listed = row.get("choices") if isinstance(row.get("choices"), list) else []
+    choices = [choice for choice in listed or [] if isinstance(choice, dict)] or [row]
+    pairs: list[Any] = [(c.get("prompt_token_ids") or row.get("prompt_token_ids"), c.get("token_ids")) for c in choices]
     if any(answer is not None for _, answer in pairs):
         for ids in (ids for pair in pairs for ids in pair):
             if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
@@ -108,16 +102,12 @@ def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Tr
         return [Transcript(token_ids=pair) for pair in pairs]
     value, column = column_value(dict(row), source, where, CONVERSATIONS)
     try:
-        messages = _messages(value)
-    except UserError as error:
+        messages, tools = _messages(value), row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    except (UserError, ValueError) as error:
         raise UserError(f"{column} {error}") from None
-    tools = row.get("tools")
     # Datasets in ShareGPT's form write the tools into the system message and repeat them in a column.
     in_text = messages[0]["role"] == "system" and "tools" in messages[0]["content"]
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    except ValueError as error:
-        raise UserError(f"{where}: column 'tools' is not valid JSON ({error})") from None
     return [Transcript(messages, None if in_text or not tools else tools)]
 
 

@@ -112,7 +112,7 @@ def _conversations(
                 findings.remark("transcripts repeat an earlier one and are left out", where)
                 continue
             seen.add(key)
-            if is_evaluated(transcript.user_turns):
+            if is_evaluated(m["content"] for m in transcript.messages if m["role"] == "user"):
                 findings.remark("transcripts resemble a prompt of data.answers.exclude_suites and are left out", where)
                 continue
             if turns := encoder.answers(transcript, findings, where, longest):

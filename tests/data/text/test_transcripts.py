@@ -65,7 +65,7 @@ def spans(entry: dict[str, Any], tmp_path: Path, enc: TranscriptEncoder | None =
         {"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "c"}]},
         {"conversations": [{"from": r, "value": v} for r, v in SHAREGPT]},
         {"messages": [{**QUESTION, "content": [{"type": "text", "text": "q"}]}, {**ANSWER, "tool_calls": None},
-                      QUESTION, {**ANSWER, "content": "c"}]},
+                      QUESTION, {**ANSWER, "content": "c"}], "choices": ["x"]},
     ],
 )  # fmt: skip
 def test_assistant_turns_are_unchanged_and_nothing_else_is_trained(entry: dict[str, Any], tmp_path: Path) -> None:
