@@ -92,8 +92,8 @@ def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple
 
 def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Transcript]:
     """Return the conversation of a row; or the answers of a row with token ids, in the form of vLLM's responses."""
-    listed = row.get("choices") if isinstance(row.get("choices"), list) else []
-    choices = [choice for choice in listed or [] if isinstance(choice, dict)] or [row]
+    listed: Any = row.get("choices") if isinstance(row.get("choices"), list) else []
+    choices: list[Any] = [choice for choice in listed if isinstance(choice, dict)] or [row]
     pairs: list[Any] = [(c.get("prompt_token_ids") or row.get("prompt_token_ids"), c.get("token_ids")) for c in choices]
     if any(answer is not None for _, answer in pairs):
         for ids in (ids for pair in pairs for ids in pair):
