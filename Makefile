@@ -58,7 +58,7 @@ check: $(READY) $(DOCS_READY) ## ruff, format, mypy, spelling, links and the fas
 	$(MAKE) --no-print-directory test
 
 docs: $(DOCS_READY) ## build the site into build/site; a broken link or anchor is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 coverage: $(READY) ## run the fast tests and report the source lines they reach
 	$(BIN)/coverage run -m pytest -m "not slow and not gpu and not engines"; failed=$$?; \
