@@ -35,14 +35,8 @@ from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from support import TINY
 
-ARCHITECTURES = {
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma": {},
-    "gpt_bigcode": {},
-}
+ARCHITECTURES = {"mistral": {"sliding_window": None}}
+"""Settings of an architecture, besides ``TINY``."""
 
 
 hypothesis.settings.register_profile("any_machine", deadline=None)
@@ -219,11 +213,8 @@ class CompletionsServer:
         ids = body["prompt"]
         answer = self.answer(ids, body)
         finished = answer[-1] in self.eos and not body.get("ignore_eos")
-        choice = {
-            "index": 0,
-            "text": self.tokenizer.decode(answer[: len(answer) - finished]),
-            "finish_reason": "stop" if finished else "length",
-        }
+        text = self.tokenizer.decode(answer[: len(answer) - finished])
+        choice = {"index": 0, "text": text, "finish_reason": "stop" if finished else "length"}
         if self.dialect == "ids" and body.get("return_token_ids"):
             choice |= {"token_ids": answer, "prompt_token_ids": ids}
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(answer)}

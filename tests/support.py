@@ -374,12 +374,8 @@ def task_results(speedup: float | None, same: int = 3) -> dict[str, Any]:
         "autoregressive_tokens_per_second": {"transformers": speedup and 8.0, "autoregressive": speedup and 10.0},
         "methods": {"speculative": method},
         "hardware": {
-            "cpu": "Some <CPU>",
-            "cores": 2,
-            "torch_threads": 2,
-            "ram_gb": 8.0,
-            "gpu": None,
-            "other_processes_cores": 0.9,
+            **{"cpu": "Some <CPU>", "cores": 2, "torch_threads": 2, "ram_gb": 8.0, "gpu": None},
+            **{"other_processes_cores": 0.9},
         },
         "versions": {"drafthead": "0.2.0", "torch": "2.13.0"},
     }

@@ -209,9 +209,8 @@ def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> N
     module = script("online")
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()
-    answers = [
-        FinishedAnswer([n, n + 1, *decode(base, None, [n, n + 1], max_new_tokens=20).tokens], 2) for n in range(8)
-    ]
+    prompts = [[n, n + 1] for n in range(8)]
+    answers = [FinishedAnswer([*ids, *decode(base, None, ids, max_new_tokens=20).tokens], 2) for ids in prompts]
     stream = [*zip(answers, read_hidden_states(base, head, answers), strict=True)] * 3
     frozen, _ = module.follow(head, stream, None)
     assert len(frozen) == 24 and frozen[:8] == frozen[8:16]

@@ -101,16 +101,8 @@ def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.Capt
         ("certify", ["only=[x"], "only=.x cannot be read"),
         ("certify", ["=5"], "'=5' names no setting"),
         ("train", ["recipe=medusa_smollm2", "mode=estimate", "out="], "out must be the name of a folder"),
-        (
-            "train",
-            ["recipe=medusa_smollm2", "mode=estimate", "data.folder="],
-            "data.folder must be the name of a folder",
-        ),
-        (
-            "eval",
-            ["head=/nowhere/head"],
-            "no draft head at /nowhere/head: give a run's head folder .*or a Hub repository",
-        ),
+        ("train", ["recipe=medusa_smollm2", "mode=estimate", "data.folder="], "data.folder must be the name of"),
+        ("eval", ["head=/nowhere/head"], "no draft head at /nowhere/head: give a run's head folder .*or a Hub"),
         ("eval", [], "name a head: head=outputs/NAME/head or head=user/repo"),
         ("eval", ["head=x", "max_new_tokens=1"], "max_new_tokens must be"),
         ("eval", ["head=x", "limit=0"], "limit must be"),

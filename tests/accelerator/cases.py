@@ -53,16 +53,15 @@ DEVICES = ("cpu", "cuda")
 STEP_WAITS = {"draft_lm": 2}
 """Waits per decode step by head type, if there are more than one; docs/design.md has the reasons."""
 SAMPLED = Sampler(temperature=0.8, top_p=0.9)
+WITH, WITHOUT = DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 WIDE, CHAIN = TokenTree.expansion([3, 2, 1]), TokenTree.chain(3)
 
 
 @cache
 def base_on(device: str, graphs: str = "never") -> BaseModel:
     shape = {**TINY, "model_type": "llama"}
-    config = BaseConfig(
-        random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", prepack=False, graphs=graphs
-    )
-    return BaseModel.load(config, device)
+    settings = {"tokenizer": "builtin:tiny", "dtype": "float32", "prepack": False, "graphs": graphs}
+    return BaseModel.load(BaseConfig(random=True, shape=shape, **settings), device)
 
 
 @cache
@@ -110,21 +109,9 @@ WAYS: dict[str, tuple[DecodeConfig, int]] = {
         ("batch", DraftConfig(tree=WIDE), Sampler(), AcceptanceRule(), 3),
         ("dynamic", DraftConfig(tree=DynamicTree(nodes=8, width=3, depth=3)), Sampler(), AcceptanceRule(), 2),
         ("sampled", DraftConfig(tree=WIDE), SAMPLED, AcceptanceRule(), 1),
-        (
-            "sampled_drafts",
-            DraftConfig(tree=WIDE, draft_sampling=DraftSampling.WITHOUT_REPLACEMENT),
-            SAMPLED,
-            AcceptanceRule(),
-            2,
-        ),
+        ("sampled_drafts", DraftConfig(tree=WIDE, draft_sampling=WITHOUT), SAMPLED, AcceptanceRule(), 2),
         ("typical", DraftConfig(tree=WIDE), SAMPLED, AcceptanceRule(name="typical"), 1),
-        (
-            "block",
-            DraftConfig(tree=CHAIN, draft_sampling=DraftSampling.WITH_REPLACEMENT),
-            SAMPLED,
-            AcceptanceRule(name="block"),
-            1,
-        ),
+        ("block", DraftConfig(tree=CHAIN, draft_sampling=WITH), SAMPLED, AcceptanceRule(name="block"), 1),
         ("threshold", DraftConfig(tree=CHAIN, confidence_threshold=0.01), Sampler(), AcceptanceRule(), 2),
         ("penalty", DraftConfig(tree=CHAIN), Sampler(repetition_penalty=1.3), AcceptanceRule(), 2),
     ]
@@ -217,10 +204,9 @@ def test_a_planted_fault_is_reported_with_its_line(fault: Callable[[Tensor], Ten
     file, line = "tests/accelerator/cases.py", fault.__code__.co_firstlineno + 1
     with pytest.raises((RuntimeError, TypeError, AssertionError)) as raised:
         assert_few(decoded(head, "cuda", WAYS["tree"][0])[1], 1, "a planted wait")
-    places = [f"{entry.path}:{entry.lineno + 1}" for entry in raised.traceback]
-    assert any(place.endswith(f"{file}:{line}") for place in places) or f"{file}:{line} {fault.__name__}" in str(
-        raised.value
-    )
+    lines = [f"{entry.path}:{entry.lineno + 1}" for entry in raised.traceback]
+    reported = f"{file}:{line} {fault.__name__}" in str(raised.value)
+    assert reported or any(each.endswith(f"{file}:{line}") for each in lines)
 
 
 Waits = list[Counter[tuple[str, str]]]

@@ -42,14 +42,9 @@ def test_the_command(
 
     monkeypatch.setattr(study, "train", train)
     shape = json.dumps(base.config.shape).replace('"', "")
-    named = [
-        "base.name=''",
-        f"base.shape={shape}",
-        "base.random=true",
-        "base.tokenizer=builtin:tiny",
-        "base.dtype=float32",
-    ]
-    call("study", *named, "depths=[1,3]", "suite=builtin", "limit=2", "max_new_tokens=12", f"out={tmp_path}")
+    named = ["base.name=''", f"base.shape={shape}", "base.random=true", "base.tokenizer=builtin:tiny"]
+    named += ["base.dtype=float32", f"out={tmp_path}"]
+    call("study", *named, "depths=[1,3]", "suite=builtin", "limit=2", "max_new_tokens=12")
     rows = {row["name"]: row for row in json.loads((tmp_path / "study.json").read_text())["rows"]}
     assert set(rows) == {"depth1-width160", "depth3-width32"}
     whole = rows["depth1-width160"]

@@ -120,18 +120,12 @@ def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
     assert isinstance(whole, HorizontalCascade) and whole.lengths == (3, 2) and whole.drafters[0] is head
     assert isinstance(whole.drafters[1], PromptLookup) and whole.drafters[1].memory == 99
     cascade, config = build_drafter(parse_drafter("relay:(nested:early_exit:2@4+max_gram)@3+prompt_lookup@2"), base)
-    assert (
-        isinstance(cascade, HorizontalCascade)
-        and isinstance(cascade.drafters[0], VerticalCascade)
-        and cascade.lengths == (3, 2)
-    )
+    assert isinstance(cascade, HorizontalCascade) and cascade.lengths == (3, 2)
+    assert isinstance(cascade.drafters[0], VerticalCascade)
     assert isinstance(cascade.drafters[0].drafter, PromptLookup) and cascade.drafters[0].drafter.max_ngram is None
     twice, _ = build_drafter(parse_drafter("nested:early_exit:2@5+early_exit:1@2+prompt_lookup"), base)
-    assert (
-        isinstance(twice, VerticalCascade)
-        and isinstance(twice.drafter, VerticalCascade)
-        and (twice.depth, twice.drafter.depth) == (5, 2)
-    )
+    assert isinstance(twice, VerticalCascade) and isinstance(twice.drafter, VerticalCascade)
+    assert (twice.depth, twice.drafter.depth) == (5, 2)
     sampled = EvalConfig(draft_sampling="with_replacement").draft_config(head)
     between, config = build_drafter(parse_drafter("nested:early_exit:2+prompt_lookup"), base, head, sampled)
     assert config.draft_sampling is DraftSampling.WITH_REPLACEMENT and isinstance(between, VerticalCascade)

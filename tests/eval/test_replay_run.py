@@ -82,7 +82,7 @@ def test_base_answers_follow_the_suite(tiny_base: TinyBase, tmp_path: Path) -> N
         base_answers(base, suite=str(suite), limit=None, max_new_tokens=base.max_context - 1)
 
 
-def test_a_head_with_a_threshold_has_a_row_of_its_own(
+def test_a_head_with_a_threshold_has_a_row(
     tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tiny_base()
@@ -115,14 +115,8 @@ def test_any_drafters_are_simulated_on_the_same_texts(
     answer = decode(base, None, [7, 8, 9], max_new_tokens=30, ignore_eos=True).tokens
     write_texts(tmp_path / "t.jsonl", [FinishedAnswer([7, 8, 9, *answer], 3)] * 2)
     drafters = "drafters=[prompt_lookup@4,suffix_memory@4,relay:head@1+prompt_lookup@3,head+prompt_lookup@2]"
-    call(
-        "replay",
-        f"head={head}",
-        "chain=[1]",
-        f"texts={tmp_path / 't.jsonl'}",
-        drafters,
-        f"plot={tmp_path / 'bars.png'}",
-    )
+    texts, plot = f"texts={tmp_path / 't.jsonl'}", f"plot={tmp_path / 'bars.png'}"
+    call("replay", f"head={head}", "chain=[1]", texts, drafters, plot)
     said = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in said.splitlines() if line.count("│") > 4]
     length_of = {name: float(tokens) for name, _, tokens in rows}

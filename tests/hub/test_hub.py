@@ -138,9 +138,7 @@ def test_the_card_names_the_repository(hub: Any, saved: Path) -> None:
 
 @pytest.mark.parametrize("status", [500, None], ids=["500", "cut"])
 @pytest.mark.parametrize("path", ["repos/create", "preupload", "^/lfs/", "/commit/"])
-def test_an_upload_that_fails_is_repeated(
-    hub: Any, saved: Path, slept: list[float], path: str, status: int | None
-) -> None:
+def test_failed_uploads_are_repeated(hub: Any, saved: Path, slept: list[float], path: str, status: int | None) -> None:
     hub.fail(path, times=2, status=status)
     lines: list[str] = []
     push(saved, "user/medusa", log=lines.append)

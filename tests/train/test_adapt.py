@@ -22,16 +22,7 @@ from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.adapt import OnlineConfig, OnlineLearner, first_undrafted, frozen_copy, replayed
 from drafthead.train.trainer.optim import OptimConfig
-from support import (
-    TinyBase,
-    call,
-    noisy_head,
-    p_value_of_answers,
-    probs_of_answers,
-    random_ids,
-    randomised,
-    small_head,
-)
+from support import TinyBase, call, noisy_head, p_value_of_answers, probs_of_answers, random_ids, randomised, small_head
 
 PROMPTS = [random_ids(9 + n, seed=n) for n in range(6)]
 

@@ -165,13 +165,8 @@ def test_hub(dataset_hub: Any) -> None:
     dataset_hub.rows = lambda revision: [{"text": f"row {n}"} for n in range(5)]
     source = SourceConfig(kind="hf", name="org/set", subset="en", split="test", revision="abc")
     assert len(load_documents([source], 0)) == 5
-    assert dataset_hub.opened == {
-        "name": "org/set",
-        "subset": "en",
-        "split": "test",
-        "revision": "abc",
-        "streaming": False,
-    }
+    settings = {"name": "org/set", "subset": "en", "split": "test", "revision": "abc"}
+    assert dataset_hub.opened == settings | {"streaming": False}
     assert len(load_documents([source], 0, max_characters=13)) == 3 and dataset_hub.opened["streaming"]
     assert len(load_prompts([source], 0, 2)) == 2
     source.column = "body"

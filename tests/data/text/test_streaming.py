@@ -59,11 +59,8 @@ def test_shards_share_out_every_text(tmp_path: Path, kind: str, files: int, shar
 @pytest.mark.parametrize(("files", "shards"), [(5, 2), (2, 3)])
 def test_every_position_goes_on_to_the_text(tmp_path: Path, files: int, shards: int) -> None:
     """Positions travel as JSON, over the ends of files, rows and epochs, and through a position not yet used."""
-    sources = [
-        hub(tmp_path / "a", files, weight=2),
-        local(tmp_path / "b.jsonl", weight=1),
-        hub(tmp_path / "c", 9, weight=1),
-    ]
+    first, last = hub(tmp_path / "a", files, weight=2), hub(tmp_path / "c", 9, weight=1)
+    sources = [first, local(tmp_path / "b.jsonl", weight=1), last]
     texts, states = [], []
     mixture = Mixture(sources, 1, shards)
     for _ in range(60):
@@ -187,9 +184,7 @@ def test_a_process_reads_its_shards_only(source: SourceConfig, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.glob("lane-*.json")) == ["lane-001.json", "lane-003.json"]
 
 
-def test_a_restart_reads_no_more_than_its_window(
-    source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_reads_only_its_window(source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ids(rows(source, tmp_path, shards=1), list(range(60)))
     reads: list[int] = []
     original = Mixture.__next__

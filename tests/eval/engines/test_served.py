@@ -95,9 +95,7 @@ def served(base: BaseModel, folder: Path, *, spec: Any, plain: Any) -> dict[str,
     return evaluate(base, trained(base), config, folder, lambda *_: None)
 
 
-def test_an_engine_that_drafts_as_we_do_passes(
-    tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]
-) -> None:
+def test_an_engine_that_drafts_alike_passes(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
     base = tiny_base()
     evaluation = served(base, tmp_path, spec=fake_vllm(base, trained(base)), plain=fake_vllm(base, None))
     row = evaluation["engines"]["vllm"]

@@ -42,7 +42,7 @@ def without_residual(target: NextToken, draft: NextToken, choose: Choose, length
     return [token] if choose([1 - accepted, accepted]) else [choose(p)]
 
 
-def test_the_samplers_of_the_page(
+def test_samplers_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = PAGE.read_text()
@@ -104,9 +104,7 @@ def test_one_uniform_number_is_compared_several_times() -> None:
         (lambda t, d, choose, n: [choose([1 / 3] * 3) for _ in range(12)][:1], "more than 500 outcomes"),
     ],
 )
-def test_samplers_that_cannot_be_enumerated(
-    sampler: Callable[..., list[int]], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_samplers(sampler: Callable[..., list[int]], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callables, "MOST_OUTCOMES", 500)
     with pytest.raises(UserError, match=message):
         distances(sampler, 2, probs=(TARGET, DRAFT))

@@ -5,14 +5,7 @@ import math
 import pytest
 import torch
 
-from drafthead.eval.lossless.equality import (
-    TOLERANCE,
-    Diagnosis,
-    Equality,
-    compare_outputs,
-    draw_margin,
-    fresh_logits,
-)
+from drafthead.eval.lossless.equality import TOLERANCE, Diagnosis, Equality, compare_outputs, draw_margin, fresh_logits
 from drafthead.models.decoding.random_source import sampling_point
 from drafthead.models.decoding.sampling import Sampler
 from support import small_base

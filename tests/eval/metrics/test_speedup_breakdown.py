@@ -75,13 +75,10 @@ def test_the_waterfall_ends_at_the_measurement(log: list[list[int]], prefill_s: 
     assert breakdown["measured"] == pytest.approx(speedup(rows_of(method), rows_of(baseline)))
     assert breakdown["residual"] == pytest.approx(0, abs=1e-9)
     assert breakdown["waterfall"][0]["speedup"] == pytest.approx(breakdown["method"]["tokens"])
-    assert sum(level["change"] for level in breakdown["waterfall"]) + breakdown["waterfall"][0][
-        "speedup"
-    ] == pytest.approx(breakdown["measured"])
+    changes = sum(level["change"] for level in breakdown["waterfall"])
+    assert breakdown["waterfall"][0]["speedup"] + changes == pytest.approx(breakdown["measured"])
     assert breakdown["predicted"] == pytest.approx(breakdown["waterfall"][-2]["speedup"])
-    assert breakdown["predicted_from_costs"] == pytest.approx(breakdown["predicted"]), (
-        "the run cost what the table says"
-    )
+    assert breakdown["predicted_from_costs"] == pytest.approx(breakdown["predicted"]), "the costs are the table's"
 
 
 def test_terms_counted_by_hand() -> None:
@@ -90,12 +87,9 @@ def test_terms_counted_by_hand() -> None:
     breakdown = speedup_breakdown(rows_of(autoregressive(method)), rows_of(method), COSTS)
     assert breakdown is not None
     terms = {"draft_s": 0.2, "verify_s": 1.3, "loop_s": 0.1, "outside_s": 1.0}
-    assert breakdown["method"] == (
-        {"tokens": 2.0, "drafts": 4.0, "depth": 2.0} | {k: pytest.approx(v) for k, v in terms.items()}
-    )
-    assert [level["speedup"] for level in breakdown["waterfall"]] == pytest.approx(
-        [2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2]
-    )
+    assert breakdown["method"] == pytest.approx({"tokens": 2.0, "drafts": 4.0, "depth": 2.0} | terms)
+    levels = [level["speedup"] for level in breakdown["waterfall"]]
+    assert levels == pytest.approx([2, 2 / 1.2, 2 / 1.6, 2 / 1.6, 6 / 5.2])
     form = breakdown["closed_form"]
     assert form is not None
     assert (form["alpha"], form["alpha_is"], form["drafts"]) == (0.5, "acceptance at depth 1", 2)
@@ -125,9 +119,7 @@ def test_the_best_draft_on_a_machine() -> None:
     assert hopeless is not None and (hopeless["nodes"], hopeless["speedup"]) == (1, 1)
     assert best_option([], [], COSTS) is None
     wide = options([0.05] * 15, [1] * 15, by_depth)[-1]
-    assert wide["step_s"] == pytest.approx(COSTS.verify_at(16) + 0.1 + 0.4), (
-        "15 nodes on one level are one level to draft"
-    )
+    assert wide["step_s"] == pytest.approx(COSTS.verify_at(16) + 0.1 + 0.4), "15 nodes are one level to draft"
 
 
 def test_chain_values_are_running_products() -> None:

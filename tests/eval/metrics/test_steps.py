@@ -22,9 +22,8 @@ from support import step_record as step
 
 def answer(steps: list[StepRecord], prefill_s: float = 1.0) -> DecodeResult:
     tokens = [7] * (1 + sum(s.committed for s in steps))
-    return DecodeResult(
-        tokens=tokens, steps=steps, prefill_s=prefill_s, total_s=prefill_s + sum(s.total_s for s in steps)
-    )
+    total_s = prefill_s + sum(s.total_s for s in steps)
+    return DecodeResult(tokens=tokens, steps=steps, prefill_s=prefill_s, total_s=total_s)
 
 
 def timed(committed: list[int], step_s: float = 1.0) -> DecodeResult:
@@ -74,14 +73,8 @@ SHORT = [answer([step(1, 2, depth=1), step(2, 3, depth=2)])]
             },
         ),
         (SHORT, {"acceptance_per_depth": [1, 1]}),
-        (
-            LOOKUP,
-            {
-                "mean_accepted_length_untruncated": 2,
-                "mean_accepted_length_if_drafted": 3,
-                "acceptance_per_depth_of_all": [1, 1],
-            },
-        ),
+        (LOOKUP, {"mean_accepted_length_untruncated": 2, "acceptance_per_depth_of_all": [1, 1]}),
+        (LOOKUP, {"mean_accepted_length_if_drafted": 3}),
         (TREE, {"node_efficiency": 1 / 10, "acceptance_rate": 1 / 4}),
     ],
 )

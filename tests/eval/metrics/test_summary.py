@@ -13,11 +13,8 @@ from support import steady_answer, summarised
 NAMES = ("transformers", "autoregressive", "speculative")
 SAME = Equality(same=True)
 FAILED = FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error="the prompt is too long; shorten it")
-HEADLINE_KEYS = {"mean_accepted_length", "acceptance_per_depth", "ctar", "speedup", "spec_bench"} | {
-    "tokens_per_second",
-    "decode_tokens_per_second",
-    "identical_outputs",
-}
+HEADLINE_KEYS = {"mean_accepted_length", "acceptance_per_depth", "ctar", "speedup", "spec_bench"}
+HEADLINE_KEYS |= {"tokens_per_second", "decode_tokens_per_second", "identical_outputs"}
 
 
 def prompts(count: int) -> list[EvalPrompt]:
@@ -70,8 +67,7 @@ def test_failures_are_named_and_counted_nowhere() -> None:
     summary = summarised(numbered, broken, {"speculative": [different, different, SAME, SAME]})
     message = "the prompt is too long; shorten it"
     assert summary["failed"] == [
-        {"prompt": 7, "task": "lost", "message": message},
-        {"prompt": 8, "task": "math", "message": message},
+        {"prompt": number, "task": task, "message": message} for number, task in ((7, "lost"), (8, "math"))
     ]
     expected = summarised(prompts(2), whole, {"speculative": [SAME, SAME]})
     for key in ("overall", "metrics", "by_position", "by_entropy", "speedup_breakdown", "equality"):

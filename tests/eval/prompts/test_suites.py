@@ -30,10 +30,8 @@ def passages(name: str) -> list[str]:
 
 
 # U+2028 ends a line for str.splitlines, but not in JSONL.
-MT_BENCH = [
-    {"question_id": 81 + n, "category": CATEGORIES[n // 10], "turns": [f"first\u2028{n}", f"second {n}"]}
-    for n in range(80)
-]
+TURNS = [[f"first\u2028{n}", f"second {n}"] for n in range(80)]
+MT_BENCH = [{"question_id": 81 + n, "category": CATEGORIES[n // 10], "turns": turns} for n, turns in enumerate(TURNS)]
 SENTENCES = [f"sentence {n} has as many words as it needs here" for n in range(200)]
 ARTICLES = [f"Article {n}." + f"\nLine of article {n}." * 30 for n in range(90)]
 FILES = {
@@ -206,12 +204,8 @@ def test_halves_share_nothing_and_have_every_task(suite: str) -> None:
 @pytest.mark.slow
 def test_no_training_prompt_is_near_an_evaluation_prompt() -> None:
     """Of the packaged sets, as the recipes leave them: what remains after their ``exclude_suites``."""
-    evaluated = NearDuplicates(
-        text
-        for suite in ("spec_bench_like", "code")
-        for prompt in suites.load_suite(suite)
-        for text in prompt.user_turns
-    )
+    prompts = [*suites.load_suite("spec_bench_like"), *suites.load_suite("code")]
+    evaluated = NearDuplicates(text for prompt in prompts for text in prompt.user_turns)
     near = {
         name: sum(any(t in evaluated for t in turns) for turns in islice(found(), 500)) for name, found in TASKS.items()
     }

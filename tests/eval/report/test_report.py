@@ -146,18 +146,16 @@ def test_curves_of_training_are_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_chosen_tree_is_marked_on_the_cost_curve() -> None:
-    curve, mark = (
-        line for line in plots.cost(LATENCY, 10, None).axes[0].get_lines() if len(line.get_xdata()) in (1, 3)
-    )
+    lines = plots.cost(LATENCY, 10, None).axes[0].get_lines()
+    curve, mark = (line for line in lines if len(line.get_xdata()) in (1, 3))
     assert list(curve.get_ydata()) == pytest.approx([1, 1.2, 1.8])
     assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (10, pytest.approx(1.5))
 
 
 def answer(committed: int, step_s: float, drafts: int) -> DecodeResult:
-    steps = [
-        step_record(committed - 1, depth=drafts, position=1 + n * committed, entropy=0.1 * n, total_s=step_s)
-        for n in range(96 // committed)
-    ]
+    how = {"depth": drafts, "total_s": step_s}
+    count = 96 // committed
+    steps = [step_record(committed - 1, position=1 + n * committed, entropy=0.1 * n, **how) for n in range(count)]
     return DecodeResult(tokens=[5] * 97, steps=steps, prefill_s=0.1, total_s=0.1 + step_s * len(steps))
 
 

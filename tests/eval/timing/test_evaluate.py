@@ -31,9 +31,8 @@ CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
 def resumed(folder: Path, drafter: Drafter, base: BaseModel, *baselines: str) -> list[int]:
     """Turns that were taken from an earlier evaluation in ``folder``, and all."""
-    counts: list[int] = evaluate(base, drafter, replace(CONFIG, baselines=list(baselines)), folder, lambda *_: None)[
-        "resumed"
-    ]
+    config = replace(CONFIG, baselines=list(baselines))
+    counts: list[int] = evaluate(base, drafter, config, folder, lambda *_: None)["resumed"]
     return counts
 
 
@@ -54,7 +53,7 @@ def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, t
 
 
 @pytest.mark.parametrize("draft_sampling", ["top_k", "with_replacement"])
-def test_sampled_answers_are_compared_where_a_seed_gives_the_same_text(
+def test_sampled_answers_are_compared_if_a_seed_decides(
     draft_sampling: str, tiny_base: TinyBase, tmp_path: Path
 ) -> None:
     base = tiny_base()
@@ -88,9 +87,8 @@ def test_every_setting_of_a_drafter_is_part_of_its_identity(tiny_base: TinyBase)
 def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
-    config = replace(
-        CONFIG, drafter="head+prompt_lookup:4", baselines=["head"], stock_baseline=False, max_new_tokens=24
-    )
+    config = replace(CONFIG, drafter="head+prompt_lookup:4", baselines=["head"], stock_baseline=False)
+    config = replace(config, max_new_tokens=24)
     drafter, draft_config = config.build(base, head, config.draft_config(head))
     compared = methods(base, drafter, draft_config, config, head)
     ids = [5, 9, 11, 40, 5, 9, 11, 40, 5, 9]
@@ -114,9 +112,8 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     assert stock.tokens == decode(base, None, ids, max_new_tokens=8).tokens
     assert evaluation["predicted"]["mean_accepted_length"] >= 1
     assert any(line.startswith("predicted on answers to the suite's dev half") for line in console_lines(evaluation))
-    without = evaluate(
-        base, head, replace(CONFIG, stock_baseline=False), tmp_path / "two", lambda *_: None, costs=costs
-    )
+    config = replace(CONFIG, stock_baseline=False)
+    without = evaluate(base, head, config, tmp_path / "two", lambda *_: None, costs=costs)
     assert "transformers_stock" not in without["overall"]["autoregressive_tokens_per_second"]
     assert "predicted" not in without, "the whole suite has no other half"
     assert "stock transformers was not timed (stock_baseline=false)" in console_lines(without)[0]
@@ -131,19 +128,13 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     costs = CostModel(verify={1: 0.01, 8: 0.01}, draft=0.0, overhead=0.0, context=16)
     drafter, draft_config = config.build(base, head, config.draft_config(head))
     prediction = predict(base, drafter, draft_config, config, costs)
-    prompts = load_suite("builtin", split="dev")
-    steps = [
-        step
-        for prompt in prompts
-        for step in decode(
-            base, drafter, conversation_ids(base.tokenizer, prompt), max_new_tokens=24, draft_config=draft_config
-        ).steps
-    ]
+    prompts = [conversation_ids(base.tokenizer, prompt) for prompt in load_suite("builtin", split="dev")]
+    results = [decode(base, drafter, ids, max_new_tokens=24, draft_config=draft_config) for ids in prompts]
+    steps = [step for result in results for step in result.steps]
     assert prediction is not None
     tau = sum(step.committed for step in steps) / len(steps)
-    assert prediction["mean_accepted_length"] == pytest.approx(
-        tau, rel=0.02
-    )  # the last step of an answer is cut otherwise
+    # The last step of an answer is cut otherwise.
+    assert prediction["mean_accepted_length"] == pytest.approx(tau, rel=0.02)
     assert prediction["speedup"] == pytest.approx(prediction["mean_accepted_length"]), "every pass costs the same"
     assert prediction["interval_95"][0] < tau < prediction["interval_95"][1]
     nodes = 1 + sum(step.proposed for step in steps) / len(steps)

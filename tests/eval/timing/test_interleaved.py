@@ -62,9 +62,8 @@ class Recorder:
 def test_interleaves_after_one_warm_up_each() -> None:
     recorder = Recorder()
     progress: list[tuple[int, int]] = []
-    timing = run_interleaved(
-        prompts(12), build, recorder.decoders(), None, 0, lambda done, total: progress.append((done, total))
-    )
+    on_progress = lambda *counts: progress.append(counts)  # noqa: E731
+    timing = run_interleaved(prompts(12), build, recorder.decoders(), None, 0, on_progress)
     first = timing.order[0]
     assert sorted(recorder.calls[:3]) == sorted((name, first) for name in NAMES)
     measured = recorder.calls[3:]

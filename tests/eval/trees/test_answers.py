@@ -87,10 +87,8 @@ def test_a_deterministic_plan_is_the_tree_on_ranks(base: BaseModel, sampler: Sam
     head, texts = fitted(base), answered(base, sampler.temperature, 25)
     whole = text_accept_probs(base, head, texts, sampler, AcceptProbsConfig())
     simulated = simulate_texts(base, head, texts, DraftConfig(tree=TREE), sampler)
-    assert (
-        simulated == replace(simulate_acceptance(whole, TREE), nodes={len(TREE): 1.0})
-        and simulated.steps < simulated.tokens
-    )
+    assert simulated == replace(simulate_acceptance(whole, TREE), nodes={len(TREE): 1.0})
+    assert simulated.steps < simulated.tokens
 
 
 def test_a_dynamic_tree_of_all_candidates_is_the_expansion(base: BaseModel) -> None:
@@ -181,10 +179,8 @@ def test_sampled_decoding_takes_the_simulated_steps(base: BaseModel, case: str) 
     seeds = 2 if draft_sampling is DraftSampling.TOP_K else 8  # without chance every answer agrees exactly
     prompts = [(seed, prompt) for prompt in PROMPTS for seed in range(seeds)]
     results = [decode(base, drafter, prompt, seed=seed, **settings) for seed, prompt in prompts]
-    texts = [
-        FinishedAnswer(prompt + result.tokens, len(prompt))
-        for (_, prompt), result in zip(prompts, results, strict=True)
-    ]
+    pairs = zip(prompts, results, strict=True)
+    texts = [FinishedAnswer(prompt + result.tokens, len(prompt)) for (_, prompt), result in pairs]
     simulated = [simulate_texts(base, drafter, [text], config, WARM, rule) for text in texts]
     assert [f.tokens for f in simulated] == [sum(s.committed for s in result.steps) for result in results]
     expected, steps = np.array([f.steps for f in simulated]), np.array([len(result.steps) for result in results])
@@ -201,9 +197,8 @@ def test_greedy_decoding_takes_exactly_the_simulated_steps(base: BaseModel) -> N
     for prompt, new in product([*PROMPTS, [7]], (2, 3, 30)):
         for draft_config in (DraftConfig(tree=TREE), DraftConfig(tree=TREE, confidence_threshold=0.2), chain):
             real = decode(base, head, prompt, max_new_tokens=new, draft_config=draft_config, ignore_eos=True)
-            simulated = simulate_texts(
-                base, head, [FinishedAnswer(prompt + real.tokens, len(prompt))], draft_config, GREEDY
-            )
+            text = FinishedAnswer(prompt + real.tokens, len(prompt))
+            simulated = simulate_texts(base, head, [text], draft_config, GREEDY)
             assert simulated.steps == len(real.steps)
             assert simulated.mean_accepted_length == mean_accepted_length(step_table({"": [real]}))
 

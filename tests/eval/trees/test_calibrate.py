@@ -55,11 +55,8 @@ def test_a_kept_calibration_is_found_again_for_the_same_weights_and_machine(head
 
 def test_a_foreign_file_is_refused(head: MedusaHead, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    for content in (
-        [],
-        {},
-        {"measured_with": calibrate.measured_with(head.base, calibrate.VERSION, head.identity()), "costs": {}},
-    ):
+    machine = calibrate.measured_with(head.base, calibrate.VERSION, head.identity())
+    for content in ([], {}, {"measured_with": machine, "costs": {}}):
         write_checksummed_json(path, content)
         with pytest.raises(UserError, match=r"calibration .*remove it"):
             calibrate.load_calibration(path, head)

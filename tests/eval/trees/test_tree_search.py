@@ -47,11 +47,8 @@ def test_search_finds_the_best_tree_of_each_size() -> None:
     order = greedy_tree([accept_probs_of_ranks(ranks, 3)], 4, rounds=1)
     every = [(a,) for a in range(3)] + [(a, b) for a in range(3) for b in range(3)]
     for size in (1, 2, 3, 4):
-        best = max(
-            accepted(ranks, TokenTree.from_paths(list(c)))
-            for c in combinations(every, size)
-            if all(p[:-1] in c or len(p) == 1 for p in c)
-        )
+        trees = [c for c in combinations(every, size) if all(p[:-1] in c or len(p) == 1 for p in c)]
+        best = max(accepted(ranks, TokenTree.from_paths(list(tree))) for tree in trees)
         assert accepted(ranks, order.tree(size)) == pytest.approx(best)
     assert order.paths[:2] == [(0,), (1,)] and order.paths[2] == (1, 0)
     assert order.values == sorted(order.values, reverse=True)

@@ -137,7 +137,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "says"), SPOILED, ids=[says[-25:] for _, says in SPOILED])
-def test_adapters_that_do_not_fit_are_refused(
+def test_misfitting_adapters_are_refused(
     saved: Path, tiny_base: TinyBase, spoil: Callable[[Path], object], says: str
 ) -> None:
     spoil(saved)

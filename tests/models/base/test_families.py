@@ -156,9 +156,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
         ("doge", {"keep_window_size": 40}, 40),
     ],
 )
-def test_positions_that_change_with_the_length_limit_the_context(
-    model_type: str, settings: dict[str, Any], limit: int
-) -> None:
+def test_changing_positions_limit_the_context(model_type: str, settings: dict[str, Any], limit: int) -> None:
     config = config_of(
         {**TINY, "model_type": model_type, "pad_token_id": 0, "max_position_embeddings": 256, **settings}
     )

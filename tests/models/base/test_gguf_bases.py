@@ -176,8 +176,7 @@ def test_a_real_gemma_decodes_as_stock_transformers_within_and_beyond_its_window
         drafted = decode(base, lookup, ids, max_new_tokens=24, ignore_eos=True)
         plain = decode(base, None, ids, max_new_tokens=24, ignore_eos=True)
         prompt = torch.tensor([ids])
-        whole = stock.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, min_new_tokens=24, do_sample=False
-        )
+        mask, lengths = torch.ones_like(prompt), {"max_new_tokens": 24, "min_new_tokens": 24}
+        whole = stock.generate(prompt, attention_mask=mask, do_sample=False, **lengths)
         assert drafted.tokens == plain.tokens == whole[0, len(ids) :].tolist()
         assert 24 / len(drafted.steps) >= least

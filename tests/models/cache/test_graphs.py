@@ -134,10 +134,8 @@ def test_same_tokens(bases: tuple[BaseModel, BaseModel], name: str, sampler: Sam
     for base in bases:
         drafter, draft_config = drafters(base)[name]
         for _ in range(2):  # the second time over memory and passes of the first
-            result = decode(
-                base, drafter, PROMPT, max_new_tokens=24, draft_config=draft_config, sampler=sampler, ignore_eos=True
-            )
-            answers.append(result.tokens)
+            settings = {"draft_config": draft_config, "sampler": sampler, "ignore_eos": True}
+            answers.append(decode(base, drafter, PROMPT, max_new_tokens=24, **settings).tokens)
     assert answers[0] == answers[1] == answers[2] == answers[3]
 
 

@@ -168,9 +168,8 @@ def test_a_shared_beginning_and_replaced_rows(name: str, base_of: BaseOf) -> Non
     """Prompts that begin alike, of which three take over the rows of others."""
     base = base_of(name)
     prompts = [PROMPTS[2] + random_ids(n, n) for n in (2, 31, 9, 17, 5)]
-    config = DecodeConfig(
-        draft_config=ROOT_ONLY, sampler=Sampler(), rule=AcceptanceRule(), eos_ids=frozenset(range(0, 300, 25))
-    )
+    eos_ids = frozenset(range(0, 300, 25))
+    config = DecodeConfig(draft_config=ROOT_ONLY, sampler=Sampler(), rule=AcceptanceRule(), eos_ids=eos_ids)
     loop = DecodeLoop(base=base, drafter=None, config=config, max_new_tokens=NEW, batch_size=2, capacity=CAPACITY)
     for row in loop.run([DecodingSequence(number=n, prompt=prompt, seed=n) for n, prompt in enumerate(prompts)]):
         ids, last = row.prompt + row.answer, len(row.prompt) - 1
@@ -182,13 +181,9 @@ def test_what_was_dropped_cannot_come_back(base_of: BaseOf) -> None:
     base = base_of("gemma3_text")
     cache, tokens = base.new_cache(CAPACITY, nodes=4), torch.tensor([PROMPTS[2]])
     base.forward(tokens, cache)
-    with pytest.raises(
-        UserError, match=f"cannot go back to 20 positions: layers with a window of {WINDOW} have dropped"
-    ):
+    with pytest.raises(UserError, match=f"cannot go back to 20 positions: .* a window of {WINDOW} have dropped"):
         cache.crop([20])
-    with pytest.raises(
-        UserError, match="hold 20 positions but .* are needed: the cache was made for trees of up to 4 nodes"
-    ):
+    with pytest.raises(UserError, match="hold 20 positions but .* are needed: .* trees of up to 4 nodes"):
         base.verify(tokens[:, :30], TokenTree.chain(29).shape, cache)
     cache.crop([0])
     expected = base.forward(tokens, base.new_cache(CAPACITY)).final

@@ -35,18 +35,14 @@ def test_plain_decoding_is_transformers_generate(tiny_base: TinyBase, architectu
 def test_the_transformers_baseline_is_greedy_whatever_the_model_asks_for(tiny_base: TinyBase) -> None:
     base = tiny_base()
     plain = decode(base, None, PROMPT, max_new_tokens=30)
-    defaults = base.model.generation_config
-    asked = {
-        "repetition_penalty": defaults.repetition_penalty,
-        "do_sample": defaults.do_sample,
-        "top_k": defaults.top_k,
-    }
+    defaults, settings = base.model.generation_config, {"repetition_penalty": 5.0, "do_sample": True, "top_k": 3}
+    before = {name: getattr(defaults, name) for name in settings}
     try:
-        defaults.update(repetition_penalty=5.0, do_sample=True, top_k=3)
+        defaults.update(**settings)
         assert transformers_generate(base, PROMPT, 30).tokens == plain.tokens
         assert base.model.generation_config is defaults
     finally:
-        defaults.update(**asked)
+        defaults.update(**before)
 
 
 @pytest.mark.parametrize("max_new", range(1, 12))

@@ -23,17 +23,14 @@ def rng(seeds: list[int], positions: list[int] | None = None, stream: int = VERI
 def ask(source: PerRowRng, rows: int, times: int, active: torch.Tensor | None = None) -> torch.Tensor:
     """[times, rows] decisions at one half."""
     half = torch.full((rows,), 0.5)
-    everywhere = torch.ones(rows, dtype=torch.bool)
-    return torch.stack(
-        [source.bernoulli(half, half * 2, everywhere if active is None else active) for _ in range(times)]
-    )
+    active = torch.ones(rows, dtype=torch.bool) if active is None else active
+    return torch.stack([source.bernoulli(half, half * 2, active) for _ in range(times)])
 
 
 def test_decisions_and_samples_follow_their_probs() -> None:
     rows = 4000
-    accepted = rng(list(range(rows))).bernoulli(
-        torch.full((rows,), 0.3), torch.full((rows,), 0.4), torch.ones(rows).bool()
-    )
+    p, q, active = torch.full((rows,), 0.3), torch.full((rows,), 0.4), torch.ones(rows).bool()
+    accepted = rng(list(range(rows))).bernoulli(p, q, active)
     assert abs(float(accepted.float().mean()) - 0.75) < 0.03
     probs = torch.tensor([0.5, 0.0, 2.0, 1.5])  # not normalised
     drawn = rng(list(range(rows))).categorical(probs.expand(rows, 2, 4))

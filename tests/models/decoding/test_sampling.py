@@ -24,10 +24,8 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def model() -> GenerationMixin:
-    shape = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    return LlamaForCausalLM(shape)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
 
 
 def probs_of_generate(

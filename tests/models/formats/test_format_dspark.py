@@ -114,9 +114,7 @@ def smollm_like() -> BaseModel:
 
 @pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_engine_and_round_trip_give_the_heads_logits(
-    tmp_path: Path, variant: str, d2t: Tensor | None, smollm_like: BaseModel
-) -> None:
+def test_engine_and_round_trip(tmp_path: Path, variant: str, d2t: Tensor | None, smollm_like: BaseModel) -> None:
     head = block_head(smollm_like, d2t, **VARIANTS[variant])
     layout = DSPARK if head.config.markov_rank else DFLASH
     for form, engine in ((layout, vllm_engine), (GGUF, llamacpp_engine)):

@@ -108,9 +108,7 @@ ENGINES = {"medusa": faster_decoding, "tgi_medusa": tgi, "vllm_medusa": vllm}
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
 @pytest.mark.parametrize("name", ENGINES)
-def test_engine_and_round_trip_give_the_heads_logits(
-    tiny_base: TinyBase, tmp_path: Path, name: str, settings: dict[str, Any]
-) -> None:
+def test_engine_and_round_trip(tiny_base: TinyBase, tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     base = tiny_base()
     head = trained(base, **settings)
     if name == "tgi_medusa" and not head.config.own_lm_head and head.config.num_layers > 1:

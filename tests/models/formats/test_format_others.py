@@ -112,9 +112,7 @@ eagle_of_50 = partial(eagle, d2t=torch.arange(50))
         (kangaroo_engine, kangaroo, {}),
     ],
 )
-def test_engine_and_round_trip_give_the_heads_logits(
-    tmp_path: Path, engine: Engine, make: Make, settings: dict[str, Any]
-) -> None:
+def test_engine_and_round_trip(tmp_path: Path, engine: Engine, make: Make, settings: dict[str, Any]) -> None:
     head = make(deep_base(), **settings)
     check_round_trip(FORMATS[head.config.head_type], engine, head, tmp_path)
 
@@ -162,9 +160,7 @@ def test_hydra_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix_layer", [False, True])
-def test_hydra_modules_are_counted_with_dropouts_or_without(
-    tiny_base: TinyBase, tmp_path: Path, prefix_layer: bool
-) -> None:
+def test_hydra_modules_with_and_without_dropouts(tiny_base: TinyBase, tmp_path: Path, prefix_layer: bool) -> None:
     """Import files with and without dropout modules, and without biases."""
     base = tiny_base()
     head = hydra(base, num_layers=3, prefix_layer=prefix_layer)

@@ -252,7 +252,7 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind:
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.02), ("int8", 0.1)])
 @every_head
-def test_low_precision_copies_change_drafts_only(
+def test_low_precision_changes_drafts_only(
     tiny_base: TinyBase, tmp_path: Path, kind: str, dtype: str, error: float
 ) -> None:
     """Drafts are rounded, the output and the trained weights are not, and the setting is saved."""

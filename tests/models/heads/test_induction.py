@@ -101,9 +101,7 @@ def test_no_format_has_one(tiny_base: TinyBase, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["hydra", "dspark"])
 @pytest.mark.parametrize("settings", [{}, {"model_type": "granite", "logits_scaling": 8.0}], ids=["llama", "granite"])
-def test_a_match_adds_the_same_to_the_logits_of_any_base(
-    tiny_base: TinyBase, kind: str, settings: dict[str, Any]
-) -> None:
+def test_a_match_adds_the_same_for_any_base(tiny_base: TinyBase, kind: str, settings: dict[str, Any]) -> None:
     """Granite's base divides its logits."""
     head = WITH_INDUCTION[kind].build(tiny_base(**settings))
     with torch.no_grad():

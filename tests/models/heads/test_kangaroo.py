@@ -71,9 +71,8 @@ def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, name: st
 def test_only_the_remaining_layers_run(tiny_base: TinyBase) -> None:
     base = tiny_base()
     head, runs = adapter(base), Counter[int]()
-    hooks = [
-        layer.register_forward_hook(lambda *_, n=n: runs.update([n])) for n, layer in enumerate(base.model.model.layers)
-    ]
+    layers = enumerate(base.model.model.layers)
+    hooks = [layer.register_forward_hook(lambda *_, n=n: runs.update([n])) for n, layer in layers]
     result = decode(base, head, PROMPTS[0], max_new_tokens=12, draft_config=PLANS["chain"], ignore_eos=True)
     for hook in hooks:
         hook.remove()
@@ -106,11 +105,10 @@ def test_threshold_is_the_default_and_stops_drafting(tiny_base: TinyBase, tmp_pa
     head.save_pretrained(tmp_path)
     loaded = load_head(tmp_path, base)
     assert default_draft_config(loaded).confidence_threshold == 0.3
-    depths = [s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, ignore_eos=True).steps]
-    never = DraftConfig(tree=TokenTree.chain(4))
-    full = [
-        s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, draft_config=never, ignore_eos=True).steps
-    ]
+    depths, full = (
+        [s.depth for s in decode(base, loaded, PROMPTS[2], max_new_tokens=30, ignore_eos=True, **never).steps]
+        for never in ({}, {"draft_config": DraftConfig(tree=TokenTree.chain(4))})
+    )
     assert min(depths[:-1]) >= 1 and sum(depths) / len(depths) < sum(full) / len(full)
 
 

@@ -80,9 +80,8 @@ def plain(hidden: Tensor, heads: list[LMHead], targets: Labels, config: LossConf
             alpha = torch.minimum(p[i], log_q.exp()).sum()
             mix = torch.exp(-3 * alpha.detach())
             mean = (0.5 * (p[i] + log_q.exp())).log()
-            jsd = (
-                F.kl_div(mean, p[i], reduction="sum") / 2 + F.kl_div(mean, log_q, reduction="sum", log_target=True) / 2
-            )
+            to_q = F.kl_div(mean, log_q, reduction="sum", log_target=True)
+            jsd = (F.kl_div(mean, p[i], reduction="sum") + to_q) / 2
             reverse = F.kl_div(p[i].log(), log_q, reduction="sum", log_target=True)
             loss = config.kl * kl + config.tv * (1 - alpha) - config.lk * alpha.log()
             loss = loss + config.reverse_kl * reverse + config.jsd * jsd

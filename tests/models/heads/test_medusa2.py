@@ -98,9 +98,7 @@ def test_parity_with_a_few_line_reference(tiny_base: TinyBase, base_loss: str, s
     assert parts["heads_loss"].value > parts["loss_1"].value > 0, "a sum over positions"
     assert len(head.adapter) == 2 * (7 * base.num_layers + lm_head)
     for name, parameter in head.named_parameters():
-        torch.testing.assert_close(
-            actual[name], parameter.grad, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-3, atol=1e-3, msg=f"gradient of {name}")
         assert actual[name].abs().sum() > 0, name
 
 

@@ -247,10 +247,8 @@ def test_dropout_only_in_training(tiny_base: TinyBase) -> None:
 
 def test_published_sizes() -> None:
     """Llama-3-8B's speculator has 3.2 B parameters, Llama-3-70B's 961 M (ibm-ai-platform)."""
-    shapes = [
-        LlamaConfig(hidden_size=width, vocab_size=128256, num_attention_heads=heads)
-        for width, heads in ((4096, 32), (8192, 64))
-    ]
+    sizes = ((4096, 32), (8192, 64))
+    shapes = [LlamaConfig(hidden_size=w, vocab_size=128256, num_attention_heads=heads) for w, heads in sizes]
     settings = [{"inner_dim": 3072}, {"inner_dim": 3584, "tie_weights": True, "scale_input": True}]
     configs = [MLPSpeculatorConfig(num_draft_tokens=4, **values) for values in settings]
     heads = [config.without_weights(meta_base(shape)) for config, shape in zip(configs, shapes, strict=True)]

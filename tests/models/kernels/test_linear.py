@@ -91,9 +91,7 @@ def test_loaded_weights_are_the_ones_that_draft(tiny_base: TinyBase) -> None:
 @pytest.mark.parametrize("compiles", [True, False])
 @pytest.mark.parametrize("kernel", list(Kernel))
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 40])
-def test_every_kernel_computes_the_product(
-    kernel: Kernel, rows: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kernel_is_a_product(kernel: Kernel, rows: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a compiler, before and after the other forms of the weight are released."""
     if not compiles:
         without_compiler(monkeypatch)

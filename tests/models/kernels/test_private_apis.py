@@ -45,9 +45,7 @@ def test_the_tested_versions_have_every_name(name: str) -> None:
     assert PRIVATE_NAMES[name].startswith(("fallback: ", "required: "))
 
 
-def test_without_private_operators_stock_layers_give_the_same_tokens(
-    tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_layers_replace_private_operators(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = decode(tiny_base(), None, PROMPT, max_new_tokens=16).tokens
     monkeypatch.setattr(private_apis, "look_up", lambda name: None)
     assert not can_prepack(torch.ones(4, 4)) and not packs_bfloat16()

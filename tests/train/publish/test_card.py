@@ -76,10 +76,8 @@ def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
 def test_a_lossy_rule_does_not_promise_the_bases_text(tiny_base: TinyBase, tmp_path: Path) -> None:
     model_card = written_card(tmp_path, tiny_base(), {"name": "typical", "lossless": False, "total_variation": 0.3})
     assert "exactly what the base" not in model_card.content and "lossy rule, typical" in model_card.content
-    assert (
-        model_card.data.eval_results[0].metric_name
-        == "speedup over the fastest autoregressive decoding (lossy, TV 0.3)"
-    )
+    metric = model_card.data.eval_results[0].metric_name
+    assert metric == "speedup over the fastest autoregressive decoding (lossy, TV 0.3)"
     assert "the base's licence could not be read" in model_card.content
 
 
@@ -156,8 +154,6 @@ def test_a_head_without_a_run_gets_a_card_too(tiny_base: TinyBase, tmp_path: Pat
     MedusaConfig(num_draft_tokens=2).build(tiny_base(), None).save_pretrained(tmp_path)
     card.minimal_card(tmp_path)
     model_card = ModelCard.load(tmp_path / "README.md")
-    assert (
-        model_card.data.license == "unknown"
-        and "(Medusa) for speculative decoding with `random-llama`" in model_card.content
-    )
+    assert model_card.data.license == "unknown"
+    assert "(Medusa) for speculative decoding with `random-llama`" in model_card.content
     assert 'load_head("<this repository or folder>")' in model_card.content

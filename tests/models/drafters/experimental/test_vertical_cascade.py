@@ -43,9 +43,8 @@ def test_the_target_itself_is_always_right(tiny_base: TinyBase) -> None:
     """With sampling, q equals p, so every draft is accepted."""
     base, draft_config = tiny_base(), sampled(TokenTree.chain(4))
     drafter = VerticalCascade(base, early_exit(base, 2), num_tokens=4, draft_config=draft_config)
-    for r in decode_batch(
-        base, drafter, PROMPTS, max_new_tokens=26, draft_config=draft_config, sampler=SAMPLER, ignore_eos=True
-    ):
+    settings = {"max_new_tokens": 26, "draft_config": draft_config, "sampler": SAMPLER, "ignore_eos": True}
+    for r in decode_batch(base, drafter, PROMPTS, **settings):
         assert [step.accepted for step in r.steps][:4] == [4] * 4
 
 
@@ -58,11 +57,8 @@ def test_a_row_draws_the_same_whatever_its_neighbours(tiny_base: TinyBase) -> No
 
 def test_seeds_inside_are_those_of_row_and_step(tiny_base: TinyBase) -> None:
     last = torch.zeros(2, dtype=torch.int64)
-    seeds = [
-        seed
-        for position in (3, 4)
-        for seed in inner_seeds(last, PerRowRng([1, 2], [position] * 2, DRAFT, torch.device("cpu")))
-    ]
+    sources = [PerRowRng([1, 2], [position] * 2, DRAFT, torch.device("cpu")) for position in (3, 4)]
+    seeds = [seed for source in sources for seed in inner_seeds(last, source)]
     assert len(set(seeds)) == 4 and min(seeds) > 2**40
     assert inner_seeds(last[:1], PerRowRng([2], [4], DRAFT, torch.device("cpu"))) == seeds[3:]
 
@@ -103,12 +99,6 @@ def test_sampled_text_has_the_targets_distribution(tiny_base: TinyBase, name: st
 
 
 def test_refusals(tiny_base: TinyBase) -> None:
-    base = tiny_base()
+    base, wide = tiny_base(), DraftConfig(tree=TokenTree.expansion([2]))
     with pytest.raises(UserError, match="nested drafting drafts chains"):
-        decode(
-            base,
-            VerticalCascade(base, None),
-            [1, 2],
-            max_new_tokens=8,
-            draft_config=DraftConfig(tree=TokenTree.expansion([2])),
-        )
+        decode(base, VerticalCascade(base, None), [1, 2], max_new_tokens=8, draft_config=wide)
