@@ -1,6 +1,7 @@
 """The estimate of a run against things that exist: published sizes, and the memory that a real step allocates."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -38,6 +39,7 @@ TINY = ("debug=tiny", "base.dtype=float32")
 OWN_LM_HEAD = ("head.own_lm_head=true", "head.induction_rank=0")
 
 
+@cache
 def recipe(*overrides: str) -> RunConfig:
     return composed(Path("unused"), *overrides)[0]
 

@@ -48,6 +48,11 @@ def test_a_folder_of_other_settings_is_rejected(finished: Path) -> None:
         train(finished, TRAINED, "base.seed=1", "resume=false")
 
 
+@pytest.fixture(scope="module")
+def zero_floor() -> RunConfig:
+    return recipe(Path("unused"), "phases.distill.boost.floor=0")
+
+
 @pytest.mark.parametrize(
     ("key", "saved", "is_accepted"),
     [
@@ -64,9 +69,9 @@ def test_a_folder_of_other_settings_is_rejected(finished: Path) -> None:
     ],
 )
 def test_resuming_tells_values_apart_and_fills_in_defaults(
-    tmp_path: Path, key: str, saved: Any, is_accepted: bool
+    zero_floor: RunConfig, tmp_path: Path, key: str, saved: Any, is_accepted: bool
 ) -> None:
-    run, path = recipe(tmp_path, "phases.distill.boost.floor=0"), tmp_path / "run" / "training-settings.json"
+    run, path = zero_floor, tmp_path / "run" / "training-settings.json"
     settings = training_settings(run)
     settings = {k: v for k, v in settings.items() if k != key and not k.startswith(f"{key}.")}
     write_json(path, settings if saved is ... else settings | {key: saved})
