@@ -35,6 +35,7 @@ OPTIONS = (
     "phases.distill.seq_len=256",
 )
 STEPS = 20
+TESTS = Path(__file__).parents[1]
 SHORT = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
 """Overrides of a run that is only there to be resumed, copied or rejected."""
 
@@ -48,7 +49,7 @@ class Runs:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (TESTS.parent, TESTS)))},
         )
         self.seconds = 0.0
         """How long the latest job took."""
@@ -62,6 +63,10 @@ class Runs:
         """Run ``drafthead`` with these arguments, log in ``folder``, and return the exit code."""
         (code,) = self._run(folder, {"command": arguments, **job})
         return code
+
+    def script(self, folder: Path, *arguments: str, **job: Any) -> list[int]:
+        """Run a Python script with these arguments, log in ``folder``, and return every process's exit code."""
+        return self._run(folder, {"script": arguments, **job})
 
     def _run(self, folder: Path, job: dict[str, Any]) -> list[int]:
         folder.mkdir(exist_ok=True)

@@ -4,7 +4,8 @@ Tests start it as ``python forked_runs.py``. It reads one job per line and answe
 "seconds": ...}``, with an exit code per process. A job has::
 
     overrides    of the recipe, or
-    command      arguments of ``drafthead``, for another command than train
+    command      arguments of ``drafthead``, for another command than train, or
+    script       a Python script and its arguments
     log          file for all output, rank 1's in FILE.1 and so on
     processes    how many (default 1)
     environment  additional environment variables of the processes
@@ -19,6 +20,7 @@ import errno
 import json
 import os
 import resource
+import runpy
 import signal
 import sys
 import time
@@ -94,6 +96,10 @@ def work(job: dict[str, Any], rank: int) -> None:
     os.environ.update(job.get("environment", {}))
     code: object = 0
     try:
+        if "script" in job:
+            sys.argv = job["script"]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            os._exit(0)
         if "command" in job:
             sys.argv = ["drafthead", *job["command"]]
             cli.main()

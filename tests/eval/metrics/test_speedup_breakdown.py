@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.eval.metrics.speedup_breakdown import (
@@ -66,6 +66,7 @@ def autoregressive(method: list[DecodeResult]) -> list[DecodeResult]:
 accepted = st.lists(st.integers(0, 3), min_size=1, max_size=8)
 
 
+@settings(max_examples=30)
 @given(st.lists(accepted, min_size=1, max_size=3), st.floats(0, 3), st.floats(0, 2))
 def test_the_waterfall_ends_at_the_measurement(log: list[list[int]], prefill_s: float, rest_s: float) -> None:
     method = [answer(counts, 3, 3, prefill_s, rest_s) for counts in log]

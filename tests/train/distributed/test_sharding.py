@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.layers import first_layers
 from drafthead.train.distributed.sharding import ShardConfig, Sharding
-from support import run_together
 
 sys.path.insert(0, str(Path(__file__).parent))
 import spread
@@ -24,7 +23,6 @@ WEIGHT_TOLERANCE = 2e-5
 """Absolute, after 3 steps at 1e-3. AdamW divides a gradient by its own size, so rounding matters where terms cancel."""
 BFLOAT16_TOLERANCE = 0.03
 """Relative, for losses and gradient norms: products of a few dozen terms, each rounded to 8 bits."""
-TIMEOUT_S = 240
 Results = Callable[[str], list[dict[str, Any]]]
 """Function that returns each process's result for the name of a case."""
 
@@ -43,18 +41,17 @@ def cases(precision: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Each process's result for any case. The fast cases, and the others, run in one start of the processes each."""
     folder = tmp_path_factory.mktemp("spread")
-    shared = {"WORLD_SIZE": str(spread.PROCESSES), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    environments = [{"RANK": str(rank), **shared} for rank in range(spread.PROCESSES)]
+    node = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
     @cache
     def run(is_fast: bool) -> None:
         (folder / "meeting").unlink(missing_ok=True)
         names = [name for name in spread.CASES if (name in FAST) == is_fast]
-        commands = [[spread.__file__, str(folder), *names]] * spread.PROCESSES
-        run_together(commands, *environments, timeout_s=TIMEOUT_S)
+        script = (spread.__file__, str(folder), *names)
+        assert runs.script(folder, *script, processes=spread.PROCESSES, environment=node) == [0, 0], runs.output(folder)
 
     def of_case(name: str) -> list[dict[str, Any]]:
         run(name in FAST)
