@@ -148,9 +148,7 @@ def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
     assert half.failures() == [] and len(replace(half, dtype=torch.float32).failures()) == 1
 
 
-def test_another_type_is_refused_before_its_base_loads(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_type_is_refused_before_loading(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(BaseModel, "load")
     with pytest.raises(SystemExit, match="type eagle3, .* type medusa"):
         call("export", f"head={saved}", "to=eagle3", f"out={tmp_path / 'out'}")

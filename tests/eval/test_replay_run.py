@@ -61,9 +61,7 @@ def test_a_broken_file_of_texts_is_named(tmp_path: Path, line: str | None, messa
         ("draft_sampling=x", "draft_sampling must be one of top_k"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_loaded(
-    setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_refused_at_once(setting: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "FOLDER").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
@@ -82,9 +80,7 @@ def test_base_answers_follow_the_suite(tiny_base: TinyBase, tmp_path: Path) -> N
         base_answers(base, suite=str(suite), limit=None, max_new_tokens=base.max_context - 1)
 
 
-def test_a_head_with_a_threshold_has_a_row(
-    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_thresholds_have_a_row(tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tiny_base()
     texts = [FinishedAnswer([5, 6, 7, *decode(base, None, [5, 6, 7], max_new_tokens=12, ignore_eos=True).tokens], 3)]
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()

@@ -150,9 +150,7 @@ def test_a_stream_has_no_schedule() -> None:
         OnlineConfig(optim=OptimConfig())
 
 
-def test_the_command_says_what_was_learned(
-    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_learning(tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = small_head(tiny_base(), tmp_path / "run" / "head")
     out = tmp_path / "stream"
     call("adapt", f"head={head}", "suite=builtin", "interval=2", "max_new_tokens=12", "optim.lr=0.01", f"out={out}")

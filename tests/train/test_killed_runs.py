@@ -147,7 +147,7 @@ def assert_same_stream(folder: Path, whole: Path) -> None:
     assert all(value.numpy().tobytes() == weights[1][name].numpy().tobytes() for name, value in weights[0].items())
 
 
-def test_a_stream_killed_at_every_delicate_moment(
+def test_a_stream_killed_at_delicate_moments(
     runs: Any, adapt: Callable[..., int], whole_stream: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "killed"

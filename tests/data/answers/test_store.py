@@ -70,7 +70,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("place", ["fsync", "replace", "save_file", "write_table"])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_killed_at_every_step(
+def test_killed_at_any_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, after: bool, call: int
 ) -> None:
     owner = {"fsync": os, "replace": Path, "save_file": answers, "write_table": pq}[place]

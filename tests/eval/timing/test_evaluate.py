@@ -53,9 +53,7 @@ def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, t
 
 
 @pytest.mark.parametrize("draft_sampling", ["top_k", "with_replacement"])
-def test_sampled_answers_are_compared_if_a_seed_decides(
-    draft_sampling: str, tiny_base: TinyBase, tmp_path: Path
-) -> None:
+def test_sampled_answers_are_compared_by_seed(draft_sampling: str, tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
     config = replace(CONFIG, sampler=Sampler(temperature=0.7), draft_sampling=draft_sampling)

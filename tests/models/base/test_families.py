@@ -207,7 +207,7 @@ NOT_INSTALLED = "needs a package that is not installed here: .* Install it, or n
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8, llama"),  # rounds by the others in a pass
     ],
 )
-def test_a_quantised_folder_that_cannot_be_read_is_one_line(
+def test_quantised_folders_are_one_line(
     quantisation: dict[str, Any], says: str, tmp_path: Path, script: Script
 ) -> None:
     bases = script("bases")

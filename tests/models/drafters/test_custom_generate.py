@@ -348,7 +348,7 @@ SAMPLED_CASES: dict[str, dict[str, Any]] = {
         ("`temperature`, `top_k`, `top_p`", DraftSampling.TOP_K),
     ],
 )
-def test_sampled_answers_have_the_distribution_of_stock_generate(
+def test_sampled_answers_are_stock_distributed(
     model: Any, head: Path, name: str, draft_sampling: DraftSampling
 ) -> None:
     """Exact probabilities of all continuations of three tokens, from stock scores, against counts."""

@@ -92,7 +92,7 @@ ON_GEMMA = ("chain", "expansion", "nested twice", "combined", "relay")
 
 
 @pytest.mark.parametrize(("architecture", "name"), [*product(["llama"], GREEDY), *product(["gemma"], ON_GEMMA)])
-def test_greedy_text_is_plain_text(tiny_base: TinyBase, small_caches: None, architecture: str, name: str) -> None:
+def test_greedy_text(tiny_base: TinyBase, small_caches: None, architecture: str, name: str) -> None:
     """The drafters' caches grow on the way."""
     base = tiny_base(architecture)
     drafter, draft_config, new = DRAFTERS[name](base), CONFIGS.get(name), 25

@@ -140,9 +140,7 @@ def test_engine_and_round_trip(tmp_path: Path, engine: Engine, make: Make, setti
         (kangaroo, {"rope_theta": 5e5}, "rope_theta 500000.0, but random-llama has 10000.0"),
     ],
 )
-def test_a_config_that_would_draft_wrongly_is_refused(
-    tiny_base: TinyBase, tmp_path: Path, make: Make, config: dict[str, Any], says: str
-) -> None:
+def test_wrong_configs(tiny_base: TinyBase, tmp_path: Path, make: Make, config: dict[str, Any], says: str) -> None:
     head = make(tiny_base(), **({"prefix_layer": True} if make is hydra else {}))
     check_refused(FORMATS[head.config.head_type], head, tmp_path, config, says)
 

@@ -112,7 +112,7 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
         *cases_of(("llama", "always"), HEADS, fast=("medusa", "hydra", "mlp")),
     ],
 )
-def test_drafting_along_a_text_is_the_training_path(
+def test_drafting_is_the_training_path(
     tiny_base: TinyBase, small_caches: None, kind: str, architecture: str, graphs: str
 ) -> None:
     """Rows of different lengths are read in pieces, with drafts in between: drafting logits equal those of training.
@@ -231,7 +231,7 @@ def test_an_untrained_head_is_the_bases_next_token_head(tiny_base: TinyBase, arc
         *cases_of(("gpt_bigcode",), ("medusa", "hydra", "mlp"), fast=("medusa",)),
     ],
 )
-def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
+def test_greedy_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
     """Alone and in a batch, with every kind of tree; the head is fitted, so that drafts are accepted."""
     base = tiny_base(architecture)
     plain = [decode(base, None, p, max_new_tokens=16, ignore_eos=True).tokens for p in PROMPTS]
@@ -252,9 +252,7 @@ def test_greedy_text_is_plain_text(tiny_base: TinyBase, architecture: str, kind:
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.02), ("int8", 0.1)])
 @every_head
-def test_low_precision_changes_drafts_only(
-    tiny_base: TinyBase, tmp_path: Path, kind: str, dtype: str, error: float
-) -> None:
+def test_low_precision_of_drafts(tiny_base: TinyBase, tmp_path: Path, kind: str, dtype: str, error: float) -> None:
     """Drafts are rounded, the output and the trained weights are not, and the setting is saved."""
     base = tiny_base()
     full = randomised(HEADS[kind].build(base)).eval()

@@ -61,7 +61,7 @@ def head_of(recipe: str) -> DraftHead:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_greedy_text_is_plain_text(recipe: str, tmp_path: Path) -> None:
+def test_greedy_text(recipe: str, tmp_path: Path) -> None:
     head, target = head_of(recipe), base()
     if head.config.trains_base:
         head.train_base(now=True)

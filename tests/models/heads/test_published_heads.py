@@ -208,7 +208,7 @@ ROTATED = (eagle3, p_eagle, kangaroo)
     ("reference", "variant"), [(each, number) for each, variants in VARIANTS.items() for number in range(len(variants))]
 )
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_parity_with_the_papers_equations(
+def test_parity_with_papers(
     tiny_base: TinyBase, reference: Callable[..., Reference], architecture: str, variant: int
 ) -> None:
     """Copied weights; every token read is the true one, of the same document."""

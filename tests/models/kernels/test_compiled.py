@@ -108,7 +108,7 @@ def test_none_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize("right, wrong", [("sums[m][v] += weights", "sums[m][v] -= weights"), ("cvtepi8", "cvtepu8")])
-def test_none_if_the_build_is_wrong(
+def test_none_if_built_wrong(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str
 ) -> None:
     """In both products, and in that of 8 bits alone (where the CPU has AVX2)."""

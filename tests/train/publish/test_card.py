@@ -55,9 +55,7 @@ def written_card(folder: Path, base: BaseModel, rule: dict[str, Any], *overrides
     return ModelCard.load(folder / "head" / "README.md")
 
 
-def test_a_card_names_no_folder_of_this_machine_and_its_results_are_metadata(
-    tiny_base: TinyBase, tmp_path: Path
-) -> None:
+def test_a_card_names_no_folder_and_its_results_are_metadata(tiny_base: TinyBase, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: acme\n---\n")
     stored = (f"base.name={tmp_path}", "base.random=false")
     model_card = written_card(tmp_path, tiny_base(), {"name": "exact", "lossless": True}, *stored)

@@ -159,9 +159,7 @@ def test_wandb_offline_receives_settings_curves_tables_and_the_report(
 
 
 @pytest.mark.usefixtures("wandb_service")
-def test_a_resumed_run_is_the_same_wandb_run_and_its_newest_part_has_all_rows(
-    open_tracker: Open, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_the_same_wandb_run_with_all_rows(open_tracker: Open, tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     runs = []
     for steps in ((1, 2, 3, 4), (3, 4, 5)):
@@ -190,9 +188,7 @@ def test_the_run_id_belongs_to_the_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("wandb_service")
-def test_a_wandb_that_cannot_be_reached_goes_offline(
-    open_tracker: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_wandb_goes_offline(open_tracker: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:  # bound and not listening: every connection is refused
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")

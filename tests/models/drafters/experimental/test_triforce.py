@@ -47,9 +47,7 @@ def test_positions_are_those_of_the_longer_cache(tiny_base: TinyBase) -> None:
     [("llama", "recent"), ("llama", "sinks:4"), ("llama", "retrieval:4"), ("gemma", "retrieval:4")],
 )
 @pytest.mark.parametrize("inner", [None, PromptLookup(3)], ids=["plain", "lookup"])
-def test_greedy_text_is_plain_text(
-    tiny_base: TinyBase, architecture: str, policy: str, inner: PromptLookup | None
-) -> None:
+def test_greedy_text(tiny_base: TinyBase, architecture: str, policy: str, inner: PromptLookup | None) -> None:
     base = tiny_base(architecture)
     plain = decode(base, None, PROMPT, max_new_tokens=60, ignore_eos=True).tokens
     for budget in (16, 999):
