@@ -1,6 +1,7 @@
 """Several processes: one signal stops all, none waits for a dead one, and another number of processes resumes."""
 
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,10 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_processes(rows: int, 
 
 
 @pytest.fixture(scope="module")
-def whole_of_two(runs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted run on two processes."""
+def whole_of_two(runs: Any, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run on two processes, with the corpora of one."""
     folder = tmp_path_factory.mktemp("whole")
+    shutil.copytree(whole / "corpora", folder / "corpora", symlinks=True)
     assert runs.all(folder, processes=2) == [0, 0]
     return folder
 
