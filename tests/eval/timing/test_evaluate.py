@@ -148,7 +148,7 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
 def test_a_repetition_penalty_of_the_base_applies_to_all_methods(
     given: float | None, tiny_base: TinyBase, tmp_path: Path
 ) -> None:
-    base = tiny_base()
+    base = BaseModel.load(tiny_base().config)  # not the one that other tests use
     base.model.generation_config.repetition_penalty = 5.0
     base.model.generation_config.suppress_tokens = [7]
     config = replace(CONFIG, max_new_tokens=12, sampler=Sampler(repetition_penalty=given))
