@@ -1,9 +1,9 @@
-"""Draw the figures of the documentation as SVG, readable on light and dark pages.
+"""Draw the figures of the documentation as SVG, readable on light and dark pages, and write its tables of results.
 
-    python benchmarks/figures.py                     # into docs/assets
+    python benchmarks/figures.py                     # into docs/assets and docs/results
     python benchmarks/figures.py --out build/figures
 
-Diagrams need no data. The others come from docs/results/demo.json, which is the eval.json of `make demo`.
+Diagrams need no data. Plots and tables come from docs/results/demo.json, which is the eval.json of `make demo`.
 """
 
 import io
@@ -307,6 +307,45 @@ PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
 }
 
 
+METHODS = {
+    "speculative": "head and prompt lookup in one tree",
+    "head": "head alone",
+    "prompt_lookup:8:2": "prompt lookup alone, no training",
+}
+"""Methods of the demo and their names in tables."""
+MARKS = "<!-- demo: table -->\n", "<!-- end -->\n"
+
+
+def demo_table(demo: dict[str, Any]) -> str:
+    """Return the methods of the demo as a Markdown table."""
+    overall, metrics = demo["overall"], demo["metrics"]
+    lines = [
+        "| method | speedup | 95 % interval | tokens per pass (tau) | tokens/s | answers identical |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for method, name in METHODS.items():
+        numbers, (low, high) = metrics[method], overall["methods"][method]["speedup"]["interval_95"]
+        times = f"{numbers['speedup']:.2f}x"
+        same = overall["methods"][method]["identical_outputs"]
+        cells = (name, f"**{times}**" if method == "speculative" else times, f"{low:.2f}–{high:.2f}")
+        cells += (f"{numbers['mean_accepted_length']:.2f}", f"{numbers['tokens_per_second']:.1f}")
+        lines.append(f"| {' | '.join(cells)} | {same['same']} of {same['of']} |")
+    speeds = overall["autoregressive_tokens_per_second"]
+    fastest = max(speeds.values())
+    for name, speed in (
+        ("no drafting, the fastest of three decoders", fastest),
+        ("no drafting, stock transformers", speeds["transformers_stock"]),
+    ):
+        lines.append(f"| {name} | {speed / fastest:.2f}x | | 1.00 | {speed:.1f} | |")
+    return "\n".join(lines) + "\n"
+
+
+def filled(page: str, demo: dict[str, Any]) -> str:
+    """Return a page with the table of the demo between its marks."""
+    before, mark, rest = page.partition(MARKS[0])
+    return f"{before}{mark}{demo_table(demo)}{MARKS[1]}{rest.partition(MARKS[1])[2]}" if mark else page
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write ``figure`` as SVG without a background, in colours for light and dark pages."""
     for text in figure.findobj(Text):
@@ -326,7 +365,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Draw all figures."""
+    """Draw all figures and write all tables."""
     options = parser(__doc__)
     options.add_argument("--out", type=Path, default=DOCS / "assets", metavar="DIR", help="default docs/assets")
     arguments = options.parse_args(given)
@@ -335,6 +374,8 @@ def main(given: list[str] | None = None) -> None:
     figures = {name: draw() for name, draw in DIAGRAMS.items()} | {name: draw(demo) for name, draw in PLOTS.items()}
     for name, figure in figures.items():
         save(figure, arguments.out / f"{name}.svg")
+    for page in (DOCS / "results").glob("*.md"):
+        page.write_text(filled(page.read_text(), demo))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def commands_page() -> str:
     """Return the usage of every command."""
     lines = [
         "# Commands",
-        f"Commands of drafthead {drafthead.__version__}. Settings are given as `key=value`: [settings](settings.md).",
+        "Settings are given as `key=value`: [settings](settings.md).",
         "`drafthead COMMAND --help` prints the text below and the settings. `--cfg job` prints the settings that a "
         "command would use.",
         "",
@@ -100,7 +100,7 @@ def suites_page() -> str:
             *_table("suite | prompts | content | origin | licence | chosen on it", rows),
             "",
             "Your own prompts: `suite=FILE.jsonl` or `suite=hf:NAME[:SPLIT[:COLUMN]]`. A line has one of the keys "
-            "`prompt`, `messages`, `turns` or `input_ids`, and optionally `task`.",
+            "`prompt`, `messages`, `conversations`, `turns` or `input_ids`, and optionally `task`.",
         ]
     )
 
@@ -142,7 +142,7 @@ def engines_page() -> str:
 
 def api_page() -> str:
     """Return the directives from which mkdocstrings makes the page of the public Python functions and classes."""
-    names = [name for name in drafthead.__all__ if name != "__version__"]
+    names = sorted((name for name in drafthead.__all__ if name != "__version__"), key=lambda name: name[0].isupper())
     lines = ["# Python", "Names of `import drafthead`. [Generate](../guides/generate.md) has examples."]
     for name in names:
         member = getattr(drafthead, name)

@@ -1,0 +1,45 @@
+"""Figures and numbers of README and docs are those of the JSON files that commands wrote."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from drafthead.data.utils.files import read_json
+
+ROOT = Path(__file__).parent.parent
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def figures(script: Load) -> ModuleType:
+    return script("figures")
+
+
+def test_tables_are_those_of_the_demo(figures: ModuleType) -> None:
+    demo = read_json(figures.DEMO)
+    pages = [page for page in (ROOT / "docs" / "results").glob("*.md") if figures.MARKS[0] in page.read_text()]
+    assert {page.stem for page in pages} >= {"index", "demo"}
+    for page in pages:
+        assert figures.filled(page.read_text(), demo) == page.read_text(), "run: python benchmarks/figures.py"
+    rows = [line for line in figures.demo_table(demo).splitlines() if re.search(r"\d", line)]
+    missing = [row for row in rows if row not in (ROOT / "README.md").read_text()]
+    assert len(rows) == 6 and not missing, missing
+
+
+def test_the_demo_was_undisturbed_and_lossless(figures: ModuleType) -> None:
+    demo = read_json(figures.DEMO)
+    same = demo["overall"]["identical_outputs"]
+    assert same["same"] == same["of"] and demo["rule"]["lossless"]
+    assert demo["overall"]["hardware"]["other_processes_cores"] < 0.2
+
+
+@pytest.mark.slow
+def test_every_figure_is_drawn_and_shown(figures: ModuleType, tmp_path: Path) -> None:
+    figures.main(["--out", str(tmp_path)])
+    drawn = {path.name for path in tmp_path.glob("*.svg")}
+    assert drawn == {f"{name}.svg" for name in (*figures.DIAGRAMS, *figures.PLOTS)}
+    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    assert not [name for name in drawn if f"assets/{name})" not in text]
