@@ -208,9 +208,9 @@ class AnswerGenerator:
                 f"{self.base.name} does not read (it reads {', '.join(known) or 'no known switch'}); leave it out"
             )
         if unread := unread_variables(tokenizer, self.base.config.chat_template_kwargs):
-            self.log(f"base.chat_template_kwargs: the chat template does not read {', '.join(unread)}")
+            self.log(f"   base.chat_template_kwargs: the chat template does not read {', '.join(unread)}")
         if ignored := self.base.ignored_settings():
-            self.log(f"answers leave out, of the base's generation_config.json: {', '.join(ignored)}")
+            self.log(f"   answers leave out, of the base's generation_config.json: {', '.join(ignored)}")
 
     def _answer(self, prompts: list[Prompt], store: AnswerStore, temperature: float) -> None:
         """Answer this process's share of the prompts without an answer."""
