@@ -44,14 +44,12 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import PhaseConfig, RunConfig, composed
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
+from drafthead.train.estimate.hours import GPUS
 from drafthead.train.estimate.memory import Estimate, size
 from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import StepResult, train_step
 
-PEAKS = {"A10": 125, "A100": 312, "L40S": 362, "RTX 4090": 165}
-PEAKS |= {"H100": 989, "H100 PCIe": 756, "H200": 989, "B200": 2250}
-"""Dense bfloat16 operations per second in 10**12, by words of a GPU's name; the longest match counts."""
 PARTS = ("data", "base", "head", "optimiser")
 ROWS = 32
 """Least number of different rows; steps repeat them."""
@@ -201,8 +199,8 @@ def operations_per_token(head: DraftHead, phase: PhaseConfig) -> float:
 def peak_operations(name: str) -> float | None:
     """Return a GPU's bfloat16 peak in operations per second, or None if its name is unknown."""
     words = name.replace("-", " ").split()
-    known = [gpu for gpu in PEAKS if all(word in words for word in gpu.split())]
-    return 1e12 * PEAKS[max(known, key=len)] if known else None
+    known = [gpu for gpu in GPUS if all(word in words for word in gpu.split())]
+    return 1e12 * GPUS[max(known, key=len)].tera_operations if known else None  # the longest match counts
 
 
 def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, warm: int) -> dict[str, Any]:

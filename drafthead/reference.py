@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 RECIPES = ROOT / "recipes"
 GENERATED = "<!-- Generated from the code by `python -m drafthead.reference`. Do not edit. -->"
-GROUPS = ("base", "head", "data", "phases", "shard", "tracker", "debug")
+GROUPS = ("base", "head", "data", "phases", "shard", "tracker", "machine", "budget", "debug")
 ENGINES = ("vLLM", "SGLang", "llama.cpp")
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from drafthead.data.utils.compose import parse, schema
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig
-from drafthead.data.utils.settings import NonNegative, Positive, Share, require, settings
+from drafthead.data.utils.settings import NonNegative, Positive, PositiveFloat, Share, require, settings
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
@@ -116,7 +116,9 @@ class RunConfig:
     seed: NonNegative = 0
     """Seed of the head's initial weights, the order of the data and sampling."""
     mode: Literal["train", "estimate"] = "train"
-    """Run mode. ``estimate`` prints what the run will cost, without loading weights."""
+    """Run mode. ``estimate`` prints memory, disk and hours. It runs a few steps if the base is on this machine."""
+    hours: PositiveFloat | None = None
+    """With ``mode=estimate``, also print how many steps of the last phase fit this many hours."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Stages to run, in order. Each stage reads what it needs from the run folder. Choices: ``corpora``, ``train``,
     ``quality``, ``tree``, ``evaluate``, ``card``, ``push``."""
@@ -230,6 +232,8 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if answers.fresh is None:  # packaged answers are those of the embedded base
         is_packaged = (answers.precomputed or "").startswith(f"{EMBEDDED.partition(':')[0]}:")
         answers.fresh = is_packaged and (run.base.name != EMBEDDED or run.base.adapter is not None)
+    if run.hours is not None and run.mode != "estimate":
+        raise UserError("hours needs mode=estimate, which prints the steps that fit; set phases.NAME.steps to them")
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
     if limit is not None and isinstance(size, int):
         run.head["draft_vocab_size"] = min(size, limit)

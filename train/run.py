@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafthead.data.utils.compose import hydra_task, run_main, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
-from drafthead.train.estimate.memory import print_estimate
+from drafthead.train.estimate.hours import print_estimate
 from drafthead.train.pipeline import run_pipeline
 
 
@@ -55,7 +55,7 @@ def main(usage: str = USAGE) -> None:
 def recipe_groups() -> str:
     """Return the choices of every group of recipes, for ``--help``."""
     folder = resources.files("drafthead.recipes")
-    groups = ("recipe", "base", "head", "data", "phases", "shard", "tracker", "debug")
+    groups = ("recipe", "base", "head", "data", "phases", "shard", "tracker", "machine", "budget", "debug")
     names = {
         group: sorted(f.name.removesuffix(".yaml") for f in (folder / group).iterdir() if f.is_file())
         for group in groups

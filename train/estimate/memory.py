@@ -4,17 +4,15 @@ The memory of a step is measured by running the step on tensors without memory. 
 context and the workspaces of matrix products come on top: keep about 10 % and 1 GiB free.
 """
 
-import os
 from dataclasses import replace
 
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from drafthead.models.base.base_model import meta_base
 from drafthead.models.heads.parts.losses import CHUNK_BYTES
 from drafthead.train.config import RunConfig
-from drafthead.train.distributed.launcher import with_launcher_settings
 from drafthead.train.distributed.sharding import AUTO, PRECISIONS, SHARD_MODES, checkpoint_activations
 from drafthead.train.estimate.fake_step import FakeFloats, StepMemory
 
@@ -85,13 +83,27 @@ class Estimate:
         return phase.steps * self.rows_per_step(name) * phase.seq_len
 
     def trained_tokens(self, name: str) -> int:
-        """Estimate the positions that a phase trains: all of text, and of answers all but the prompts.
+        """Estimate the positions that a phase trains, on all devices."""
+        return round(self.tokens(name) * self.trained_share(name))
 
-        Both prompts and answers are assumed to be as long as allowed, so the true number can be larger or smaller.
+    def trained_share(self, name: str) -> float:
+        """Estimate the share of trained positions: all of text, and of answers all but the prompts.
+
+        Both prompts and answers are assumed to be as long as allowed, so the true share can be larger or smaller.
         """
         answer, prompt = self.data.answers.sampler.max_new_tokens, self.data.answers.max_prompt_tokens
-        share = 1.0 if self.phases[name].corpus == "text" else answer / (answer + prompt)
-        return round(self.tokens(name) * share)
+        return 1.0 if self.phases[name].corpus == "text" else answer / (answer + prompt)
+
+    def operations(self, name: str) -> float:
+        """Return the operations of a phase on all devices: the base reads all tokens, the head trains its share."""
+        step, phase = self._step(name, accumulates=False), self.phases[name]
+        share = self.trained_share(name)
+        of_micro_batch = step.base_operations + share * (step.operations - step.base_operations)
+        return of_micro_batch * phase.steps * self.rows_per_step(name) / phase.micro_batch_size
+
+    def steps(self) -> dict[str, StepMemory]:
+        """Return a step of one micro-batch in each phase."""
+        return {name: self._step(name, accumulates=False) for name in self.phases}
 
     def total(self, name: str, mode: str | None = None) -> int:
         """Return the bytes that a device needs in a phase, the sum of ``memory``."""
@@ -162,17 +174,6 @@ class Estimate:
                 sizes[f"hidden states of {name}"] = tokens * width * states
         sizes["one checkpoint"] = (self.head_parameters + self.adapters + 2 * self.trained) * FLOAT32
         return sizes
-
-
-def print_estimate(run: RunConfig) -> None:
-    """Print the costs of a run on the number of processes that the launcher started."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    console = Console(highlight=False)
-    console.print(f"[bold]{run.name}[/bold]: {run.base.name or run.base.transformers_config().model_type}")
-    devices = int(os.environ.get("WORLD_SIZE", "1"))
-    run = replace(run, shard=with_launcher_settings(os.environ, run.shard))
-    console.print(render(Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))))
 
 
 def render(estimate: Estimate) -> Group:

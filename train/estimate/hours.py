@@ -1,0 +1,187 @@
+"""Hours of a run (``mode=estimate``): by arithmetic on known GPUs, and from a few real steps on this machine."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from rich.console import Console
+from rich.table import Table
+
+from drafthead.data.embedded.packages import smollm2_path
+from drafthead.data.utils.devices import device_of, memory
+from drafthead.data.utils.display import duration
+from drafthead.models.base.base_config import EMBEDDED, BaseConfig
+from drafthead.models.base.base_model import BaseModel
+from drafthead.train.config import RunConfig
+from drafthead.train.distributed.launcher import with_launcher_settings
+from drafthead.train.distributed.sharding import Sharding
+from drafthead.train.estimate.duration import StageDurations
+from drafthead.train.estimate.fake_step import micro_batches
+from drafthead.train.estimate.memory import Estimate, render
+from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.step import train_step
+
+
+class Gpu(NamedTuple):
+    """A GPU's numbers as its maker states them."""
+
+    tera_operations: float
+    """Dense bfloat16 operations per second, in 10**12."""
+    bandwidth: float
+    """Bytes per second, in 10**9."""
+    gigabytes: int
+    """Memory."""
+
+
+GPUS = {
+    "A10": Gpu(125, 600, 24),
+    "L4": Gpu(121, 300, 24),
+    "RTX 4090": Gpu(165, 1008, 24),
+    "L40S": Gpu(362, 864, 48),
+    "A100": Gpu(312, 2039, 80),
+    "H100 PCIe": Gpu(756, 2000, 80),
+    "H100": Gpu(989, 3350, 80),
+    "H200": Gpu(989, 4800, 141),
+    "B200": Gpu(2250, 8000, 180),
+}
+SHARE = 0.4
+"""Share of the peak that training reaches, an assumption."""
+MOST_OPERATIONS = 5e12
+"""Operations of a micro-batch above which a CPU does not measure steps: they would take minutes."""
+TOO_SHORT = 60.0
+"""Seconds on the slowest GPU below which arithmetic says nothing: set-up takes longer."""
+STEPS = 3
+"""Steps that are measured; the fastest counts."""
+
+
+def fits(needed: int, gigabytes: int) -> bool:
+    """Return True if a device has room for ``needed`` bytes, with 10 % and 1 GiB free."""
+    return needed < 0.9 * gigabytes * 10**9 - 2**30
+
+
+def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
+    """Return the least seconds of the answers and of each phase, on ``plan.devices`` of these GPUs.
+
+    Training is bound by its matrix products. A decoding step reads all weights once, and it has products, too.
+    """
+    speed, seconds = gpu.tera_operations * 1e12 * SHARE * plan.devices, {}
+    config = plan.data.answers
+    if config.decoded_here and plan.data.uses_answers:
+        answers = config.prompts + config.self_prompted
+        steps = answers * config.sampler.max_new_tokens / config.batch_size / plan.devices
+        products = 2 * plan.base.model.num_parameters() * config.batch_size / speed * plan.devices
+        seconds["answers"] = steps * max(products, plan.base_bytes / (gpu.bandwidth * 1e9))
+    return seconds | {name: plan.operations(name) / speed for name in plan.phases}
+
+
+def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> int:
+    """Return how many steps of the last phase fit ``hours`` if everything else stays as it is."""
+    name, phase = list(plan.phases.items())[-1]
+    left = hours * 3600 - sum(seconds.values()) + seconds[name]
+    return max(0, int(left * phase.steps / seconds[name]))
+
+
+def gpu_table(plan: Estimate, hours: float | None) -> Table:
+    """Return the time of a run on each known GPU that has room for it."""
+    title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    rows = {name: gpu_seconds(plan, gpu) for name, gpu in GPUS.items()}
+    table.add_column("h:mm:ss", min_width=18)
+    for column in [*rows["A10"], "all", *([f"steps in {hours:g} h"] if hours else [])]:
+        table.add_column(column, justify="right", min_width=10)
+    needed = max(plan.total(name) for name in plan.phases)
+    for name, seconds in rows.items():
+        title = f"{name}, {GPUS[name].gigabytes} GB"
+        if not fits(needed, GPUS[name].gigabytes):
+            table.add_row(title, "too small")
+            continue
+        cells = [duration(value) for value in (*seconds.values(), sum(seconds.values()))]
+        table.add_row(title, *cells, *([f"{steps_that_fit(hours, seconds, plan):,}"] if hours else []))
+    return table
+
+
+def measured_step(run: RunConfig, base: BaseModel, plan: Estimate) -> dict[str, float]:
+    """Return the seconds of a full micro-batch with its update in each phase, on this machine."""
+    sharding = Sharding(run.shard, base.device)
+    size = run.head_config().draft_vocab_size
+    head = run.head_config().build(base, None if size is None else torch.arange(min(size, base.vocab_size)))
+    if run.trains_base:
+        head.train_base(now=False)
+    sharding.shard(head.train())
+    fastest = {}
+    for name, phase in run.phases.items():
+        if run.trains_base:
+            head.train_base(now=phase.train_base)
+        optimizer, seconds = head_optimizer(head, phase.optim), []
+        for _ in range(STEPS):
+            base.synchronise()
+            started = perf_counter()
+            batches, clip = micro_batches(head, phase, plan.trained_share(name)), phase.optim.clip_norm
+            train_step(head, optimizer, batches, phase.loss, lr=1e-5, clip_norm=clip, reduce=lambda tensor: tensor)
+            base.synchronise()
+            seconds.append(perf_counter() - started)
+        fastest[name] = min(seconds)
+    sharding.close()
+    return fastest
+
+
+def why_not_measured(run: RunConfig, plan: Estimate) -> str:
+    """Return the reason why no real step can be run here; empty if it can."""
+    free, _ = memory()
+    needed = max(plan.total(name) for name in plan.phases)
+    if plan.devices > 1:
+        return "it needs several devices; start one process to measure its share"
+    if not _is_at_hand(run.base):
+        return f"{run.base.name} is not on this machine (base.random=true takes random weights of its shape)"
+    if needed > free:
+        return f"a step needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    if plan.device == "cpu" and any(step.operations > MOST_OPERATIONS for step in plan.steps().values()):
+        return "a step would take minutes on this CPU"
+    return ""
+
+
+def _is_at_hand(base: BaseConfig) -> bool:
+    """Return True if the base can be loaded without a download."""
+    if base.random or base.name == EMBEDDED:
+        return base.random or smollm2_path().exists()
+    files = ("model.safetensors", "model.safetensors.index.json")
+    cached = (try_to_load_from_cache(base.name, name, revision=base.revision or "main") for name in files)
+    return Path(base.name).is_dir() or any(isinstance(path, str) for path in cached)
+
+
+def print_estimate(run: RunConfig) -> None:
+    """Print the costs of a run on the number of processes that the launcher started."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    console = Console(highlight=False)
+    console.print(f"[bold]{run.name}[/bold]: {run.base.name or run.base.transformers_config().model_type}")
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    run = replace(run, shard=with_launcher_settings(os.environ, run.shard))
+    plan = Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    for name, phase in run.phases.items():
+        rows = plan.rows_per_step(name)
+        console.print(f"{name}: {phase.batch_line(devices, rows)}, {rows * phase.seq_len:,} tokens")
+    console.print(render(plan))
+    if sum(gpu_seconds(plan, GPUS["A10"]).values()) > TOO_SHORT:
+        console.print(gpu_table(plan, run.hours))
+    for line in machine_lines(run, devices):
+        console.print(line)
+
+
+def machine_lines(run: RunConfig, devices: int) -> list[Table | str]:
+    """Return the time of every stage on this machine from real steps, or the reason why none was run."""
+    plan = Estimate(run, devices, device=device_of(None).type)
+    if reason := why_not_measured(run, plan):
+        return [f"time on this machine: not measured, because {reason}"]
+    base = BaseModel.load(run.base)
+    stages = StageDurations(run, base, 1, measured_step(run, base, plan))
+    lines: list[Table | str] = [stages.table(f"time on this machine, from {STEPS} real steps of each phase")]
+    if run.hours:
+        seconds = {stage.removeprefix("phase "): value for stage, _, value in stages.rows() if value == value}
+        name = list(plan.phases)[-1]
+        lines.append(f"in {run.hours:g} h here: phases.{name}.steps={steps_that_fit(run.hours, seconds, plan)}")
+    return lines
