@@ -222,12 +222,13 @@ def test_a_large_model_is_estimated_in_seconds() -> None:
 
 
 def test_operations_are_those_of_the_matrix_products() -> None:
-    """Two per weight and token of the base, six per trained weight; attention and small layers add little."""
+    """Two per weight and token of the base, four to six per trained weight; attention adds little to short rows."""
     shape = ("hidden_size=256", "intermediate_size=512", "num_hidden_layers=6", "head_dim=64")
     run = recipe("recipe=medusa_smollm2", *TINY, *OWN_LM_HEAD, *(f"base.shape.{key}" for key in shape))
-    plan = Estimate(with_phase(run, corpus="text", seq_len=64, store_hidden_states=False))
-    layers = sum(p.numel() for p in plan.base.model.model.layers.parameters())
-    assert plan.operations("distill") / plan.tokens("distill") == pytest.approx(2 * layers + 6 * plan.trained, rel=0.05)
+    plan = Estimate(with_phase(run, seq_len=64, store_hidden_states=False))
+    layers, step, tokens = plan.base.model.model.layers, plan.steps()["distill"], 2 * 64
+    assert step.base_operations / tokens == pytest.approx(2 * sum(p.numel() for p in layers.parameters()), rel=0.1)
+    assert 4 * plan.trained <= (step.operations - step.base_operations) / tokens <= 6 * plan.trained
 
 
 def test_hours_by_arithmetic_and_the_steps_that_fit() -> None:
