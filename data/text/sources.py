@@ -322,10 +322,9 @@ def iter_rows(
             try:
                 row = json_object(content)
             except UserError as error:
-                named = UserError(f"{path} {line} {error}; repair or remove the line")
                 if on_error is None:
-                    raise named from None
-                on_error(named)
+                    raise UserError(f"{path} {line} {error}; repair or remove the line") from None
+                on_error(UserError(f"{path} {line} {error}"))
                 continue
             yield row, f"{path} {line}"
 
