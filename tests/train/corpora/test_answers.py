@@ -363,6 +363,7 @@ def test_prompts_are_spread_over_template_switches_and_temperatures(
 ) -> None:
     write_json(tmp_path / "tools.json", [{"name": "search_"}])
     switches = [{"enable_thinking": True}, {"enable_thinking": False, "tools": str(tmp_path / "tools.json")}]
+    base = BaseModel.load(replace(base.config))  # the fixture's is shared with other tests
     base.tokenizer.chat_template = SWITCHED
     config = replace(CONFIG, self_prompted=0, temperatures=[0.0, 0.0, 1.5], chat_template_kwargs=switches)
     if by == "server":
@@ -379,6 +380,7 @@ def test_prompts_are_spread_over_template_switches_and_temperatures(
 
 
 def test_switches_that_the_template_does_not_read(base: BaseModel, tmp_path: Path) -> None:
+    base = BaseModel.load(replace(base.config))  # the fixture's is shared with other tests
     base.tokenizer.chat_template = SWITCHED
     config = replace(CONFIG, chat_template_kwargs=[{"reasoning_effort": "low"}, {"enable_thinking": True}])
     with pytest.raises(UserError, match=r"sets reasoning_effort, .* \(it reads enable_thinking, tools\); leave it"):
