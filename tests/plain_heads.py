@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -288,12 +289,10 @@ def read_llamacpp(folder: Path, names: dict[str, str]) -> tuple[dict[str, Any], 
     return keys, config, tensors
 
 
-def known_tokenizer() -> Any:
-    """One whose way to split words llama.cpp knows."""
-    tokenizer = tiny_tokenizer()
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    tokenizer.backend_tokenizer.pre_tokenizer = splitter
+def unknown_tokenizer() -> Any:
+    """Return a tokenizer whose way to split words llama.cpp does not know."""
+    tokenizer = deepcopy(tiny_tokenizer())
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return tokenizer
 
 

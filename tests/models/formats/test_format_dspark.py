@@ -28,11 +28,11 @@ from plain_heads import (
     deep_base,
     drafted_block,
     eagle,
-    known_tokenizer,
     logits_of,
     over_all_ids,
     read_llamacpp,
     rewrite,
+    unknown_tokenizer,
 )
 from support import TINY, random_ids, randomised
 
@@ -105,21 +105,14 @@ def llamacpp_engine(folder: Path, base: BaseModel) -> Tensor:
     return over_all_ids(logits, base, targets)
 
 
-@pytest.fixture
-def smollm_like() -> BaseModel:
-    base = copy(deep_base())
-    base.tokenizer = known_tokenizer()
-    return base
-
-
 @pytest.mark.parametrize("d2t", [D2T, None], ids=["reduced", "whole"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
-def test_engine_and_round_trip(tmp_path: Path, variant: str, d2t: Tensor | None, smollm_like: BaseModel) -> None:
-    head = block_head(smollm_like, d2t, **VARIANTS[variant])
+def test_engine_and_round_trip(tmp_path: Path, variant: str, d2t: Tensor | None) -> None:
+    head = block_head(deep_base(), d2t, **VARIANTS[variant])
     layout = DSPARK if head.config.markov_rank else DFLASH
     for form, engine in ((layout, vllm_engine), (GGUF, llamacpp_engine)):
         check_round_trip(form, engine, head, tmp_path / form.name)
-        again = form.load(tmp_path / form.name, smollm_like)
+        again = form.load(tmp_path / form.name, deep_base())
         if head.confidence is not None:
             assert torch.equal(again.state_dict()["confidence.weight"], head.confidence.weight)
 
@@ -132,7 +125,6 @@ def test_bases_that_scale(tmp_path: Path, model_type: str) -> None:
     scaled = {"llama": {"rope_parameters": llama3}, "granite": {"logits_scaling": 4.0}}[model_type]
     shape = {**TINY, "model_type": model_type, "num_hidden_layers": 6, **scaled}
     base = BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
-    base.tokenizer = known_tokenizer()
     head = block_head(base, D2T)
     forms = [(DSPARK, vllm_engine), (GGUF, llamacpp_engine)][: 2 if model_type == "llama" else 1]
     for form, engine in forms:
@@ -158,6 +150,8 @@ def test_heads_that_a_layout_cannot_express_are_refused(tmp_path: Path) -> None:
             form.export(block_head(base, **settings), tmp_path / "refused")
     with pytest.raises(UserError, match="graph of gemma .*aborts"):
         GGUF.export(block_head(deep_base("gemma")), tmp_path / "refused")
+    base = copy(base)  # others share it
+    base.tokenizer = unknown_tokenizer()
     with pytest.raises(UserError, match=r"the tokenizer splits words.*\(export to=dspark"):
         GGUF.export(block_head(base), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
@@ -206,15 +200,15 @@ def test_files_of_other_projects(tmp_path: Path) -> None:
         DFLASH.load(tmp_path / "jetspec", base)
 
 
-def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path, smollm_like: BaseModel) -> None:
-    GGUF.export(block_head(smollm_like), tmp_path)
+def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    GGUF.export(block_head(deep_base()), tmp_path)
     with pytest.raises(UserError, match=r"dflash, expected eagle3 \(format=gguf_dspark"):
-        FORMATS["gguf"].load(tmp_path, smollm_like)
-    FORMATS["gguf"].export(eagle(smollm_like, layers=[2, 3, 5]), tmp_path)
+        FORMATS["gguf"].load(tmp_path, deep_base())
+    FORMATS["gguf"].export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
     with pytest.raises(UserError, match=r"eagle3, expected dflash \(format=gguf\)"):
-        GGUF.load(tmp_path, smollm_like)
+        GGUF.load(tmp_path, deep_base())
     with pytest.raises(UserError, match="no head.gguf; .*to=gguf_dspark"):
-        GGUF.load(tmp_path / "nothing", smollm_like)
+        GGUF.load(tmp_path / "nothing", deep_base())
 
 
 def test_transformers_drafts_with_the_exported_assistant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,12 @@ from plain_heads import (
     deep_base,
     eagle,
     eagle_chain,
-    known_tokenizer,
     logits_of,
     over_all_ids,
     read_llamacpp,
     rewrite,
     states,
+    unknown_tokenizer,
 )
 from support import TinyBase
 
@@ -260,9 +260,9 @@ def test_a_gguf_head_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> No
 
 def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
     """Compare names, rotated pairs and the tokenizer; refuse an unknown tokenizer or weight type."""
+    base = deep_base()
     with pytest.raises(UserError, match="the tokenizer splits words"):
-        GGUF.write_base(deep_base(), tmp_path / "base.gguf", "f32")
-    base = BaseModel.wrap(deep_base().stock(), known_tokenizer())
+        GGUF.write_base(BaseModel.wrap(base.stock(), unknown_tokenizer()), tmp_path / "base.gguf", "f32")
     with pytest.raises(UserError, match="base_gguf must be one of f32, .*got 'q4_k'; llama.cpp's llama-quantize"):
         GGUF.write_base(base, tmp_path / "base.gguf", "q4_k")
     weights = base.stock().state_dict()
