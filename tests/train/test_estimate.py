@@ -249,9 +249,7 @@ def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.Cap
     printed = " ".join(capsys.readouterr().out.split())
     assert "pretrain: 2 rows per step (2 per process x 1 x 1 accumulated), 128 tokens" in printed
     assert "from 3 real steps of each phase" in printed and re.search(r"in 2 h here: phases.distill.steps=\d+", printed)
-    absent = recipe(
-        "recipe=medusa_smollm2", "base=custom", "base.name=org/absent", "base.shape.hidden_size=64", *TINY[1:]
-    )
+    absent = recipe("recipe=medusa_smollm2", "base=custom", "base.name=org/absent")
     plan = Estimate(recipe(*tiny))
     assert "org/absent is not on this machine" in hours.why_not_measured(absent, plan)
     assert "several devices" in hours.why_not_measured(absent, Estimate(recipe(*tiny), 2))
