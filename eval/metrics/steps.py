@@ -82,7 +82,8 @@ def step_table(
             ]
             names = spans(ids[n] if ids else [], answer.tokens)
             for row in rows[-1 - len(answer.steps) :]:
-                row["span"] = names[row["position"]]
+                # An engine can end an answer within its last step.
+                row["span"] = names[min(row["position"], len(names) - 1)]
                 row["context"] = row["position"] + (len(ids[n]) if ids else 0)
     return pd.DataFrame(rows, columns=[*COLUMNS]).astype(COLUMNS)
 

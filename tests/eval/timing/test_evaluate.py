@@ -157,6 +157,6 @@ def test_a_repetition_penalty_of_the_base_applies_to_all_methods(
     assert result["overall"]["identical_outputs"]["same"] == 2
     assert "not applied, of the base's generation_config.json: suppress_tokens" in console_lines(result)
     (log,) = tmp_path.glob("eval-log-*.jsonl")
-    answers = [row["tokens"] for row in read_json_lines(log)]
+    answers = [row["result"]["tokens"] for row in read_json_lines(log)]
     repeats = [len(tokens) - len({*tokens}) for tokens in answers]
     assert len(answers) == 8 and (not any(repeats) if given is None else any(repeats)), repeats

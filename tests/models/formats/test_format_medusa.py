@@ -301,6 +301,7 @@ def test_an_import_may_override_the_keys_that_a_format_reads(tiny_base: TinyBase
     base, form = tiny_base(), FORMATS[name]
     settings: dict[str, dict[str, Any]] = {"dspark": {"tied_markov": False}}
     settings["dflash"] = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
+    settings["transformers"] = settings["dflash"]
     layers = {"layers": [1, 2]} if hasattr(form.head_config(), "layers") else {}
     head = randomised(form.head_config(**layers, **settings.get(name, {})).build(base).eval())
     form.export(head, tmp_path)

@@ -24,7 +24,7 @@ def test_a_new_format_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
     discovered = type(FORMATS)()
     assert discovered["toy"].title == FORMATS["kangaroo"].title
-    assert set(discovered) == {"toy", *known} and len(known) == 12
+    assert set(discovered) == {"toy", *known} and len(known) == 13
 
 
 def test_look_ups() -> None:
