@@ -1,9 +1,11 @@
-"""The layers of a cache by kind: layers that hold every position, and sliding-window layers that hold the latest ones.
+"""Two kinds of cache layers: those that hold every position, and sliding-window layers that hold the latest ones.
 
-A kind joins the keys or values of equal layers in one stack, so that a commit is one copy per stack. The kind decides
-at which index a position lies. Rows of different lengths write by index tensors, and one row by slices.
+The keys of equal layers are one tensor (a stack), and so are their values, so a commit takes one copy per stack. The
+kind decides at which index of a stack a position is stored. Several rows are written by index tensors, because their
+lengths differ; a single row is written by slices.
 
-Shape legend: B rows, R rows or 1, H key/value heads, C positions held, T new tokens, P path, E head width, L layers.
+Shape legend: B rows, R rows or 1 for all rows, H key/value heads, C positions held, T new tokens, P nodes of a path,
+E head width, L layers.
 """
 
 from collections.abc import Sequence
@@ -18,34 +20,40 @@ from drafthead.data.utils.errors import UserError
 
 @dataclass
 class Row:
-    """The progress of one row. A cache and its views of single rows share it."""
+    """Position counts of one row, shared by a cache and its views of that row."""
 
     length: int = 0
-    """Committed positions."""
+    """Number of committed positions."""
     dropped: int = 0
-    """Leading positions that sliding layers no longer hold."""
+    """Number of leading positions that sliding-window layers have dropped."""
 
 
 class FullLayers:
-    """Layers that hold every position from ``first`` on. A budget's cache has selected positions below ``first``."""
+    """Layers that hold every position, or, in a cache from ``TreeCache.selected``, selected and later positions."""
 
     def __init__(self, stacks: Sequence[Tensor], rows: list[Row], first: int = 0) -> None:
-        """Use the memory ``stacks`` [L, B, H, C, E] for ``rows``, whose position ``first`` is at index 0."""
+        """Use the memory ``stacks`` [L, B, H, C, E] for ``rows``.
+
+        ``first``: number of committed positions that are left out; a new position p is written at index p - ``first``.
+        """
         self.stacks, self.rows, self._first = stacks, rows, first
         self._span = slice(0, 0)
         self._index = self._rows = torch.empty(0)  # for several rows: [B, T] and [B, 1]
 
     def first(self, row: Row) -> int:
-        """Return the position of ``row`` at index 0."""
+        """Return the number of positions of ``row`` that are left out; a new position p has index p minus it."""
         return self._first
 
     @property
     def ends(self) -> list[int]:
-        """The index of each row's first pending position."""
+        """The index of each row's first pending (not yet committed) position."""
         return [row.length - self.first(row) for row in self.rows]
 
     def begin(self, lengths_B: Tensor, pending: int, new: int, committed: bool) -> None:
-        """Prepare the indices of ``new`` tokens after the ``pending`` ones; ``lengths_B``: see ``TreeCache.begin``."""
+        """Prepare the indices of ``new`` tokens after ``lengths_B`` committed and ``pending`` ones.
+
+        ``committed``: True if all new tokens will be committed.
+        """
         start = max(self.ends) + pending
         self._span = slice(start, start + new)
         if len(self.rows) > 1:
@@ -57,7 +65,7 @@ class FullLayers:
         return positions_B - self._first
 
     def update(self, keys: Tensor, values: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new states into one layer's ``keys`` and ``values`` and return these up to the longest row's end."""
+        """Write new states into a layer's ``keys`` and ``values``, and return both up to the longest row's end."""
         span, end = self._span, self._span.stop
         if len(self.rows) == 1:
             keys[:, :, span] = key_BHTE
@@ -68,7 +76,7 @@ class FullLayers:
         return keys[:, :, :end], values[:, :, :end]
 
     def move(self, nodes_BP: Tensor, counts: list[int]) -> None:
-        """Copy the first ``counts`` of the pending ``nodes`` of each row to the first pending positions."""
+        """Copy each row's accepted nodes, the first ``counts`` of ``nodes_BP``, to its first pending positions."""
         most = max(counts)
         nodes_BP = nodes_BP[:, :most]
         if len(self.rows) == 1:
@@ -88,19 +96,19 @@ class FullLayers:
 class SlidingLayers(FullLayers):
     """Sliding-window layers, which drop the positions that no later query sees.
 
-    Positions are dropped at a commit, when a tree of ``room`` nodes no longer fits. Until then they accumulate, because
-    each drop copies one window.
+    Positions are dropped at a commit, if a tree of ``room`` nodes would not fit any more. Until then they accumulate,
+    because each drop copies a whole window.
     """
 
     def __init__(self, stacks: Sequence[Tensor], rows: list[Row], window: int, room: int) -> None:
-        """Hold what queries see that are up to ``window`` positions away, with up to ``room`` pending nodes."""
+        """Keep positions that a query with this ``window`` sees, and up to ``room`` pending nodes."""
         super().__init__(stacks, rows)
         self._window, self._room = window, room
         self._dropped = torch.empty(0)  # [B], for several rows
 
     @property
     def held(self) -> int:
-        """Positions that fit into the memory."""
+        """Number of positions that fit into the memory."""
         return self.stacks[0].shape[3]
 
     def first(self, row: Row) -> int:
@@ -129,7 +137,7 @@ class SlidingLayers(FullLayers):
         return whole
 
     def columns(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the columns of a mask [R, 1, T, n] and of key positions [R, n] that these layers hold."""
+        """Return a mask [R, 1, T, n] and key positions [R, n], restricted to the positions that these layers hold."""
         if len(self.rows) == 1:
             dropped = self.rows[0].dropped
             return None if mask is None else mask[..., dropped:], positions[:, dropped:]
@@ -141,7 +149,7 @@ class SlidingLayers(FullLayers):
         return held_mask.masked_fill_((columns > last)[:, None, None], -torch.inf), positions.gather(1, inside)
 
     def drop(self) -> None:
-        """Drop the positions that no later query sees, in each row in which a tree would no longer fit."""
+        """Drop the positions that no later query sees from every row that lacks space for another tree."""
         for n, row in enumerate(self.rows):
             row.dropped += max(0, self._span.stop - self.held)  # of a pass longer than the memory
             self.check_behind(row, row.length)
@@ -154,7 +162,7 @@ class SlidingLayers(FullLayers):
         self._span = slice(0, 0)
 
     def check_behind(self, row: Row, length: int) -> None:
-        """Reject a length whose next query would see dropped positions."""
+        """Reject cutting ``row`` to ``length`` positions if its next query would see dropped positions."""
         if row.dropped > max(0, length - self._window + 1):
             raise UserError(
                 f"the cache cannot go back to {length} positions: layers with a window of {self._window} have "

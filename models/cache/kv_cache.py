@@ -14,7 +14,7 @@ It attends over 7 positions of both, masked by row. Positions past a row's lengt
 padding there.
 
 Shape legend: B rows, R rows or 1, H key/value heads, C capacity, T new tokens, P pending and new nodes of a tree,
-E head width, L layers.
+E head width, L layers, reach: end of the longest row, with its pending and new tokens.
 """
 
 from collections.abc import Sequence
@@ -31,36 +31,37 @@ from drafthead.models.cache.cache_layers import FullLayers, Row, SlidingLayers
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 LayerSizes = tuple[int, int, int, int]
-"""Heads and width of a layer's keys, heads and width of its values."""
+"""A layer's (number of key heads, width of a key head, number of value heads, width of a value head)."""
 
 
 class Place(NamedTuple):
-    """The place of a layer in the memory of a cache."""
+    """Location of a layer's keys and values in the memory of a cache."""
 
     stack: int
-    """Index of the stack of its keys. The next stack has its values."""
+    """Index of the stack (tensor of several layers) that holds the keys. The next stack holds the values."""
     number: int
-    """Its index in both stacks."""
+    """Index of the layer in both stacks."""
     sliding: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trim:
-    """Sizes of the sliding-window layers of a cache, which hold only the latest positions."""
+    """Memory sizes of a cache's sliding-window layers, which hold only the latest positions."""
 
     layers: tuple[bool, ...]
     """True for each layer that is trimmed."""
     window: int
-    """Positions that their queries see. Chunks start within this distance."""
+    """Largest number of positions that a query sees; with chunked attention, the size of a chunk."""
     room: int
-    """Most pending positions."""
+    """Largest number of pending (not yet committed) positions."""
     held: int
-    """Positions that these layers hold. A larger number means fewer drops, each of which copies one window."""
+    """Number of positions that fit into the memory. If it is larger, positions are dropped less often; each drop copies
+    a whole window."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """The layers that a cache of one base must hold."""
+    """Number, sizes, dtype and device of the layers that a cache holds."""
 
     layers: int
     heads: int
@@ -68,15 +69,18 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
     by_layer: tuple[LayerSizes | None, ...] | None = None
-    """Sizes of each layer if layers or keys and values differ. None for a layer without keys and values."""
+    """Each layer's sizes, if layers or keys and values differ; None in it stands for a layer without a cache."""
     trim: Trim | None = None
-    """None: all layers hold the whole context."""
+    """Sizes of sliding-window layers. None: all layers hold the whole context."""
 
     def trimmed(self, windows: Sequence[int], capacity: int, room: int, surplus: int | None = None) -> "CacheShape":
-        """Return this shape with sliding-window layers trimmed, or self if nothing is saved.
+        """Return this shape with only the latest positions in sliding-window layers, or self if that saves nothing.
 
-        ``windows`` has the positions that each layer sees (0: all). ``surplus`` positions accumulate before any are
-        dropped (None: one window).
+        Args:
+            windows: number of positions that each layer sees; 0: all.
+            capacity: positions of the whole cache.
+            room: largest number of pending nodes.
+            surplus: positions that accumulate before any are dropped; None: as many as the largest window.
         """
         window = max(windows)
         held = window + room + (window if surplus is None else surplus)
@@ -87,7 +91,7 @@ class CacheShape:
 
     @cached_property
     def _groups(self) -> list[tuple[LayerSizes, bool] | None]:
-        """The sizes of each layer, and True if it is trimmed. Equal layers share two stacks: keys and values."""
+        """Each layer's sizes, and True if the layer is trimmed. Equal layers share one stack of keys and one of values."""
         sizes = self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers
         trimmed = self.trim.layers if self.trim else (False,) * self.layers
         return [None if size is None else (size, trim) for size, trim in zip(sizes, trimmed, strict=True)]
@@ -99,7 +103,7 @@ class CacheShape:
         return tuple(g and Place(stacks[g], groups[:n].count(g), g[1]) for n, g in enumerate(groups))
 
     def zeros(self, rows: int, capacity: int) -> tuple[Tensor, ...]:
-        """Return empty stacks [L, B, H, C, E]: one of keys and one of values if all layers are equal."""
+        """Return new stacks of zeros [L, B, H, C, E]: for each kind of layer, one of keys and one of values."""
         return tuple(
             torch.zeros(
                 (self._groups.count(group), rows, heads, self.trim.held if group[1] and self.trim else capacity, width),
@@ -111,7 +115,7 @@ class CacheShape:
         )
 
     def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
-        """Return the shape of a model made of these layers."""
+        """Return the cache shape of a model that consists of ``layers`` (indices from 0) and computes in ``dtype``."""
         by_layer = None if self.by_layer is None else tuple(self.by_layer[n] for n in layers)
         return replace(self, layers=len(layers), dtype=dtype, by_layer=by_layer)
 
@@ -119,8 +123,8 @@ class CacheShape:
 class TreeCache:
     """The keys and values of one row or of several rows with different lengths.
 
-    The last ``pending`` positions of each row are a tree that was read but not committed. ``commit_path`` commits one
-    path of it and moves only the accepted entries. ``crop`` drops the tree.
+    The last ``pending`` positions of each row are a token tree whose states are stored but not committed.
+    ``commit_path`` commits one path of the tree and moves only the accepted entries. ``crop`` drops the tree.
     """
 
     def __init__(
@@ -133,9 +137,9 @@ class TreeCache:
         trim: Trim | None = None,
         skipped: int = 0,
     ) -> None:
-        """Use existing memory, [L, B, H, C, E] each, for ``rows`` of up to ``capacity`` positions.
+        """Use the memory ``stacks`` [L, B, H, C, E] for ``rows`` of up to ``capacity`` positions.
 
-        ``skipped``: the first positions of which only selected ones are held, below all others.
+        ``skipped``: number of committed positions that a copy made by ``selected`` leaves out.
         """
         self.stacks, self.places, self.trim, self.skipped, self.capacity = stacks, places, trim, skipped, capacity
         self._rows, self.pending = rows, 0
@@ -144,7 +148,7 @@ class TreeCache:
         self._bind()
 
     def _bind(self) -> None:
-        """Make the layers over the stacks."""
+        """Build the layer objects that write into ``stacks``."""
         slides = {place.stack: place.sliding for place in self.places if place}
         full = [n for n in range(len(self.stacks)) if not slides.get(n // 2 * 2)]
         parts = [stack.unbind(0) for stack in self.stacks]
@@ -167,7 +171,7 @@ class TreeCache:
 
     @property
     def keys(self) -> Tensor:
-        """The keys [L, B, H, C, E] of all layers, if layers are equal."""
+        """The keys [L, B, H, C, E] of all layers; only for caches whose layers are equal."""
         return self.stacks[0]
 
     @property
@@ -176,20 +180,20 @@ class TreeCache:
 
     @property
     def lengths(self) -> list[int]:
-        """The committed positions of each row."""
+        """Number of committed positions of each row."""
         return [row.length for row in self._rows]
 
     @property
     def length(self) -> int:
-        """The committed positions of the longest row."""
+        """Number of committed positions of the longest row."""
         return max([row.length for row in self._rows])  # quicker than a generator
 
     # Passes ----------------------------------------------------------------------------------------------------
 
     def begin(self, new: int, committed: bool = False, chain: bool = False) -> None:
-        """Start a pass over ``new`` tokens per row after the pending ones.
+        """Prepare for a forward pass over ``new`` tokens per row, which follow the pending ones.
 
-        ``committed``: all of them will be committed. ``chain``: each token follows the one before.
+        ``committed``: True if all new tokens will be committed. ``chain``: True if each follows the one before.
         """
         self._reach = self.length + self.pending + new
         if self._reach > self.capacity:
@@ -205,7 +209,7 @@ class TreeCache:
         self.pending += new
 
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write the states of one layer and return all its states up to the longest row's new ones, as views."""
+        """Write one layer's new keys and values, and return all of the layer's, up to the longest row's end."""
         layer = self.layers[layer_idx]
         assert layer is not None
         kind, keys, values = layer
@@ -213,22 +217,22 @@ class TreeCache:
 
     @property
     def _before(self) -> int | Tensor:
-        """The committed positions: of one row as an integer, of several rows as a tensor [B, 1] made by ``begin``."""
+        """Number of committed positions: an integer for one row, a tensor [B, 1] for several (from ``begin``)."""
         return self.length if self.rows == 1 else self._lengths_B[:, None]
 
     def positions(self, depths: Tensor) -> Tensor:
-        """Return the absolute positions [R, T] of ``depths`` [R, T] in a tree or chain; with several rows [B, T]."""
+        """Return the absolute positions of tree nodes at ``depths`` [R, T]: [R, T] for one row, [B, T] for several."""
         return depths + self._before
 
     def key_positions(self, depths: Tensor) -> Tensor:
-        """Return the positions [B, reach] of all states, with ``depths`` [R, P] of the pending nodes."""
+        """Return the absolute positions [B, reach] of all keys, given the ``depths`` [R, P] of the pending nodes."""
         slots = torch.arange(self._reach, device=depths.device).expand(self.rows, -1)
         node = slots - self._before
         nodes = self.positions(depths).expand(self.rows, -1).gather(1, node.clamp(0, depths.shape[1] - 1))
         return torch.where(node < 0, slots, nodes)
 
     def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask [R, 1, T, reach]: a node sees its row's committed positions and its ancestors.
+        """Return the additive mask [R, 1, T, reach]: a node sees committed positions, its ancestors and itself.
 
         For 2 committed positions and a root with two children, with 0 for seen and x for -inf::
 
@@ -250,10 +254,10 @@ class TreeCache:
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
     def static_mask(self, tree: TokenTree, shape: TreeShape, buffers: dict[TokenTree, Tensor]) -> Tensor:
-        """Return ``mask`` of a whole static ``tree`` for one row, as a view of its buffer in ``buffers``.
+        """Return the ``mask`` of a whole static ``tree`` for one row, as a view into the tree's buffer in ``buffers``.
 
-        One buffer serves every prefix length: zeros, then the tree's block. The view that starts n columns before the
-        block has a committed prefix of exactly n positions, so no step writes a mask.
+        The buffer holds zeros, followed by the tree's ancestor mask. The view that starts n columns before the ancestor
+        mask is the mask after n committed positions, so one buffer serves every length and no step writes a mask.
         """
         nodes, held = len(shape), self.capacity - self.skipped
         buffer = buffers.get(tree)
@@ -264,13 +268,13 @@ class TreeCache:
         return buffer[None, None, :, buffer.shape[1] - nodes - (self.length - self.skipped) :]
 
     def held(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the columns of a mask [R, 1, T, reach] and of key positions that sliding layers hold."""
+        """Restrict a mask [R, 1, T, reach] and key positions [R, reach] to those that sliding-window layers hold."""
         return (mask, positions) if self._sliding is None else self._sliding.columns(mask, positions)
 
     # Commits ---------------------------------------------------------------------------------------------------
 
     def commit(self, counts: list[int] | None = None) -> None:
-        """Commit the pending chain of every row, or its first ``counts`` positions."""
+        """Commit every row's pending positions, or only the first ``counts[b]`` of row b."""
         for row, count in zip(self._rows, counts or [self.pending] * len(self._rows), strict=True):
             row.length += count
         self.pending = 0
@@ -278,14 +282,14 @@ class TreeCache:
             self._sliding.drop()
 
     def commit_path(self, nodes: Tensor, counts: list[int]) -> None:
-        """Commit the path ``nodes[b, :counts[b]]`` ([B, P] int64) of each row's pending nodes; drop the others."""
+        """Commit the path ``nodes[b, :counts[b]]`` ([B, P] int64) of row b's pending nodes, and drop the rest."""
         if self.pending > 1 and not self._is_chain:  # else the path is in place
             for kind in self._kinds:
                 kind.move(nodes, counts)
         self.commit(counts)
 
     def crop(self, lengths: list[int] | None = None) -> None:
-        """Drop the pending nodes, and all but the first ``lengths`` positions of each row."""
+        """Drop the pending nodes and, if ``lengths`` is given, all but the first ``lengths[b]`` positions of row b."""
         self.pending = 0
         for row, length in zip(self._rows, self.lengths if lengths is None else lengths, strict=True):
             row.dropped = row.dropped if length else 0
@@ -308,7 +312,7 @@ class TreeCache:
     # Views and copies -------------------------------------------------------------------------------------------
 
     def row(self, row: int) -> "TreeCache":
-        """Return one row as a cache in shared memory. Both caches see what the other commits."""
+        """Return a cache of one row that shares memory and committed length with this cache."""
         if self.rows == 1:
             return self
         stacks = tuple(stack[:, row : row + 1] for stack in self.stacks)
@@ -316,7 +320,7 @@ class TreeCache:
         return TreeCache(stacks, self.places, rows, capacity=self.capacity, trim=self.trim, skipped=self.skipped)
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows only, without pending nodes."""
+        """Keep only these rows, in this order, and drop pending nodes."""
         self.crop()
         if self.rows > 1:
             index = on_device(rows, self.stacks[0].device)
@@ -325,9 +329,9 @@ class TreeCache:
             self._bind()
 
     def first_layers(self, count: int) -> "TreeCache":
-        """Return a cache of the first ``count`` layers that shares this memory and begins with its committed positions.
+        """Return a cache of the first ``count`` layers, with the memory and the committed positions of this cache.
 
-        Only this cache drops positions, because it also holds the other layers.
+        Only this cache drops positions of sliding windows, because a drop must move them in all layers.
         """
         places = self.places[:count]
         used = [0] * len(self.stacks)
@@ -340,14 +344,17 @@ class TreeCache:
         return TreeCache(stacks, places, rows, capacity=self.capacity, trim=trim, skipped=self.skipped)
 
     def selected(self, positions_LHS: Tensor, room: int) -> "TreeCache":
-        """Return a copy of these ascending positions of a row, with room for ``room`` more after the committed ones."""
+        """Return a copy of selected ascending positions [L, H, S] of one row, with ``room`` free positions.
+
+        Index 0 onwards holds the selected positions. New tokens keep their absolute positions, from ``length`` on.
+        """
         index = positions_LHS[:, None, ..., None].expand(-1, -1, -1, -1, self.keys.shape[-1])
         budget, length = positions_LHS.shape[2], self.length
         stacks = tuple(torch.nn.functional.pad(stack.gather(3, index), (0, 0, 0, room)) for stack in self.stacks)
         return TreeCache(stacks, self.places, [Row(length)], capacity=length + room, skipped=length - budget)
 
     def grow(self, capacity: int) -> None:
-        """Make room for ``capacity`` positions."""
+        """Enlarge the memory to ``capacity`` positions."""
         assert self.trim is None, "only caches of drafters grow, and they are not trimmed"
         more = (0, 0, 0, capacity - self.capacity)
         self.stacks = tuple(torch.nn.functional.pad(stack, more) for stack in self.stacks)
@@ -357,7 +364,7 @@ class TreeCache:
     # transformers' names ----------------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the committed positions of the longest row."""
+        """Return the number of committed positions of the longest row."""
         return self.length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

@@ -1,8 +1,8 @@
 """A key/value cache at fixed addresses, and passes of fixed shapes over it, which CUDA graphs can replay.
 
-A pass attends over a window of fixed size. The device has a copy of the committed length and makes the mask from it.
-One graph therefore serves all trees with the same number of nodes until the context outgrows the window. Memory and
-graphs belong to the model, and one cache at a time uses them.
+A forward pass attends over the first S positions of the memory, called its window (no sliding window). The device has
+a copy of the committed length and makes the mask from it. One graph therefore serves all trees with the same number of
+nodes until the context outgrows the window. Memory and graphs belong to the model, and one cache at a time uses them.
 
 Shape legend: H key/value heads, S positions of a window, N tree nodes, P path, D width, E head width, L layers,
 V vocabulary.
@@ -25,11 +25,11 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 MIN_WINDOW, WINDOW_STEP = 256, 1024
 """Window sizes double from MIN_WINDOW to WINDOW_STEP, then grow by WINDOW_STEP, so few empty positions are read."""
 MAX_STATIC_NODES = 128
-"""Most nodes of a pass with fixed shapes. For more nodes, launches are a small part of the time."""
+"""Most nodes of a pass with fixed shapes. With more nodes, kernel launches are a small part of the time."""
 MAX_CAPTURED_PASSES = 64
-"""Captured shapes per memory."""
+"""Most captured passes per memory, each for other shapes."""
 MAX_SPARE_BUFFERS = 2
-"""Unused memories kept for later caches."""
+"""Most unused memories that are kept for later caches."""
 
 
 def window_for(positions: int) -> int:
@@ -44,14 +44,14 @@ def window_for(positions: int) -> int:
 class _Pass:
     call: StaticCall
     tree: TokenTree | None
-    """The static tree whose shape the call's inputs hold."""
+    """Static tree whose depths and ancestors are in the call's input buffers, if any."""
 
 
 @dataclass(eq=False)
 class _Memory:
     """Stacks of keys and values ([L, 1, H, S, E]), the committed length ([1] int64), and passes captured over them.
 
-    A window is another ``_Memory`` over the first positions, which a pass attends over.
+    A window is another ``_Memory`` that shares the first positions of this one.
     """
 
     stacks: tuple[Tensor, ...]
@@ -71,7 +71,7 @@ class _Memory:
 
 
 class StaticModel:
-    """A decoder and its LM head, run by passes of fixed shapes over the caches that it makes."""
+    """A decoder and its LM head for passes of fixed shapes, with the memory for ``StaticKVCache``."""
 
     def __init__(
         self,
@@ -80,13 +80,17 @@ class StaticModel:
         logits: Callable[[Tensor], Tensor],
         windowed: Callable[[Tensor, Tensor, Tensor, torch.dtype], Any] | None = None,
     ) -> None:
-        """Set the function ``windowed``: (mask, positions of queries and keys) -> the decoder's mask argument."""
+        """Set the functions of the model.
+
+        ``windowed`` is for a base with sliding windows: (full mask, query positions, key positions, dtype) -> the
+        decoder's mask argument.
+        """
         self.backend = GraphBackend(shape.device)
         self.shape, self._decoder, self._logits, self._windowed = shape, decoder, logits, windowed
         self._spare: list[_Memory] = []
 
     def take_memory(self, capacity: int) -> _Memory:
-        """Return empty memory for ``capacity`` positions, used before or new."""
+        """Return zeroed memory for ``capacity`` positions: an unused one if large enough, else a new one."""
         size = window_for(capacity)
         fitting = [memory for memory in self._spare if memory.size >= size]
         if fitting:
@@ -101,13 +105,13 @@ class StaticModel:
             return _Memory(self.shape.zeros(1, size), self.shape.places, length)
 
     def take_back(self, memory: _Memory) -> None:
-        """Keep ``memory`` for a later cache."""
+        """Keep ``memory``, which no cache uses any more, for a later cache."""
         self._spare.append(memory)
         self._spare.sort(key=lambda m: m.size)
         del self._spare[:-MAX_SPARE_BUFFERS]
 
     def prepare(self, memory: _Memory, size: int, with_logits: bool, inputs: tuple[Tensor, ...]) -> StaticCall:
-        """Return the pass over the first ``size`` positions of ``memory`` for inputs of these shapes."""
+        """Return a pass that attends over the first ``size`` positions of ``memory``, for inputs of these shapes."""
         window = _Memory(tuple(stack[:, :, :, :size] for stack in memory.stacks), memory.places, memory.length)
         logits = self._logits if with_logits else None
         function = partial(_static_pass, self._decoder, logits, self._windowed, window)
@@ -122,7 +126,7 @@ class _Writer:
         self._parts = [stack.unbind(0) for stack in window.stacks]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write the states of one layer and return its whole window."""
+        """Write one layer's new keys and values, and return its whole window."""
         place = self._window.places[layer_idx]
         assert place is not None
         keys, values = (self._parts[place.stack + side][place.number] for side in (0, 1))
@@ -144,7 +148,7 @@ def _static_pass(
     depths: Tensor,
     ancestors: Tensor,
 ) -> Outputs:
-    """Read a tree after the committed positions; return hidden states [1, N, D], and logits [1, N, V] if requested.
+    """Run a tree after the committed positions; return hidden states [1, N, D], and logits [1, N, V] if requested.
 
     ``tokens`` and ``depths`` are [1, N] int64, ``ancestors`` [1, N, N] bool; ``logits`` is the output head.
     """
@@ -172,14 +176,14 @@ def _static_pass(
 
 
 class StaticKVCache(TreeCache):
-    """A ``TreeCache`` of one row in memory of its model, which can also run static passes."""
+    """A ``TreeCache`` of one row in the memory of a ``StaticModel``. It can also run passes of fixed shapes."""
 
     def __init__(self, model: StaticModel, capacity: int) -> None:
         self._model = model
         super().__init__(self._borrow(capacity), model.shape.places, [Row()], capacity=capacity)
 
     def _borrow(self, capacity: int) -> tuple[Tensor, ...]:
-        """Use the first ``capacity`` positions of memory that is the model's again after this cache is deleted."""
+        """Take memory for ``capacity`` positions; it is given back to the model when this cache is deleted."""
         self._memory = self._model.take_memory(capacity)
         self._give_back = weakref.finalize(self, self._model.take_back, self._memory)
         self._give_back.atexit = False
@@ -190,7 +194,7 @@ class StaticKVCache(TreeCache):
         return self.pending == 0 and self.length > 0 and nodes <= MAX_STATIC_NODES
 
     def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
-        """Read a tree ([1, N] int64; N must fit), which stays pending; return hidden states [1, N, D], and logits."""
+        """Run a tree [1, N] int64, which stays pending; return hidden states [1, N, D], and logits if requested."""
         nodes = tokens.shape[1]
         self.begin(nodes, chain=shape.is_chain)
         self._memory.length.fill_(self.length)
