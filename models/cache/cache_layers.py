@@ -41,7 +41,7 @@ class FullLayers:
         self._index = self._rows = torch.empty(0)  # for several rows: [B, T] and [B, 1]
 
     def first(self, row: Row) -> int:
-        """Return the number of positions of ``row`` that are left out; a new position p has index p minus it."""
+        """Return the number of left-out positions of ``row``: a new position p is at index p minus this number."""
         return self._first
 
     @property

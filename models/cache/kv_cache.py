@@ -49,7 +49,7 @@ class Trim:
     """Memory sizes of a cache's sliding-window layers, which hold only the latest positions."""
 
     layers: tuple[bool, ...]
-    """True for each layer that is trimmed."""
+    """True for each layer that is trimmed, which means that it holds only the latest positions."""
     window: int
     """Largest number of positions that a query sees; with chunked attention, the size of a chunk."""
     room: int
@@ -91,7 +91,7 @@ class CacheShape:
 
     @cached_property
     def _groups(self) -> list[tuple[LayerSizes, bool] | None]:
-        """Each layer's sizes, and True if the layer is trimmed. Equal layers share one stack of keys and one of values."""
+        """Each layer's sizes, and True if it is trimmed. Equal layers share one stack of keys and one of values."""
         sizes = self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers
         trimmed = self.trim.layers if self.trim else (False,) * self.layers
         return [None if size is None else (size, trim) for size, trim in zip(sizes, trimmed, strict=True)]
@@ -209,7 +209,7 @@ class TreeCache:
         self.pending += new
 
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values, and return all of the layer's, up to the longest row's end."""
+        """Write one layer's new states, and return all its keys and values up to the longest row's end."""
         layer = self.layers[layer_idx]
         assert layer is not None
         kind, keys, values = layer
