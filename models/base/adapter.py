@@ -22,17 +22,17 @@ from drafthead.models.base.text_model import LOAD_ERRORS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-"""Settings that, with the weights, determine what an adapter adds to a base."""
+"""Keys of an adapter's config that, with its weights, determine what it adds to a base."""
 DIGEST = "drafthead_adapter"
 """Key of a model's config for the digest of the merged adapter."""
 
 
 def fingerprint(model: Any, digest: str | None = None) -> str:
-    """Hash the sizes and two small weights, which distinguish fine-tunes of one architecture.
+    """Return a hash of the sizes and two small weights, which distinguish fine-tunes of one architecture.
 
-    Without an adapter, the model must not be fused or prepacked yet. ``digest`` is of an adapter to count as merged;
-    None takes that of the merged adapter, if any. It replaces rows of the output head in the hash, because an adapter
-    may change them and merging rounds differently in each dtype.
+    Without an adapter, the model must not be fused or prepacked yet. ``digest`` is that of an adapter to count as
+    merged; None: that of the adapter which is merged, if any. The hash then has the digest instead of rows of the
+    output head, because an adapter may change these rows, and merging rounds them differently in each dtype.
     """
     settings = model.config
     digest = digest or getattr(settings, DIGEST, None)
@@ -97,7 +97,7 @@ def merge(model: Any, name: str) -> Any:
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy an adapter into ``folder``, unless ``source`` is that folder."""
+    """Copy the adapter in ``source`` into ``folder``, unless they are the same folder."""
     if folder.exists() and source.resolve() == folder.resolve():
         return
     folder.mkdir(parents=True, exist_ok=True)

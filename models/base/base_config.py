@@ -39,15 +39,15 @@ from drafthead.models.kernels import attention
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
-"""Settings by which a saved head finds its base again."""
+"""Settings that a saved head stores, so that its base can be loaded again."""
 ADAPTER = "adapter"
-"""Folder for the base's adapter, if any, in a saved head."""
+"""Name of the folder in a saved head that holds the base's adapter, if any."""
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
 """Name fragments of layer types with a recurrent state instead of keys and values."""
 FEED_FORWARD = frozenset(("mlp", "moe"))
-"""Layer types without any state."""
+"""Layer types that keep nothing between tokens."""
 EMBEDDED = "embedded:smollm2"
-"""The base inside a pinned package, for machines without Hub access."""
+"""``base.name`` of the base that is packaged with drafthead, for machines without Hub access."""
 
 
 @settings(kw_only=True)
@@ -61,15 +61,15 @@ class BaseConfig:
     gguf_file: str | None = None
     """GGUF file of ``name`` to dequantise, if the weights are not safetensors."""
     dtype: Dtype = "auto"
-    """Type of the weights. ``auto`` is float32 on a CPU and bfloat16 on a GPU."""
+    """Dtype of the weights. ``auto`` is float32 on a CPU and bfloat16 on a GPU."""
     max_context: Annotated[int, Field(ge=16)] | None = None
-    """Longest context, in tokens. With null, the model's own limit, or that of a rotary embedding that changes with the
-    length."""
+    """Longest context, in tokens. With null, the model's own limit or, if shorter, the length from which its rotary
+    embedding changes."""
     prepack: bool = True
-    """Prepack the linear layers on a CPU, which speeds up products of a few rows."""
+    """Repack the weights of linear layers on a CPU, which speeds up products of a few rows."""
     kernels: Literal["auto", "packed"] = "auto"
-    """Matrix products of 1 to 8 rows on a CPU. ``auto`` takes the fastest, measured once per base and machine;
-    ``packed`` measures nothing."""
+    """Matrix products of 1 to 32 rows on a CPU. ``auto`` uses the fastest kernel, measured once per base and machine;
+    ``packed`` uses oneDNN's packed product without measuring."""
     graphs: Literal["auto", "always", "never"] = "auto"
     """Use of CUDA graphs for passes of fixed shapes. ``auto`` uses them on a GPU; ``never`` runs every pass eagerly;
     ``always`` fixes the shapes on a CPU too, which is slower and meant for tests."""
@@ -147,7 +147,7 @@ class BaseConfig:
             raise UserError(why) from None
 
     def hub_options(self) -> dict[str, Any]:
-        """Return the options of every ``from_pretrained``."""
+        """Return the arguments that every ``from_pretrained`` call gets."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
@@ -182,7 +182,7 @@ def could_not_load(name: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return a message's first line as one sentence; if it ends with a colon, with the lines that follow."""
+    """Return the first line of an error as one sentence, joined with the other lines if it ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = " ".join(lines) if lines[0].endswith(":") else lines[0]
     return text if text.endswith(".") else f"{text}."
@@ -190,14 +190,18 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """Largest context in which a token's hidden state does not depend on the final length."""
+    """Longest context in which a token's hidden state does not depend on the final length."""
 
     positions: int
     why: str
+    """The reason, as the end of a sentence that begins with ``the``."""
 
 
 def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
-    """Return the limit of a base whose early positions change with later ones, or with a table of positions."""
+    """Return the longest context in which drafts cannot change the base's output; None if every length is safe.
+
+    In some bases, the states of early tokens change when the context grows; in others, a table of positions ends.
+    """
     config = text_config(config)
     limits = []
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -211,7 +215,7 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
             limits.append(ContextLimit(first, what))
     if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
         scale = int(config.floor_scale)
-        what = f"attention is scaled by the index in a pass, which is wrong in a tree, from position {scale - 1} on"
+        what = f"attention is scaled by a token's index, which is wrong in a token tree, from position {scale - 1} on"
         limits.append(ContextLimit(scale - 1, what))
     if config.model_type == "doge":
         # Beyond it, a layer selects the largest of nearly equal values, so rounding decides which.
@@ -232,7 +236,7 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
     recurrent = [t for t in unknown if any(name in t for name in RECURRENT)]
     heads = getattr(config, "num_attention_heads", None)
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"{kind} models have an encoder; choose a base that only decodes")
+        raise UserError(f"{kind} models have an encoder; choose a decoder-only base")
     if recurrent or heads is None:
         what = f"layers of type {recurrent}" if recurrent else "no self-attention over a key/value cache"
         raise UserError(
@@ -249,7 +253,7 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
     quantised = getattr(config, "quantization_config", None) or {}
     if (quantised if isinstance(quantised, dict) else vars(quantised)).get("load_in_8bit"):
         raise UserError(
-            f"bitsandbytes' 8 bits (LLM.int8, {kind}) round a token depending on the other tokens of its pass, so "
+            f"bitsandbytes' 8-bit weights (LLM.int8, {kind}) round a token depending on the others in its pass, so "
             "drafts would change the output; use 4 bits, or torchao's int8"
         )
     limit = context_limit(config)
@@ -265,8 +269,8 @@ def load_weights(
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the stock model that ``config`` names onto ``device``, and its tokenizer.
 
-    The model gets our attention function, or with ``own_attention`` keeps its default. The adapter is merged.
-    ``progress`` is called with a line before slow first-time work.
+    The model uses drafthead's attention function, or with ``own_attention`` the one that transformers chooses. The
+    adapter is merged. ``progress`` is called with a line of text before slow first-time work.
     """
     automatic = automatic_dtype(device)
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
@@ -287,7 +291,10 @@ def load_weights(
 
 
 def save_merged(config: BaseConfig, folder: Path) -> None:
-    """Write the base with its adapter merged as a whole model, which engines load, in the dtype of this device."""
+    """Save the base with its adapter merged, as a complete model that serving engines load.
+
+    ``config.dtype=auto`` is the default dtype of this device.
+    """
     dtype: Any = automatic_dtype(device_of(None)) if config.dtype == "auto" else config.dtype
     model, tokenizer = load_weights(replace(config, dtype=dtype), torch.device("cpu"), lambda line: None, True)
     model.save_pretrained(folder)
@@ -296,14 +303,14 @@ def save_merged(config: BaseConfig, folder: Path) -> None:
 
 @contextmanager
 def own_attention_code(kind: str) -> Iterator[None]:
-    """Explain the KeyError raised when a model cannot find our attention function."""
+    """Replace the KeyError of a model that cannot use drafthead's attention function by a clear error."""
     try:
         yield
     except KeyError as error:
         if error.args != (attention.NAME,):
             raise
         raise UserError(
-            f"{kind} has a special attention in transformers, which cannot be replaced; choose another base "
+            f"{kind} has a special attention in transformers, which drafthead cannot replace; choose another base "
             "(docs/reference/bases.md lists families)"
         ) from None
 

@@ -35,44 +35,46 @@ from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 
 @dataclass(frozen=True, kw_only=True)
 class PartialForward:
-    """The first layers of the target's pass over a proposal, computed while drafting (early exit).
+    """Outputs of the target's first layers for a drafted tree, computed while drafting (early exit).
 
-    Their keys and values are in the target's cache already: after the committed tokens, in the order of the nodes.
+    The keys and values of these layers are in the target's cache already: after the committed tokens, in the order of
+    the nodes.
     """
 
     layers: int
     """Number of layers that are computed."""
     hidden: Tensor
-    """Their output [B, N, D]."""
+    """Output [B, N, D] of the last one of these layers."""
 
 
 NO_LAYERS = HiddenStatesSpec()
 NEVER_APPLIED = ("num_beams", "guidance_scale", "stop_strings", "penalty_alpha", "dola_layers")
-"""Keys of a generation config that change the text of stock ``generate`` and that no command applies."""
+"""Keys of a generation config that change the output of transformers' ``generate`` but not of drafthead's commands."""
 CHANGE_TEXT = (
     *("repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens", "sequence_bias"),
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
     *("exponential_decay_length_penalty", *NEVER_APPLIED),
 )
-"""Keys of a generation config that transformers obeys at temperature 0."""
+"""Keys of a generation config that change transformers' output at temperature 0."""
 TRIAL_CONTEXT = 200
-"""Tokens in the cache when kernels are timed."""
+"""Number of committed tokens in the cache when kernels are timed."""
 
 
 def changed_settings(config: Any, keys: Iterable[str]) -> list[str]:
-    """Return the settings of ``config`` among ``keys`` that have an effect, as in ``top_k=50``."""
+    """Return the settings of a generation config, among ``keys``, that have an effect, such as ``top_k=50``."""
     values = {key: getattr(config, key, None) for key in keys}
     given = {key: value for key, value in values.items() if value not in (None, 0, 1, [])}
     return [f"{key}={value}" if isinstance(value, int | float) else key for key, value in given.items()]
 
 
 class BaseModel:
-    """A frozen causal LM. Nothing here computes a gradient, and the model is never saved."""
+    """A frozen causal LM. No method computes gradients or saves the model."""
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
-        """Freeze ``model`` in place, and measure its cache and logits; :meth:`load` and :meth:`wrap` also check it.
+        """Freeze ``model`` in place, and measure its cache sizes and logit scale.
 
-        Its modules stay the stock ones until :func:`tune_for_cpu` replaces them. Architectures that cannot verify token
+        :meth:`load` and :meth:`wrap` also compare it with stock transformers. Its modules stay the stock ones until
+        :func:`tune_for_cpu` replaces them. Architectures that cannot verify token
         trees are refused. On the meta device nothing is measured.
         """
         settings = model.config
@@ -100,12 +102,12 @@ class BaseModel:
         """Module of the output head, without scale and soft cap."""
         if self.output_layer is None or self.output_layer.bias is not None:
             raise UserError(
-                f"{settings.model_type} has no output head without bias; draft heads are initialised from it"
+                f"{settings.model_type} has no output head without bias, which draft heads need; choose another base"
             )
         weight = self.output_layer.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.rounds_to = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
-        """Dtype whose rounding errors the products have: 16 bits with quantised weights."""
+        """Dtype that decides the rounding errors of products: bfloat16 with quantised weights, else ``dtype``."""
         kv_heads, head_dim = attention_sizes(settings)
         self.cache_shape = CacheShape(
             layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
@@ -113,7 +115,7 @@ class BaseModel:
         self.lm_head = LMHead(weight=weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
         self.fingerprint = ""
         self.stock_results: StockResults | None = None
-        """Results of the stock modules, until :func:`check_against_stock` has compared them."""
+        """Results of the stock modules, kept until :func:`check_against_stock` has compared them."""
         if self.device.type != "meta":
             self.fingerprint = adapter.fingerprint(model)
             self.cache_shape = replace(self.cache_shape, **measured_sizes(self))
@@ -125,7 +127,7 @@ class BaseModel:
         self.uses_graphs = config.graphs == "always" or (config.graphs == "auto" and graphs_of(self.device) is not None)
         self._static: StaticModel | None = None
         self.kernels: KernelTable | None = None
-        """Fastest kernel per number of rows; None if nothing is measured."""
+        """Fastest kernel for each number of input rows; None if kernels were not compared."""
         self.prepacked = 0
         """Number of linear layers that are packed for few rows."""
 
@@ -136,9 +138,9 @@ class BaseModel:
         device: torch.device | str | None = None,
         progress: Callable[[str], None] = lambda line: None,
     ) -> "BaseModel":
-        """Load or build the base that ``config`` names on ``device``, by default the process's (``devices.py``).
+        """Load or build the base that ``config`` names on ``device``, by default this process's device.
 
-        ``progress`` gets a line about slow first-time work.
+        ``progress`` is called with a line of text before slow first-time work.
         """
         model, tokenizer = load_weights(config, device_of(device), progress)
         base = cls(model, tokenizer, config)
@@ -148,7 +150,7 @@ class BaseModel:
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any) -> "BaseModel":
-        """Wrap a model that is already loaded. It is frozen and gets our attention; its layers are not replaced."""
+        """Wrap a loaded model: freeze it and set drafthead's attention function; its layers are not replaced."""
         stock = model.config._attn_implementation
         model.set_attn_implementation(attention.register())
         wrapped = cls(model, tokenizer, BaseConfig(name=model.config.name_or_path, prepack=False))
@@ -157,7 +159,7 @@ class BaseModel:
         return wrapped
 
     def stock(self) -> Any:
-        """Return another copy of the model as transformers loads it, with stock modules and attention."""
+        """Return a new copy of the model with stock modules and attention, as transformers loads it."""
         if self._wrapped_attention is not None:
             model = deepcopy(self.model)
             model.set_attn_implementation(self._wrapped_attention)
@@ -191,7 +193,7 @@ class BaseModel:
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
     def ignored_settings(self, keys: Sequence[str] = CHANGE_TEXT) -> list[str]:
-        """Return the settings among ``keys`` by which the generation config changes transformers' greedy text."""
+        """Return the settings of the generation config, among ``keys``, that change transformers' greedy output."""
         return changed_settings(self.model.generation_config, keys)
 
     @property
@@ -205,9 +207,9 @@ class BaseModel:
         return max((i for i in special if i not in used and i < self.vocab_size), default=self.vocab_size - 1)
 
     def prompt_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the ids of ``messages`` and of the start of the answer, by the chat template and its settings.
+        """Return the token ids of ``messages`` and of the start of the answer, by the chat template.
 
-        ``variables`` of the template replace those of ``config.chat_template_kwargs``.
+        ``variables`` of the template override those of ``config.chat_template_kwargs``.
         """
         return prompt_ids(self.tokenizer, messages, {**self.config.chat_template_kwargs, **(variables or {})})
 
@@ -241,7 +243,7 @@ class BaseModel:
     ) -> HiddenStates:
         """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them.
 
-        ``counts``: the number of tokens in each row; the rest of the T is padding.
+        ``counts``: number of tokens in each row; the rest of its T tokens is padding.
         """
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
@@ -297,7 +299,8 @@ class BaseModel:
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> tuple[HiddenStates, Tensor]:
-        """Return :meth:`verify`'s states and the logits after every node [B, N, V], by one CUDA graph if possible."""
+        """Return the hidden states of :meth:`verify` and the logits after every node [B, N, V], in one CUDA graph if
+        possible."""
         if (static := _static(cache, shape, tokens_BN.shape[1], spec, partial_forward)) is not None:
             final, logits = static.run(tokens_BN, shape, with_logits=True)
             return HiddenStates(final=final), logits
@@ -314,10 +317,10 @@ class BaseModel:
 
     @torch.no_grad()
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
-        """Return hidden states of packed rows, detached; a token attends to its own document only."""
+        """Return the hidden states of packed rows, without gradients; tokens attend to their own document only."""
         if self._limited and (last := int((batch.host or batch).position_ids.max())) >= self.max_context:
             raise UserError(
-                f"a document of {last + 1} tokens exceeds the context of {self.max_context}; shorten the rows"
+                f"a document of {last + 1} tokens exceeds the context of {self.max_context}; shorten the training rows"
             )
         ids, positions = batch.input_ids.to(self.device), batch.position_ids.to(self.device)
         masks = self.document_masks(batch.document_ids.to(self.device), positions, self.dtype)
@@ -326,12 +329,12 @@ class BaseModel:
         return _hidden_states(out.last_hidden_state, states, spec)
 
     def document_masks(self, document_ids: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Masks:
-        """Return the decoder's masks for packed rows ([B, T] each): a token attends to its own document only."""
+        """Return the decoder's masks for packed rows (ids and positions [B, T]): tokens see their own document only."""
         mask = attention.document_mask(document_ids, dtype)
         return mask if self.windows is None else self.windows.masks(mask, position_ids, position_ids, dtype)
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
-        """Return the masks of all layer types at ``positions``; ``depths`` of the pending nodes, None for a chain."""
+        """Return the masks of all layer types; ``depths`` [R, P] are those of the pending nodes, None for a chain."""
         assert self.windows is not None
         # While everything fits into the smallest window, all layer types share one mask.
         if cache.rows == 1 and cache.length + cache.pending <= self.windows.smallest:
@@ -365,13 +368,13 @@ class BaseModel:
 
 
 COUNTING = BaseConfig(max_context=16, prepack=False)
-"""Settings of a base that only counts parameters."""
+"""Settings of a base without weights that only serves to count parameters."""
 
 
 def meta_base(
     settings: PreTrainedConfig, config: BaseConfig = COUNTING, dtype: torch.dtype = torch.float32
 ) -> BaseModel:
-    """Return a base of transformers' ``settings`` without weights; composite models are cut to the language model."""
+    """Return a base without weights for the transformers config ``settings``; only the language model is built."""
     with torch.device("meta"):
         model: Any = build(settings)
     model.set_attn_implementation(attention.register())
@@ -381,7 +384,7 @@ def meta_base(
 def tune_for_cpu(base: BaseModel) -> None:
     """Fuse and prepack the base's linear layers in place, and choose their kernels, as far as its config allows.
 
-    This may compile a kernel. With ``kernels=auto`` the kernels are timed, or a choice stored earlier is taken.
+    This may compile a kernel. With ``kernels=auto``, kernels are timed, or an earlier stored choice is used.
     """
     config, model = base.config, base.model
     if not config.prepack:
@@ -415,7 +418,7 @@ def _static(
     spec: HiddenStatesSpec,
     partial_forward: PartialForward | None,
 ) -> StaticKVCache | None:
-    """Return the cache if a captured graph can run the pass, which must cover a whole tree and all layers."""
+    """Return the cache if a CUDA graph can run the pass, which must cover a whole tree and all layers, else None."""
     whole = new == len(shape) and not (spec.layers or partial_forward)
     return cache if whole and isinstance(cache, StaticKVCache) and cache.fits(new) else None
 

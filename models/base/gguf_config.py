@@ -1,7 +1,7 @@
-"""The config of a base in a GGUF file, corrected where transformers ignores keys of the file, or refused.
+"""The config of a base in a GGUF file. Keys that transformers ignores are added, or the file is refused.
 
 llama.cpp writes the scaling of rotary embeddings as a tensor or as keys, and unusual sizes as separate keys.
-transformers uses defaults instead of these, so the base would load but compute something else than llama.cpp does.
+transformers uses defaults instead, so the base would load but compute something else than in llama.cpp.
 """
 
 import math
@@ -22,11 +22,11 @@ SAME = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-"""Keys of a file -> keys of a transformers config."""
+"""Keys of a GGUF file without prefix (``llama.``) -> keys of a transformers config."""
 WIDE_GEMMA = {"gemma2": 46, "gemma3_text": 62}
-"""Number of layers of the 27B checkpoints, which scale queries differently. The rule is llama.cpp's; no file has it."""
+"""Model type -> number of layers of its 27B checkpoint, which scales queries differently (a rule of llama.cpp)."""
 FACTORS = "rope_freqs.weight"
-"""Tensor of divisors of the rotary frequencies."""
+"""Name of the tensor that the rotary frequencies are divided by."""
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ELSEWHERE = "use the checkpoint that it was converted from: set base.name, without base.gguf_file"
 
@@ -61,7 +61,7 @@ def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
 
 
 def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes that differ from the config's; ``keys`` are the file's, without their architecture."""
+    """Return config fields to change; ``keys`` are the file's without prefix (``llama.``)."""
     changes: dict[str, Any] = {}
     for key, field in SAME.items():
         now = getattr(config, field, None)

@@ -1,4 +1,4 @@
-"""Views of a base with other layers: its first ones, copies in another dtype, or a head's own.
+"""Views of a base with other decoder layers: its first layers, copies in another dtype, or layers of a head.
 
 Views share the base's modules and weights; nothing is copied.
 """
@@ -24,8 +24,12 @@ def with_layers(
 ) -> BaseModel:
     """Return a view of ``base`` with other decoder layers (``layer_idx`` from 0) between embedding and output head.
 
-    ``norm`` and ``dtype`` of the layers are the base's by default; embeddings are cast to ``dtype``. ``sources``: the
-    index of the base's layer that each of ``layers`` is like; by default the first ones.
+    Args:
+        base: the base.
+        layers: the new decoder layers.
+        norm: the final norm; None: the base's.
+        dtype: dtype of ``layers``, to which embeddings are cast; None: the base's.
+        sources: for each of ``layers``, the index of the base's layer with equal config; None: 0, 1, 2, ...
     """
     sources = range(len(layers)) if sources is None else sources
     view, decoder = copy(base), decoder_over(base.model, base.cache_shape, layers, norm, sources)
@@ -45,12 +49,12 @@ def with_layers(
 
 
 def first_layers(base: BaseModel, count: int) -> BaseModel:
-    """Return the first ``count`` layers without a final norm: the hidden state is the exit state of layer ``count``."""
+    """Return a view of the first ``count`` layers without final norm; its hidden states are their outputs."""
     return with_layers(base, nn.ModuleList(list(base.model.model.layers)[:count]), nn.Identity())
 
 
 def reading_copy(base: BaseModel) -> BaseModel:
-    """Return a view that computes hidden states for training, with bfloat16 products if those are faster here."""
+    """Return a view that computes hidden states for training, with bfloat16 products if faster on this machine."""
     if base.kernels is None or not base.kernels.bfloat16_reads:
         return base
     layers = [inference_copy(layer, torch.bfloat16) for layer in base.model.model.layers]
@@ -58,7 +62,7 @@ def reading_copy(base: BaseModel) -> BaseModel:
 
 
 def drop_views(base: BaseModel) -> None:
-    """Drop captured graphs and views of the base's layers, before their weights move."""
+    """Drop captured graphs and stored decoders, which would be invalid after the base's weights move."""
     base._static, base._last_layers = None, {}
 
 

@@ -1,4 +1,4 @@
-"""The base's output head as a value. Draft heads share it, start from it, and learn its distribution."""
+"""The base's output head: draft heads share it, start from it, and are trained on its distribution."""
 
 from dataclasses import dataclass, replace
 
@@ -8,14 +8,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LMHead:
-    """The base's output head, or some of its rows: logits = softcap * tanh(scale * h @ weight.T / softcap)."""
+    """The base's output head, or some of its rows: logits = softcap * tanh(scale * h @ weight.T / softcap).
+
+    Without ``softcap``, logits = scale * h @ weight.T.
+    """
 
     weight: Tensor
-    """[V, D], frozen in the base's own."""
+    """[V, D]. The base's own weight is frozen."""
     scale: float = 1.0
     softcap: float | None = None
     low_rank: Tensor | None = None
-    """[V, r] trained, or None. It multiplies the last r columns of the input, and ``weight`` the others."""
+    """[V, r], trained, or None. The last r columns of the input multiply it, and the others multiply ``weight``."""
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
@@ -26,14 +29,14 @@ class LMHead:
 
     @property
     def trained_columns(self) -> tuple[slice, ...]:
-        """The columns of the input that each of ``trained`` multiplies."""
+        """The columns of the input that multiply each weight of ``trained``."""
         if self.low_rank is None:
             return (slice(None),)
         width = self.weight.shape[1]
         return (slice(width), slice(width, None))[-len(self.trained) :]
 
     def at_most(self, dtype: torch.dtype) -> "LMHead":
-        """Return the head with frozen weights in at most ``dtype``, the head's dtype, for faster products."""
+        """Return this head with a frozen ``weight`` cast to ``dtype`` if that is smaller, for faster products."""
         if self.weight.requires_grad or self.weight.itemsize <= dtype.itemsize:
             return self
         return replace(self, weight=self.weight.to(dtype))
@@ -62,7 +65,7 @@ class LMHead:
         return torch.cat([frozen.to(gradient.dtype), gradient @ self.low_rank], -1)
 
     def scale_and_cap(self, product: Tensor) -> Tensor:
-        """Return the logits of a product ``h @ weight.T``."""
+        """Apply scale and soft cap to a product ``h @ weight.T``, and return the logits."""
         if self.scale != 1.0:
             product = product * self.scale
         if self.softcap is not None:

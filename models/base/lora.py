@@ -1,7 +1,7 @@
 """A trainable copy of a frozen base: LoRA adapters (Hu et al., 2106.09685) through peft, on stock modules.
 
 A base may have fused and prepacked layers, through which no gradient passes. The copy has stock layers, which share the
-base's weights unless these are packed; packed weights are unpacked once. The base itself does not change. With
+base's weights; only packed weights are copied, because they must be unpacked. The base itself does not change. With
 untrained adapters, the copy computes what the base computes.
 
 Shape legend: B batch, T time, D width, V vocabulary.
@@ -34,7 +34,7 @@ class LoraBase:
     """A base with trained adapters. It is not an ``nn.Module``, so that heads do not own its weights."""
 
     def __init__(self, base: BaseModel, targets: Sequence[str], checkpointing: bool = False, **settings: Any) -> None:
-        """Make a trainable copy of ``base`` with untrained adapters, which add nothing.
+        """Make a trainable copy of ``base`` with untrained adapters, which do not change its output yet.
 
         Args:
             base: the frozen model.
@@ -76,11 +76,11 @@ class LoraBase:
         return {n.replace(".", "-"): p for n, p in self._peft.named_parameters() if ".lora_" in n}
 
     def train(self, mode: bool) -> None:
-        """Turn dropout on or off."""
+        """Switch between training (with dropout) and evaluation."""
         self.model.train(mode)
 
     def hidden_states(self, batch: TrainBatch) -> Tensor:
-        """Return ``h`` [B, T, D] after the final norm, with gradients; tokens attend to their own document only."""
+        """Return hidden states [B, T, D] after the final norm, with gradients; tokens see their own document only."""
         out = self.model.model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
@@ -96,7 +96,7 @@ class LoraBase:
         return not isinstance(self.model.get_output_embeddings(), nn.Linear)
 
     def output_head(self) -> LMHead:
-        """Return the tuned output head over the whole vocabulary, with gradients for its adapter, if any."""
+        """Return the output head over the whole vocabulary; if it has an adapter, this is added, with gradients."""
         head = self.base.lm_head
         if not self.adapts_head:
             return head
@@ -114,7 +114,7 @@ class LoraBase:
 
 
 def _trainable_copy(base: BaseModel) -> Any:
-    """Return the base's model with stock layers and a new output layer; everything else is shared."""
+    """Return the base's model with stock layers and a new output layer; all other modules are shared."""
     layers = base.model.model.layers
     if base.prepacked:
         layers = nn.ModuleList(fresh_copy(layer, base.model.config, n) for n, layer in enumerate(layers))

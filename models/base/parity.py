@@ -2,7 +2,7 @@
 
 The stock modules with the model's default attention run a few sequences, each in one pass without a cache. The base
 then runs them in one pass, in chunks, as a tree, as rows of different lengths and as packed documents. All passes must
-give the stock logits. Meanwhile longer windows are shortened on both sides, so that the sequences cross their edges.
+give the stock logits. During the check, sliding windows are shortened in both, so that the sequences outgrow them.
 
 Shape legend: R rows, T tokens, N tree nodes, D width, V vocabulary.
 """
@@ -26,21 +26,21 @@ from drafthead.models.kernels import attention
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 WINDOW = 8
-"""Size in positions to which windows are shortened."""
+"""Largest size of a sliding window during the check, in positions."""
 PREFIX, LENGTH = 12, 16
-"""Tokens before the tree, and tokens of a sequence."""
+"""Number of tokens before the tree, and of a whole sequence."""
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
 """Tree of two paths with three nodes each: root 0, its children 1 and 2, their children 3 and 4."""
 TOLERANCE = {torch.float32: 1e-3}
 """Largest accepted relative error. Wrong masks give 0.1 to 1."""
 HALF_TOLERANCE = 0.25
-"""Tolerance in 16 bits: random weights differ by about 0.1 between passes of different shapes."""
+"""Tolerance in 16 bits: with random weights, passes of different shapes differ by about 0.1."""
 READING = "reading"
 PASSED: set[tuple[str, ...]] = set()
 
 
 class Base(Protocol):
-    """The parts of a ``BaseModel`` that are compared. ``base_model.py`` imports this module, so it is a protocol."""
+    """The attributes of ``BaseModel`` that the check uses. ``base_model.py`` imports this module, not vice versa."""
 
     model: Any
     config: BaseConfig
@@ -74,11 +74,11 @@ class StockResults:
     final: Tensor
     """[1, T, D] hidden states of the first sequence."""
     known: bool
-    """True if a base with this config has passed; then only the start of one sequence is computed."""
+    """True if a base with this config has passed the check; then only the start of one sequence is computed."""
 
     @classmethod
     def of(cls, base: Base) -> "StockResults":
-        """Compute the results of a base whose modules are still the stock ones."""
+        """Run the sequences through a base whose modules are still the stock ones, with transformers' attention."""
         model, config = base.model, base.model.config
         tokens = torch.randint(3, min(base.vocab_size, 300), (3, LENGTH), generator=torch.Generator().manual_seed(0))
         tokens[1, : PREFIX + 1] = tokens[0, : PREFIX + 1]
@@ -90,7 +90,7 @@ class StockResults:
         edges = shortened(config, WINDOW) if base.windows is not None else nullcontext()
         try:
             model.set_attn_implementation(model.get_correct_attn_implementation(None))
-            with in_one_line(config, "cannot be read by transformers' own code"), torch.inference_mode(), edges:
+            with in_one_line(config, "cannot be run by transformers' own code"), torch.inference_mode(), edges:
                 logits = model(input_ids=tokens, use_cache=False).logits.float()
         finally:
             model.set_attn_implementation(attention.register())
@@ -103,7 +103,7 @@ class StockResults:
 
 @contextmanager
 def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
-    """Turn any error of a model family's code into a ``UserError`` whose message says ``what`` failed."""
+    """Turn errors of a model family's code, except out of memory, into a ``UserError``: its model type and ``what``."""
     try:
         yield
     except (torch.OutOfMemoryError, UserError):
@@ -116,7 +116,7 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
 
 
 def measured_sizes(base: Base) -> dict[str, Any]:
-    """Run one token, and return the fields of ``CacheShape`` that follow from the keys and values it writes."""
+    """Run one token, and return the fields of ``CacheShape`` that its keys and values determine."""
     cache, one = DynamicCache(), torch.full((1, 1), 3, device=base.device)
     with in_one_line(base.model.config, "cannot be run over a plain key/value cache"), torch.inference_mode():
         base.model.model(input_ids=one, position_ids=one - 3, past_key_values=cache, use_cache=True)
@@ -134,7 +134,7 @@ def measured_sizes(base: Base) -> dict[str, Any]:
 
 
 def logit_scale(base: Base, stock: StockResults) -> float:
-    """Return the factor from the output head's product to the stock logits, out of those that config keys suggest."""
+    """Find the factor, among those in config keys, that maps the output head's product to the stock logits."""
     config = base.model.config
     with torch.inference_mode():
         product = base.output_layer(stock.final).float()
@@ -149,16 +149,16 @@ def logit_scale(base: Base, stock: StockResults) -> float:
     best = min(range(len(scales)), key=errors.__getitem__)
     if errors[best] > tolerance(base):
         raise UserError(
-            f"{config.model_type} computes its logits in an unknown way (they differ by "
+            f"{config.model_type} computes its logits in an unknown way (recomputed ones differ by "
             f"{errors[best]:.1%} of the largest); choose another base"
         )
     return scales[best]
 
 
 def check_against_stock(base: Base) -> None:
-    """Refuse a base whose logits differ from the stock model's; the error says which pass, and by how much.
+    """Reject a base whose logits differ from the stock model's; the message names the forward pass and the error.
 
-    The stock results are dropped. Nothing is compared if a base with this config has passed in this process.
+    Free the stock results. Skip the comparison if this process already accepted a base with this config.
     """
     results, base.stock_results = base.stock_results, None
     if results is None or results.known:
@@ -166,13 +166,13 @@ def check_against_stock(base: Base) -> None:
     kind, windows = base.model.config.model_type, base.windows
     edges = shortened(base.model.config, WINDOW) if windows is not None else nullcontext()
     try:
-        with in_one_line(base.model.config, "cannot be read by this code"), edges:
+        with in_one_line(base.model.config, "cannot be run by drafthead"), edges:
             base.windows = None if windows is None else windows_of(base.model.config, base.max_context)
             for what, logits, stock in _readings(base, results):
                 if (error := relative_error(base, logits, stock)) > tolerance(base):
                     raise UserError(
-                        f"{kind} read {what} differs from transformers' own attention by {error:.1%} of the largest "
-                        "logit, so drafts would change the output; choose another base "
+                        f"{kind} run {what} differs from stock transformers by {error:.1%} of the largest logit, so "
+                        "drafts would change the output; choose another base "
                         "(docs/reference/bases.md lists families)"
                     )
     finally:
@@ -192,14 +192,14 @@ def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, 
     def verify(nodes: Tensor, cache: TreeCache) -> Tensor:
         return base.verify_logits(nodes, shape, cache)[1]
 
-    yield "whole", read(tokens[:1], TreeCache.empty(base.cache_shape, capacity)), stock[:1]
+    yield "in one pass", read(tokens[:1], TreeCache.empty(base.cache_shape, capacity)), stock[:1]
     trimmed = base.cache_shape
     if base.windows is not None:
         # No surplus: the cache drops positions as early as possible, so that the check covers it.
         trimmed = trimmed.trimmed(base.windows.by_layer, capacity, room=len(TREE), surplus=0)
     cache, edges = TreeCache.empty(trimmed, capacity), (0, 5, PREFIX - 1, PREFIX)
     chunks = [read(tokens[:1, a:b], cache) for a, b in zip(edges, edges[1:], strict=False)]
-    yield "in parts", torch.cat(chunks, 1), stock[:1, :PREFIX]
+    yield "in chunks", torch.cat(chunks, 1), stock[:1, :PREFIX]
     # The tree's two paths are the continuations of the first two sequences after their common prefix, so a node's
     # logits must be the stock logits of its token in its sequence.
     nodes = _nodes(tokens[0], tokens[1], PREFIX)
@@ -230,12 +230,13 @@ def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, 
 
 
 def _nodes(first: Tensor, second: Tensor, start: int) -> Tensor:
-    """Return the values [N, ...] of ``TREE``'s nodes, whose two paths are these rows [T, ...] from ``start`` on."""
+    """Return the values [N, ...] of ``TREE``'s nodes; its two paths are ``first`` and ``second`` [T, ...] from
+    ``start`` on."""
     return torch.stack([first[start], first[start + 1], second[start + 1], first[start + 2], second[start + 2]])
 
 
 def _packed(base: Base, *documents: Tensor) -> Tensor:
-    """Return the logits [1, T, V] of documents packed into one row, without its padding."""
+    """Pack ``documents`` into one row, and return its logits [1, T, V] without padding."""
     row = TrainBatch.of([document.tolist() for document in documents], padding=1)
     hidden = base.hidden_states(row, HiddenStatesSpec()).final
     with torch.inference_mode():
@@ -243,10 +244,10 @@ def _packed(base: Base, *documents: Tensor) -> Tensor:
 
 
 def relative_error(base: Base, logits: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two logits over the largest logit.
+    """Return max |logits - expected| / max |expected|.
 
-    In 16 bits, return the median over tokens instead of the largest: rounding may send single tokens to another
-    expert, whereas a fault changes most tokens.
+    In 16 bits, the median over tokens of each token's largest difference replaces the maximum over all tokens:
+    rounding may send single tokens to another expert, whereas a fault changes most tokens.
     """
     differences = (logits.float() - expected.float()).abs().amax(-1).flatten()
     difference = differences.max() if base.rounds_to in TOLERANCE else differences.median()
@@ -254,12 +255,12 @@ def relative_error(base: Base, logits: Tensor, expected: Tensor) -> float:
 
 
 def tolerance(base: Base) -> float:
-    """Return the largest relative error that rounding explains."""
+    """Return the largest ``relative_error`` that rounding explains."""
     return TOLERANCE.get(base.rounds_to, HALF_TOLERANCE)
 
 
 def check_key(base: Base, what: str) -> tuple[str, ...]:
-    """Return the entry of ``PASSED`` for the check ``what`` of bases with this config."""
+    """Return the entry of ``PASSED`` that records the check ``what`` of bases with this config."""
     config, settings = base.config, base.model.config
     build = str(base.dtype), base.device.type, str(config.prepack), str(base.max_context)
     return (what, type(base.model).__name__, settings.to_json_string(use_diff=False), *build)

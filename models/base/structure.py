@@ -1,4 +1,4 @@
-"""Modules and sizes of a stock model: Llama's names for them, reading layer outputs, a decoder over some layers.
+"""Modules and sizes of a stock model: Llama's names for modules, outputs of layers, decoders over some layers.
 
 Shape legend: B rows, T tokens, D width.
 """
@@ -22,7 +22,7 @@ OWN_NAMES = {
     "gpt_neox": {"model": "gpt_neox", "layers": "layers", "norm": "final_layer_norm"},
     "persimmon": {"model": "model", "layers": "layers", "norm": "final_layernorm"},
 }
-"""Model type -> Llama's names of modules -> the family's names."""
+"""Model type -> {Llama's name of a module: the family's name}."""
 
 
 def llama_like(model: Any) -> Any:
@@ -40,9 +40,9 @@ def llama_like(model: Any) -> Any:
 
 
 def set_part(owner: Any, name: str, module: nn.Module) -> None:
-    """Replace the module that Llama calls ``name``, under the family's name too.
+    """Set the module that Llama calls ``name``, under Llama's name and the family's.
 
-    The second name goes into ``__dict__``: as a submodule it would appear twice in ``parameters()``.
+    If they differ, Llama's name goes into ``__dict__``: a module with two names would appear twice in ``parameters()``.
     """
     family_name = OWN_NAMES.get(owner.config.model_type, {}).get(name)
     if family_name is None:
@@ -53,7 +53,7 @@ def set_part(owner: Any, name: str, module: nn.Module) -> None:
 
 
 def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the number of key/value heads and the head width; the smallest if layers differ."""
+    """Return the number of key/value heads and the head width; if layers differ, the smallest of each."""
     heads: int = config.num_attention_heads
     if hasattr(config, "multi_query"):  # GPT-BigCode ignores all other keys
         return (1 if config.multi_query else heads), config.hidden_size // heads
@@ -62,7 +62,7 @@ def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def sizes(config: PreTrainedConfig, key: str) -> list[int]:
-    """Return the values of a size in a config: several if layers differ."""
+    """Return the integers under ``key`` in a config: one, several if layers differ, or none."""
     try:
         value = getattr(config, key, None)
     except RuntimeError:  # raised by transformers for sizes that differ by layer
@@ -71,21 +71,21 @@ def sizes(config: PreTrainedConfig, key: str) -> list[int]:
 
 
 def smallest(config: PreTrainedConfig, key: str) -> int | None:
-    """Return a size of a config, the smallest if layers differ."""
+    """Return the smallest integer under ``key`` in a config (layers may differ), or None."""
     return min(sizes(config, key), default=None)
 
 
 @contextmanager
 def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs [B, T, D] of these layers (1 is the first, 0 the embedding) while ``model`` runs."""
+    """Collect the outputs [B, T, D] of ``layers`` (0 is the embedding, 1 the first layer) while ``model`` runs."""
     states: dict[int, Tensor] = {}
 
     def store(number: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         states[number] = output[0] if isinstance(output, tuple) else output
         if states[number].ndim != 3:
             raise UserError(
-                f"the layers of {model.config.model_type} return {states[number].ndim - 2} streams per token, so their "
-                "states cannot be read; choose a head that reads the last one (medusa, hydra, mlp_speculator)"
+                f"the layers of {model.config.model_type} return {states[number].ndim - 2} streams per token, "
+                "which heads cannot use; choose a head that uses only the final state (medusa, hydra, mlp_speculator)"
             )
 
     modules = {n: model.model.layers[n - 1] if n else model.get_input_embeddings() for n in layers}
@@ -117,8 +117,8 @@ def decoder_over(
 ) -> Any:
     """Return a shallow copy of the model's decoder with these ``layers`` and a config to match.
 
-    ``norm`` replaces the final norm; None keeps it. ``layers[i]`` is of the kind of layer ``sources[i]`` of the model.
-    ``cache_shape`` is the model's.
+    ``norm`` replaces the final norm; None keeps it. ``layers[i]`` has the config of the model's layer ``sources[i]``
+    (index from 0). ``cache_shape`` describes the cache of the whole model.
     """
     config, count = copy(model.config), len(model.model.layers)
     inputs = {"hidden_size_per_layer_input": "a separate embedding", "num_kv_shared_layers": "another layer's keys"}
@@ -126,10 +126,13 @@ def decoder_over(
         if getattr(config, key, None) and list(sources) != list(range(count)):
             raise UserError(
                 f"a layer of {config.model_type} reads {what} ({key}={getattr(config, key)}), so some of its layers "
-                "cannot be run alone; choose a head that needs none of them (medusa, hydra, mlp_speculator)"
+                "cannot be run alone; choose a head that does not run them (medusa, hydra, mlp_speculator)"
             )
     if cache_shape.by_layer is not None and len(cache_shape.by_layer) != count:
-        raise UserError(f"a layer of {config.model_type} has several attentions, so some layers cannot be run alone")
+        raise UserError(
+            f"a layer of {config.model_type} has several attentions, so some layers cannot be run alone; choose a head "
+            "that does not run them (medusa, hydra, mlp_speculator)"
+        )
     config.num_hidden_layers = len(sources)
     if kinds := getattr(config, "layer_types", None):
         config.layer_types = [kinds[source] for source in sources]
@@ -142,7 +145,7 @@ def decoder_over(
 
 
 class _NoPositions(nn.Module):
-    """A table of learned positions that adds zero."""
+    """Replacement for a table of learned position embeddings; it adds zero."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)

@@ -27,7 +27,7 @@ INNER_NAMES = {
 
 
 class TextModel:
-    """A decoder with an output head, for language models that transformers only offers inside composite ones.
+    """A decoder with an output head, for language models that transformers offers only inside composite models.
 
     ``text_class`` combines it with the family's base class, which initialises its weights.
     """
@@ -49,7 +49,7 @@ class TextModel:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the language model, which is inside that of a composite checkpoint."""
+    """Return the language model's config: ``config`` itself, or a part of the config of a composite checkpoint."""
     inner = cast(PreTrainedConfig, config.get_text_config(decoder=True))
     for key in ("vocab_size", "hidden_size"):
         if getattr(inner, key, None) is None and getattr(config, key, None) is not None:
@@ -58,7 +58,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def text_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' class of the language model, or a class made of its decoder."""
+    """Return transformers' causal LM class for ``config``, or a class that adds an output head to its decoder."""
     known = AutoModelForCausalLM._model_mapping
     inner = text_config(config)
     if type(inner) in known:
@@ -77,5 +77,5 @@ def text_class(config: PreTrainedConfig) -> Any:
 
 
 def build(config: PreTrainedConfig, **options: Any) -> Any:
-    """Build a language model with random weights (on the meta device: without weights)."""
+    """Build a language model with random weights, or without weights on the meta device."""
     return text_class(config)._from_config(text_config(config), **options)

@@ -1,8 +1,8 @@
-"""Sliding windows and chunks as masks by distance in positions.
+"""Masks for sliding-window and chunked attention, from the distance between positions.
 
 Layers with a window get a separate mask. The position of a tree node is its depth after the prefix, not its index in
 the cache: two siblings are at the same distance from every key. A trimmed cache holds fewer keys for these layers, but
-all committed ones that the window may reach.
+all committed keys that the window may reach.
 
 Shape legend: R rows or 1, T queries, K keys.
 """
@@ -26,7 +26,7 @@ FULL = "full_attention"
 
 @dataclass(frozen=True)
 class Window:
-    """The last ``size`` positions, or (``chunked``) the query's own chunk of ``size`` positions."""
+    """The positions that a query sees: the last ``size``, or if ``chunked`` its own chunk of ``size`` positions."""
 
     size: int
     chunked: bool
@@ -44,10 +44,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a base; bases without windows have None instead."""
+    """The attention windows of a base's layers. A base without windows has None instead."""
 
     by_kind: dict[str, Window | None]
-    """Layer type -> window; None sees all positions."""
+    """Layer type -> window. None stands for full attention."""
     single: bool
     """True if all layers have one type; the decoder then expects a mask instead of a mapping."""
     by_layer: tuple[int, ...]
@@ -55,7 +55,7 @@ class Windows:
 
     @property
     def smallest(self) -> int:
-        """Size of the smallest window: shorter sequences are not affected by any."""
+        """Size of the smallest window. Contexts up to this length are not affected by any window."""
         return min(window.size for window in self.by_kind.values() if window is not None)
 
     def masks(
@@ -68,8 +68,8 @@ class Windows:
     ) -> Masks:
         """Derive the masks of all layer types from ``mask`` [R, 1, T, K] of full attention (None: causal).
 
-        ``queries`` [R, T] and ``keys`` [R, K] are positions. ``dtype`` is used if ``mask`` is None. ``held``: mask and
-        key positions of layers with a window, if a trimmed cache holds fewer keys for them.
+        ``queries`` [R, T] and ``keys`` [R, K] are positions. ``dtype`` is that of new masks if ``mask`` is None.
+        ``held``: mask and key positions for layers with a window, if a trimmed cache holds fewer keys for them.
         """
         masks: dict[str, Tensor | None] = {}
         window_mask, window_keys = held or (mask, keys)
@@ -85,12 +85,12 @@ class Windows:
         return next(iter(masks.values())) if self.single else masks
 
     def alike(self, mask: Tensor | None) -> Masks:
-        """Return one mask for all layer types, for positions below ``smallest``."""
+        """Return the decoder's mask argument with one mask for all layer types, for contexts up to ``smallest``."""
         return mask if self.single else dict.fromkeys(self.by_kind, mask)
 
 
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
-    """Return the windows shorter than ``context`` positions, by transformers' own rules; None without any."""
+    """Return the windows shorter than ``context`` positions, by transformers' rules; None if there are none."""
     kinds = getattr(config, "layer_types", None)
     if single := kinds is None:
         kinds = [next((kind for kind, key in SIZES.items() if getattr(config, key, None) is not None), FULL)]

@@ -106,7 +106,7 @@ def test_refused_architectures(model_type: str, settings: dict[str, Any], says: 
         ({"model_type": "opt"}, "opt is not built like a Llama"),
         ({"model_type": "falcon"}, "falcon has a special attention"),
         ({"model_type": "mistral", "sliding_window": 1}, "sliding_window=1, which must be at least 2"),
-        ({"model_type": "llama", "return_dict": False}, "llama cannot be read by transformers' own code .AttributeErr"),
+        ({"model_type": "llama", "return_dict": False}, "llama cannot be run by transformers' own code .AttributeErr"),
         ({"model_type": "llama", "is_causal": False}, "attention of llama uses 'is_causal=False', [^;]*; [^;]*$"),
     ],
 )
