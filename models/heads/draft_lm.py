@@ -127,41 +127,25 @@ class DraftLMSession(HeadSession):
     def __init__(self, head: DraftLM, rows: int) -> None:
         super().__init__(head, rows)
         self._trunk = head.packed.get("trunk", head.inference_trunk)
-        self._lm = LMSession(head, self._trunk, rows, lambda hidden: hidden)
-
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
-        super().commit(tokens, counts, None)
-        self._lm.commit(tokens, counts, None, nodes)
+        self.lm: LMSession = LMSession(head, self._trunk, rows, lambda hidden: hidden)
 
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         deepest = self._trunk.max_context - max(self.lengths) - 1
         proposal = super().draft(last_token, draft_config.at_most(max(0, deepest)), rng)
-        self._lm.drafted(proposal)
+        self.lm.drafted(proposal)
         return proposal
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        self._lm.start(last_token, draft_config)
+        self.lm.start(last_token, draft_config)
 
     def sink_states(self) -> None:
         return None
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        x = self._lm.expand(tokens, parents)
+        x = self.lm.expand(tokens, parents)
         if k == 0 and self.copied is not None:
             self.copied.start(x)
         return x, self.model.draft_logits(x, k)
-
-    def select(self, rows: list[int]) -> None:
-        super().select(rows)
-        self._lm.select(rows)
-
-    def rollback(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self._lm.rollback(lengths)
-        if self.copied is not None:
-            self.copied.rollback(lengths)
 
 
 @torch.no_grad()

@@ -266,19 +266,14 @@ class EagleSession(HeadSession):
         self._feature = weight.new_full((rows, width), torch.nan)
         """[B, D] feature of the last token that the base has read; its next token is not committed yet."""
 
-    @torch.inference_mode()
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
-        assert base_hidden is not None
+    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
         before = fused = self.model.fuse(self.model._layer_states(base_hidden))
         if max(self.lengths) > 0:
             pairs, pair_counts = tokens, counts
             before = torch.cat([self._feature[:, None], fused[:, :-1]], 1)
         else:  # the prompt's first token has no feature before it
             pairs, pair_counts, before = tokens[:, 1:], [count - 1 for count in counts], fused[:, :-1]
-        super().commit(tokens, counts, base_hidden)
-        self.context.commit(torch.cat([self.model.embed(pairs), before], -1), pair_counts)
+        context.commit(torch.cat([self.model.embed(pairs), before], -1), pair_counts)
         self._feature = last_valid(fused, counts)
 
     def select(self, rows: list[int]) -> None:

@@ -171,12 +171,5 @@ class HydraSession(HeadSession):
             shape = head.prefix.self_attn.cache_shape(head.dtype, head.base.device)
             self.context = LayerCache(cast(Layer, self.model.prefix), shape, rows)
 
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
-        super().commit(tokens, counts, base_hidden)
-        if self.context is not None and base_hidden is not None:
-            self.context.commit(base_hidden.final.to(self.model.dtype), counts)
-
     def anchor_hidden(self) -> Tensor:
         return self.hidden if self.context is None else self.context.read_all()

@@ -190,7 +190,8 @@ class KangarooHead(DraftHead):
 class KangarooSession(HeadSession):
     """A session whose levels run the shallow layers, the adapter over their exit states, and the output head.
 
-    The shallow layers write into the target's cache. Without one (replay, calibration) they have a cache of their own.
+    The shallow layers write into the target's cache, whose rows the decoder selects. Without one (replay, calibration)
+    they have a cache of their own, in ``lm``.
     """
 
     model: KangarooHead
@@ -201,23 +202,16 @@ class KangarooSession(HeadSession):
         self._first, self._target = head.first_layers, target
         adapter, shape = self.model.adapter, head.self_attn.cache_shape(torch.float32, head.base.device)
         self.context = LayerCache(lambda x, *rest: adapter(x.float(), *rest), shape, rows)
-        self._shallow = LMSession(head, self._first, rows, lambda hidden: hidden) if target is None else None
+        self.lm = LMSession(head, self._first, rows, lambda hidden: hidden) if target is None else None
         self._exit: ExitStates | LMSession
 
-    @torch.inference_mode()
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
-        assert base_hidden is not None
-        super().commit(tokens, counts, base_hidden)
-        self.context.commit(base_hidden.layer(0), counts)
-        if self._shallow is not None:
-            self._shallow.commit(tokens, counts, base_hidden, nodes)
+    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
+        context.commit(base_hidden.layer(0), counts)
 
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         proposal = super().draft(last_token, draft_config, rng)
-        if self._shallow is not None:
-            self._shallow.drafted(proposal)
+        if self.lm is not None:
+            self.lm.drafted(proposal)
         elif draft_config.depth:
             assert isinstance(self._exit, ExitStates)
             with torch.inference_mode():
@@ -227,19 +221,14 @@ class KangarooSession(HeadSession):
         return proposal
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        if self._shallow is None:
+        if self.lm is None:
             assert self._target is not None
             self._exit = ExitStates(self._first, self._target)
         else:
-            self._exit = self._shallow
-            self._shallow.start(last_token, draft_config)
+            self._exit = self.lm
+            self.lm.start(last_token, draft_config)
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         states = self._exit.expand(tokens, parents)
         x = self.context.expand(states, parents) if k else self.context.start(states)
         return x, self.model.draft_logits(x, k)
-
-    def select(self, rows: list[int]) -> None:
-        super().select(rows)  # the decoder selects the rows of the target's cache
-        if self._shallow is not None:
-            self._shallow.select(rows)

@@ -13,7 +13,7 @@ from drafthead.data.batch import HiddenStates
 from drafthead.models.cache.kv_cache import CacheShape, TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseSession
-from drafthead.models.decoding.node_cache import NodeCache, PendingNodes
+from drafthead.models.decoding.node_cache import LMSession, NodeCache, PendingNodes
 from drafthead.models.heads.parts.attention_layer import Layer
 from drafthead.models.heads.parts.draft_head import DraftHead, States
 from drafthead.models.heads.parts.induction import InductionContext
@@ -71,6 +71,8 @@ class HeadSession(StepwiseSession):
         self.copied = None if self.model.induction is None else InductionContext(self.model.induction, rows)
         self.context: LayerCache | None = None
         """Keys and values of the head's own attention layers, if it has any."""
+        self.lm: LMSession | None = None
+        """The session of a causal LM that computes the levels, if any."""
 
     @torch.inference_mode()
     def commit(
@@ -78,15 +80,29 @@ class HeadSession(StepwiseSession):
     ) -> None:
         if base_hidden is not None:
             self.hidden = last_valid(base_hidden.final, counts)
+            if self.context is not None:
+                self.extend_context(self.context, tokens, counts, base_hidden)
+        if self.lm is not None:
+            self.lm.commit(tokens, counts, base_hidden, nodes)
         if self.copied is not None:
             self.copied.append(tokens, counts)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
+    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
+        """Commit the inputs of the attention layers at committed tokens: the base's ``h`` by default."""
+        context.commit(base_hidden.final.to(self.model.dtype), counts)
+
     def select(self, rows: list[int]) -> None:
         self.lengths, self.hidden = [self.lengths[row] for row in rows], take_rows(self.hidden, rows)
-        for context in (self.copied, self.context):
-            if context is not None:
-                context.select(rows)
+        for part in (self.copied, self.context, self.lm):
+            if part is not None:
+                part.select(rows)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        for part in (self.copied, self.lm):
+            if part is not None:
+                part.rollback(lengths)
 
     def anchor_hidden(self) -> Tensor:
         """Return the input [B, D] of ``first_states`` or ``all_inputs``."""
