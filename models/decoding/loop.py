@@ -9,7 +9,7 @@ Shape legend: B rows, T tokens, D width, V vocabulary.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +22,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Sampler, TargetSampler
-from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig, DecodeResult, DecodeState, Step, StepRecord
+from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig, DecodeResult, DecodeState, StepRecord
 from drafthead.models.token_tree import TokenTree
 
 OnTokens = Callable[[list[int]], None]
@@ -146,16 +146,16 @@ class DecodeLoop:
 
     def _step(self, state: DecodeState, rows: list[DecodingSequence]) -> None:
         started = perf_counter()
-        positions = [len(row.answer) for row in rows]
+        config, positions = self.config.draft_config, [len(row.answer) for row in rows]
         active = [row for row in rows if not row.ended]
         depth = self.base.max_context - max(len(row.prompt) + len(row.answer) for row in active)
         if self.config.same_text:  # drafting less at the end of an answer cannot change it
             depth = min(depth, self.max_new_tokens - min(len(row.answer) for row in active) - 1)
-        if self.config.draft_config.adaptive is not None:
+        if (adaptive := config.adaptive) is not None:
             depth = min(depth, active[0].draft_length)
         depth = max(0, depth)
         most_tokens = [max(1, self.max_new_tokens - position) for position in positions]
-        short = min(most_tokens) <= min(depth, self.config.draft_config.depth)
+        short = min(most_tokens) <= min(depth, config.depth)
         step = state.step([row.seed for row in rows], positions, depth, most_tokens if short else None)
         hidden = step.hidden.final.half() if self.keep_hidden_states else None
         for n, row in enumerate(rows):
@@ -166,31 +166,14 @@ class DecodeLoop:
             self._commit(row, step.tokens[n])
             if hidden is not None:
                 row.hidden.append(hidden[n, : len(step.tokens[n])])
-        if self.record_steps:
-            self._record(rows, step, positions, perf_counter() - started)
-
-    def _record(self, rows: list[DecodingSequence], step: Step, positions: list[int], total_s: float) -> None:
-        config = self.config.draft_config
-        for n, row in enumerate(rows):
-            if len(row.answer) == positions[n]:
+        total_s = perf_counter() - started
+        for row, record in zip(rows, step.records, strict=True):
+            if len(row.answer) == record.position:
                 continue  # the row had ended before this step
-            row.steps.append(
-                StepRecord(
-                    position=positions[n],
-                    proposed=step.proposed[n],
-                    depth=step.depths[n],
-                    accepted=step.accepted[n],
-                    committed=len(step.tokens[n]),
-                    entropy=step.entropy[n] if step.entropy else float("nan"),
-                    draft_s=step.draft_s,
-                    verify_s=step.verify_s,
-                    total_s=total_s,
-                )
-            )
-            if config.adaptive is not None:
-                row.draft_length = min(
-                    config.depth, config.adaptive.next(row.draft_length, step.depths[n], step.accepted[n])
-                )
+            if self.record_steps:
+                row.steps.append(replace(record, total_s=total_s))
+            if adaptive is not None:
+                row.draft_length = min(config.depth, adaptive.next(row.draft_length, record.depth, record.accepted))
 
 
 def decode(
@@ -296,7 +279,13 @@ def prepare(
     limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
     for number, ids in enumerate(prompts):
         check_ids(ids, **limits, where=name.format(number) if len(prompts) > 1 else "the prompt")
-    draft_config = checked_draft_config(base, drafter, draft_config, len(prompts), settings["rule"])
+    draft_config = draft_config or default_draft_config(drafter, len(prompts))
+    if drafter is not None and isinstance(draft_config.tree, DynamicTree):
+        draft_config = draft_config.at_most(drafter.depth)
+    if draft_config.adaptive is not None and len(prompts) > 1:
+        # All rows share a draft length, so a row's random numbers would depend on its neighbours.
+        raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
+    check_drafter(base, drafter, draft_config, settings["rule"])
     return DecodeLoop(
         base=base,
         drafter=drafter,
@@ -305,20 +294,6 @@ def prepare(
         batch_size=len(prompts),
         capacity=max(map(len, prompts)) + max_new_tokens,
     )
-
-
-def checked_draft_config(
-    base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig | None, rows: int, rule: AcceptanceRule
-) -> DraftConfig:
-    """Return the config to draft with for ``rows`` rows; reject one that does not fit base, drafter and rule."""
-    config = draft_config or default_draft_config(drafter, rows)
-    if drafter is not None and isinstance(config.tree, DynamicTree):
-        config = config.at_most(drafter.depth)
-    if config.adaptive is not None and rows > 1:
-        # All rows share a draft length, so a row's random numbers would depend on its neighbours.
-        raise UserError(f"an adaptive draft length needs one prompt at a time, got {rows}; decode one by one")
-    check_drafter(base, drafter, config, rule)
-    return config
 
 
 def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_tokens: int, where: str) -> None:

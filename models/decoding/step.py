@@ -71,22 +71,14 @@ class Step:
 
     tokens: list[list[int]]
     """Tokens to append to each row's answer, at least one: accepted drafts and the bonus."""
-    accepted: list[int]
-    """Drafts that the rule accepted in each row, before EOS or a limit truncates them."""
-    proposed: list[int]
-    """Drafted nodes of each row."""
-    depths: list[int]
-    """Drafts on each row's longest drafted path."""
-    entropy: list[float]
-    """Nats, of the target's unwarped distribution after the root; empty unless requested."""
+    records: list["StepRecord"]
+    """The numbers of each row, without the time of the whole step."""
     proposal: Proposal
     acceptance: Acceptance
     logits: Tensor
     """[B, N, V]: the base's logits after every node."""
     hidden: HiddenStates
     """[B, 1 + depth, ...]: the base's states of the root and the accepted drafts."""
-    draft_s: float
-    verify_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +96,10 @@ class StepRecord:
     committed: int
     """Tokens committed: accepted + bonus, less what EOS or max_new_tokens cut off."""
     entropy: float = float("nan")
-    """Nats: of the target's unwarped distribution of the step's first token."""
+    """Nats: of the target's unwarped distribution of the step's first token; nan unless it was measured."""
     draft_s: float
     verify_s: float
-    total_s: float
+    total_s: float = 0.0
     """The whole step; ``total_s - draft_s - verify_s`` is the loop's overhead."""
 
 
@@ -282,7 +274,7 @@ class DecodeState:
         # The only wait for the device: everything that the host needs, in one tensor.
         wide = wide_dtype(tokens.device)
         host = torch.cat([torch.stack([n.to(wide) for n in numbers], 1), tokens.to(wide)], 1).tolist()
-        committed, accepted, proposed, depths = ([int(row[n]) for row in host] for n in range(4))
+        committed = [int(row[0]) for row in host]
         self.cache.commit_path(nodes, committed)
         if self.session is not None:
             self.session.commit(path, committed, hidden, nodes)
@@ -291,16 +283,23 @@ class DecodeState:
         first = len(numbers)
         return Step(
             tokens=[[int(token) for token in row[first : first + n]] for row, n in zip(host, committed, strict=True)],
-            accepted=accepted,
-            proposed=proposed,
-            depths=depths,
-            entropy=[row[4] for row in host] if config.with_entropy else [],
+            records=[
+                StepRecord(
+                    position=position,
+                    committed=int(row[0]),
+                    accepted=int(row[1]),
+                    proposed=int(row[2]),
+                    depth=int(row[3]),
+                    entropy=row[4] if config.with_entropy else float("nan"),
+                    draft_s=drafted - started,
+                    verify_s=verified - drafted,
+                )
+                for position, row in zip(positions, host, strict=True)
+            ],
             proposal=proposal,
             acceptance=acceptance,
             logits=logits,
             hidden=hidden,
-            draft_s=drafted - started,
-            verify_s=verified - drafted,
         )
 
     def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
