@@ -252,13 +252,9 @@ class DSparkSession(HeadSession):
         shape = head.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(head.layers))
         self.context = LayerCache(reader, shape, rows)
 
-    @torch.inference_mode()
-    def commit(
-        self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
-    ) -> None:
-        super().commit(tokens, counts, base_hidden)
-        assert base_hidden is not None and base_hidden.layers is not None
-        self.context.commit(self.model.fuse(base_hidden.layers), counts)
+    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
+        assert base_hidden.layers is not None
+        context.commit(self.model.fuse(base_hidden.layers), counts)
 
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         slots = self.model.block(last_token, hidden)
@@ -279,38 +275,21 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
     Raises:
         UserError: the base's layer is not like Llama's.
     """
-    if not _is_llama_like(stock):
+    weights = {name: value for name, value in stock.state_dict().items() if not name.endswith("proj.bias")}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        if isinstance(getattr(stock, name, None), GemmaRMSNorm):
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + 1
+    names, norms = layer.state_dict().keys(), {f"self_attn.{name}_norm.weight": name for name in ("q", "k")}
+    missing, others = names - weights.keys(), weights.keys() - names
+    if not missing <= norms.keys() or not all(name.startswith(("self_attn.", "mlp.")) for name in others):
         raise UserError(
             f"head.copy_layers=true copies layers like Llama's, which {type(stock).__name__} is not; set "
             "head.copy_layers=false"
         )
-    attention = layer.self_attn
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        norm = getattr(stock, name)
-        getattr(layer, name).weight.copy_(norm.weight + 1 if isinstance(norm, GemmaRMSNorm) else norm.weight)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        getattr(attention, name).weight.copy_(getattr(stock.self_attn, name).weight)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(layer.mlp, name).weight.copy_(getattr(stock.mlp, name).weight)
-    for name in ("q", "k"):
-        norm = getattr(attention, f"{name}_norm")
-        if hasattr(stock.self_attn, f"{name}_norm"):
-            norm.weight.copy_(getattr(stock.self_attn, f"{name}_norm").weight)
-        else:
-            rows = getattr(attention, f"{name}_proj").weight * layer.input_layernorm.weight
-            norm.weight.fill_(rows.square().sum(1).mean().sqrt())
-
-
-def _is_llama_like(stock: Any) -> bool:
-    """Return True if a base's decoder layer has the modules that ``copy_layer`` copies, and no others."""
-    modules = {name: {child for child, _ in module.named_children()} for name, module in stock.named_children()}
-    norms = ("input_layernorm", "post_attention_layernorm")
-    return (
-        set(modules) == {*norms, "self_attn", "mlp"}
-        and {"q_proj", "k_proj", "v_proj", "o_proj"} <= modules["self_attn"]
-        and {"gate_proj", "up_proj", "down_proj"} <= modules["mlp"]
-        and not any(getattr(getattr(stock, name), "bias", None) is not None for name in norms)
-    )
+    layer.load_state_dict(weights, strict=False)
+    for key in missing:
+        rows = getattr(layer.self_attn, f"{norms[key]}_proj").weight * layer.input_layernorm.weight
+        getattr(layer.self_attn, f"{norms[key]}_norm").weight.fill_(rows.square().sum(1).mean().sqrt())
 
 
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:
