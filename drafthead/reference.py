@@ -16,7 +16,7 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.help import settings_table
 from drafthead.eval.engines.served import READS
 from drafthead.eval.prompts.suites import FACTS
-from drafthead.models.formats import FORMATS
+from drafthead.models.formats import all_formats
 from drafthead.models.heads.parts.loading import config_class
 from drafthead.train.config import RunConfig
 
@@ -114,13 +114,13 @@ def engines_page() -> str:
         "",
     ]
     by_head: dict[str, list[str]] = {name: [] for name in _heads()}
-    for name, form in FORMATS.items():
+    for name, form in all_formats().items():
         by_head[form.head_config.__module__.rpartition(".")[2]].append(name)
     rows = []
     for head, names in by_head.items():
         if head == "medusa":
             by_head["medusa2"] += names
-        loading = [(engine.name, name) for name in names for engine in FORMATS[name].engines if engine.current]
+        loading = [(engine.name, name) for name in names for engine in all_formats()[name].engines if engine.current]
         ways = [", ".join(f"`to={name}`" for at, name in loading if at == engine) or "no" for engine in ENGINES]
         rows.append((f"`{head}`", *ways, ", ".join(f"`{name}`" for name in names) or "none"))
     lines += _table(f"head | {' | '.join(f'{engine} loads' for engine in ENGINES)} | all formats", rows)
@@ -130,7 +130,7 @@ def engines_page() -> str:
         "",
     ]
     lines += _table("engine | formats", ((f"`{k}`", ", ".join(f"`{n}`" for n in v)) for k, v in READS.items()))
-    for name, form in FORMATS.items():
+    for name, form in all_formats().items():
         files = ", ".join(f"`{file}`" for file in ("config.json", form.weights_file, form.base_file) if file)
         lines += ["", f"## to={name}", f"{form.title}. Files: {files}.", ""]
         lines += _table("engine | support", ((engine.name, engine.support) for engine in form.engines))

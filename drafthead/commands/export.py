@@ -24,7 +24,7 @@ from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
-from drafthead.models.formats import FORMATS, format_for, format_named
+from drafthead.models.formats import all_formats, format_for, format_named
 from drafthead.models.formats.format import Format, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
@@ -40,7 +40,7 @@ drafthead export head=outputs/medusa_smollm2/head to=vllm_medusa vocabulary=full
 drafthead export head=outputs/eagle3_smollm2_served/head to=gguf base_gguf=f32 out=published
 drafthead export head=outputs/mine/head to=speculators merged_base=true out=published     of a LoRA fine-tune
 
-{textwrap.fill(f"formats: {', '.join(FORMATS)}", 120, subsequent_indent=" " * 9)}
+{textwrap.fill(f"formats: {', '.join(all_formats())}", 120, subsequent_indent=" " * 9)}
 
 The check uses the base's answers to `suite`, or the answers in `texts`. An export that fails it is removed.
 """
@@ -80,7 +80,7 @@ class ExportConfig(SuiteConfig):
 
     def __post_init__(self) -> None:
         if self.base_gguf is not None and not format_named(self.to).base_file:
-            fitting = " or ".join(f"to={name}" for name, target in FORMATS.items() if target.base_file)
+            fitting = " or ".join(f"to={name}" for name, target in all_formats().items() if target.base_file)
             raise ValueError(f"base_gguf needs {fitting}, got to={self.to}")
 
 

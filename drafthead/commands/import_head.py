@@ -11,7 +11,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import FORMATS, format_named, recognise
+from drafthead.models.formats import all_formats, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
@@ -24,7 +24,7 @@ usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
 drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
 drafthead eval head=outputs/medusa_vicuna/head suite=mt_bench
 
-{textwrap.fill(f"formats: {', '.join(FORMATS)}", 120, subsequent_indent=" " * 9)}
+{textwrap.fill(f"formats: {', '.join(all_formats())}", 120, subsequent_indent=" " * 9)}
 """
 OURS = ("format", "settings", "base", "draft_vocab")
 """Keys of a ``config.json`` of drafthead itself."""

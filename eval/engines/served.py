@@ -30,7 +30,7 @@ from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.step import DecodeResult
-from drafthead.models.formats import FORMATS
+from drafthead.models.formats import all_formats
 from drafthead.models.formats.format import Format
 from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE
 from drafthead.models.heads.dspark import DSparkHead
@@ -115,7 +115,8 @@ def format_for(engine: str, head: DraftHead) -> Format:
     Raises:
         UserError: no format fits; the message lists the reasons.
     """
-    fitting = [FORMATS[name] for name in READS[engine] if isinstance(head.config, FORMATS[name].head_config)]
+    read = (all_formats()[name] for name in READS[engine])
+    fitting = [target for target in read if isinstance(head.config, target.head_config)]
     if not fitting:
         raise UserError(f"{engine} serves no {type(head).__name__}; it is given {' or '.join(READS[engine])}")
     refused = {}
@@ -271,7 +272,7 @@ class EngineStart:
     def _llamacpp(self, plain: bool) -> tuple[EngineProcess, str]:
         path, kind = self.published / BASE_FILE, self.own.base_type
         if not path.exists():
-            FORMATS["gguf"].write_base(self.base, path, kind)
+            all_formats()["gguf"].write_base(self.base, path, kind)
         settings = {"base": str(path), "context": self._context, "threads": self._threads, "drafts": self.drafts}
         settings |= {"f32_cache": kind == "f32"} | (
             {} if plain else {"head": str(self.published / FILE), "method": self.method}

@@ -27,13 +27,7 @@ from drafthead.data.utils.settings import settings
 from drafthead.models.base import adapter
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import llama_like
-from drafthead.models.base.text_model import (
-    INNER_NAMES,
-    LOAD_ERRORS,
-    build,
-    text_class,
-    text_config,
-)
+from drafthead.models.base.text_model import INNER_NAMES, LOAD_ERRORS, build, text_class, text_config
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
 

@@ -20,13 +20,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
-from drafthead.models.formats.format import (
-    Engine,
-    Fixed,
-    Format,
-    Unsupported,
-    vllm,
-)
+from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, vllm
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
 from drafthead.models.heads.parts.lm_heads import TiedMarkov

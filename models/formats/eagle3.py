@@ -20,13 +20,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
-from drafthead.models.formats.format import (
-    Engine,
-    Fixed,
-    Format,
-    Unsupported,
-    vllm,
-)
+from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, vllm
 from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
 

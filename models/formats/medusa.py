@@ -17,14 +17,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
-from drafthead.models.formats.format import (
-    BASE_NAME,
-    Engine,
-    Fixed,
-    Format,
-    Unsupported,
-    vllm,
-)
+from drafthead.models.formats.format import BASE_NAME, Engine, Fixed, Format, Unsupported, vllm
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.res_block import Blocks

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats import FORMATS
+from drafthead.models.formats import all_formats
 from drafthead.train.config import RunConfig
 from drafthead.train.estimate.memory import Estimate
 from drafthead.train.pipeline import run_pipeline
@@ -101,7 +101,7 @@ def test_a_tiny_head_can_be_exported_like_the_real_one(name: str, tmp_path: Path
     def formats(*overrides: str) -> set[str]:
         head = Estimate(load(name, tmp_path, *overrides)).head
         head.base.tokenizer = tiny_tokenizer()
-        held = (form for form in FORMATS.values() if isinstance(head.config, form.head_config))
+        held = (form for form in all_formats().values() if isinstance(head.config, form.head_config))
         return {form.name for form in held if not list(form.unsupported(form.fitted(head)))}
 
     assert formats() <= formats("debug=tiny")

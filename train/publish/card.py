@@ -16,7 +16,7 @@ from drafthead.eval.prompts.suites import suite_label
 from drafthead.eval.report.report import machine_line
 from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table, quality_table, sentence
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
-from drafthead.models.formats import FORMATS
+from drafthead.models.formats import all_formats
 from drafthead.models.formats.format import published_name, unsupported_adapter
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config
@@ -171,7 +171,7 @@ def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
     this head.
     """
     rows, is_loaded = [], False
-    for head_format in FORMATS.values():
+    for head_format in all_formats().values():
         if isinstance(head.config, head_format.head_config):
             engines = [
                 f"{engine.name} ({engine.support})" for engine in head_format.engines_for(head) if engine.current
@@ -192,7 +192,7 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
     drafts, is_adapted = min(head.depth, head.config.trained_positions), head.base.config.adapter is not None
     commands: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
-    for target in FORMATS.values():
+    for target in all_formats().values():
         if not isinstance(head.config, target.head_config):
             continue
         fitted = target.fitted(head)

@@ -34,11 +34,7 @@ from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import Drafter, Session
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer
-from drafthead.models.heads.parts.head_folder import (
-    FORMAT,
-    write_custom_generate,
-    write_trees,
-)
+from drafthead.models.heads.parts.head_folder import FORMAT, write_custom_generate, write_trees
 from drafthead.models.heads.parts.induction import InductionHead
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads, TiedMarkov
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output

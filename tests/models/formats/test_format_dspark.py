@@ -17,7 +17,7 @@ from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.decoding.drafter import DraftConfig
-from drafthead.models.formats import FORMATS
+from drafthead.models.formats import all_formats
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead
 from drafthead.models.token_tree import TokenTree
 from plain_heads import (
@@ -37,7 +37,7 @@ from plain_heads import (
 from support import TINY, random_ids, randomised
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "generate.md"
-DSPARK, DFLASH, GGUF = FORMATS["dspark"], FORMATS["dflash"], FORMATS["gguf_dspark"]
+DSPARK, DFLASH, GGUF = all_formats()["dspark"], all_formats()["dflash"], all_formats()["gguf_dspark"]
 D2T = torch.arange(1, 300, 3)
 FLASH = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -203,8 +203,8 @@ def test_files_of_other_projects(tmp_path: Path) -> None:
 def test_a_gguf_of_another_architecture_is_refused(tmp_path: Path) -> None:
     GGUF.export(block_head(deep_base()), tmp_path)
     with pytest.raises(UserError, match=r"dflash, expected eagle3 \(format=gguf_dspark"):
-        FORMATS["gguf"].load(tmp_path, deep_base())
-    FORMATS["gguf"].export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
+        all_formats()["gguf"].load(tmp_path, deep_base())
+    all_formats()["gguf"].export(eagle(deep_base(), layers=[2, 3, 5]), tmp_path)
     with pytest.raises(UserError, match=r"eagle3, expected dflash \(format=gguf\)"):
         GGUF.load(tmp_path, deep_base())
     with pytest.raises(UserError, match="no head.gguf; .*to=gguf_dspark"):
@@ -215,7 +215,7 @@ def test_transformers_drafts_with_the_exported_assistant(tmp_path: Path, monkeyp
     """The code of the page, on a tiny model: the tokens are the model's own, and every draft is ours."""
     base = deep_base()
     head = block_head(base, **FLASH)
-    FORMATS["transformers"].export(head, tmp_path / "assistant")
+    all_formats()["transformers"].export(head, tmp_path / "assistant")
     base.stock().save_pretrained(tmp_path / "BASE")
     pairs = list[tuple[list[int], list[int]]]()
 
@@ -246,10 +246,10 @@ def test_transformers_has_no_other_blocks(tmp_path: Path) -> None:
     base = deep_base()
     for settings, message in (({"causal": True}, "head.causal=false"), ({"markov_rank": 8}, "head.markov_rank=0")):
         with pytest.raises(UserError, match=message):
-            FORMATS["transformers"].export(block_head(base, **{**FLASH, **settings}), tmp_path / "x")
+            all_formats()["transformers"].export(block_head(base, **{**FLASH, **settings}), tmp_path / "x")
     with pytest.raises(UserError, match="head.draft_vocab_size=null"):
-        FORMATS["transformers"].export(block_head(base, D2T, **FLASH), tmp_path / "x")
+        all_formats()["transformers"].export(block_head(base, D2T, **FLASH), tmp_path / "x")
     head = block_head(base, **FLASH)
-    FORMATS["transformers"].export(head, tmp_path / "x")
-    again = FORMATS["transformers"].load(tmp_path / "x", base)
+    all_formats()["transformers"].export(head, tmp_path / "x")
+    again = all_formats()["transformers"].load(tmp_path / "x", base)
     assert isinstance(again, DSparkHead) and torch.equal(logits_of(base, again), logits_of(base, head))

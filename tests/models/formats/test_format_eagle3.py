@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import FORMATS
+from drafthead.models.formats import all_formats
 from drafthead.models.formats.eagle3 import LAYER_IDS
 from drafthead.models.formats.format import Format
 from drafthead.models.formats.gguf.gguf_files import read_gguf, rope_factors
@@ -33,7 +33,7 @@ from plain_heads import (
 )
 from support import TinyBase
 
-EAGLE, SPECULATORS, GGUF = FORMATS["eagle3"], FORMATS["speculators"], FORMATS["gguf"]
+EAGLE, SPECULATORS, GGUF = all_formats()["eagle3"], all_formats()["speculators"], all_formats()["gguf"]
 D2T = torch.arange(1, 300, 3)
 THREE = {"layers": [2, 3, 5]}
 NAMES = LLAMACPP_NAMES | {"attn_norm_2": "hidden_norm", "enc.output_norm": "input_norm"}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import FORMATS, recognise
+from drafthead.models.formats import all_formats, recognise
 from drafthead.models.formats.format import Unsupported
 from drafthead.models.formats.medusa import VllmMedusaFormat
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
@@ -113,13 +113,13 @@ def test_engine_and_round_trip(tiny_base: TinyBase, tmp_path: Path, name: str, s
     head = trained(base, **settings)
     if name == "tgi_medusa" and not head.config.own_lm_head and head.config.num_layers > 1:
         with pytest.raises(UserError, match="2 blocks per head"):
-            FORMATS[name].export(head, tmp_path)
+            all_formats()[name].export(head, tmp_path)
         return
-    FORMATS[name].export(head, tmp_path)
+    all_formats()[name].export(head, tmp_path)
     hidden = torch.randn(4, base.hidden_size, generator=torch.Generator().manual_seed(2))
     expected = logits_of(head, hidden)
     assert torch.allclose(ENGINES[name](tmp_path, base.lm_head.weight, hidden), expected, atol=1e-5)
-    again = FORMATS[name].load(tmp_path, base)
+    again = all_formats()[name].load(tmp_path, base)
     assert isinstance(again, MedusaHead) and again.config == head.config
     assert torch.equal(logits_of(again, hidden), expected)
     content = json.loads((tmp_path / "config.json").read_text())
@@ -135,11 +135,11 @@ class WithTokenMap(VllmMedusaFormat):
 
 def test_a_draft_vocabulary_is_refused_and_files_that_have_one_are_read(tiny_base: TinyBase, tmp_path: Path) -> None:
     """vLLM 0.32.0 fails on a token_map, which older versions wrote and read."""
-    base, d2t, form = tiny_base(), torch.arange(1, 300, 3), FORMATS["vllm_medusa"]
+    base, d2t, form = tiny_base(), torch.arange(1, 300, 3), all_formats()["vllm_medusa"]
     for own_lm_head in (True, False):
         head = trained(base, d2t, num_draft_tokens=2, own_lm_head=own_lm_head, draft_vocab_size=100)
         with pytest.raises(UserError, match=r"over 100 of 300 ids.*\(head.draft_vocab_size=null or to=vllm_m"):
-            FORMATS["medusa"].export(head, tmp_path / "refused")
+            all_formats()["medusa"].export(head, tmp_path / "refused")
         offered = "head.draft_vocab_size=null" if own_lm_head else "vocabulary=full"
         with pytest.raises(UserError, match=rf"vLLM 0.32.0 does not load a token_map \({offered}\)"):
             form.export(head, tmp_path / "refused")
@@ -148,12 +148,12 @@ def test_a_draft_vocabulary_is_refused_and_files_that_have_one_are_read(tiny_bas
         hidden = torch.randn(3, base.hidden_size)
         expected = logits_of(head, hidden)
         assert torch.allclose(vllm(folder, base.lm_head.weight, hidden)[..., d2t], expected, atol=1e-5)
-        again = FORMATS["vllm_medusa"].load(folder, base)
+        again = all_formats()["vllm_medusa"].load(folder, base)
         assert torch.equal(again.d2t, d2t) and torch.equal(logits_of(again, hidden), expected)
 
 
 def test_over_the_full_vocabulary_the_drafted_ids_keep_their_logits(tiny_base: TinyBase, tmp_path: Path) -> None:
-    base, d2t, form = tiny_base(), torch.arange(1, 300, 3), FORMATS["vllm_medusa"]
+    base, d2t, form = tiny_base(), torch.arange(1, 300, 3), all_formats()["vllm_medusa"]
     head = trained(base, d2t, num_draft_tokens=2, own_lm_head=False, draft_vocab_size=100)
     wide, hidden = form.fitted(head), torch.randn(3, base.hidden_size)
     assert len(wide.d2t) == 300 and wide.config.draft_vocab_size is None
@@ -171,18 +171,18 @@ def test_what_no_medusa_format_has_is_refused_in_one_message(tiny_base: TinyBase
     base = tiny_base()
     for name in ENGINES:
         with pytest.raises(UserError, match="heads.* read the last token"):
-            FORMATS[name].export(trained(base, num_draft_tokens=1, reads_last_token=True), tmp_path)
+            all_formats()[name].export(trained(base, num_draft_tokens=1, reads_last_token=True), tmp_path)
     settings = {"num_layers": 3, "own_lm_head": False, "reads_last_token": True, "draft_vocab_size": 100}
     with pytest.raises(UserError) as refusal:
-        FORMATS["tgi_medusa"].export(trained(base, torch.arange(100), num_draft_tokens=2, **settings), tmp_path)
+        all_formats()["tgi_medusa"].export(trained(base, torch.arange(100), num_draft_tokens=2, **settings), tmp_path)
     for key in ("reads_last_token=false", "draft_vocab_size=null", "own_lm_head=true", "num_layers=1"):
         assert f"head.{key}" in str(refusal.value) and "\n" not in str(refusal.value)
     capped = trained(tiny_base(seed=5), num_draft_tokens=1)
     capped.target_lm_head = type(capped.target_lm_head)(weight=capped.target_lm_head.weight, softcap=30.0)
     with pytest.raises(UserError, match="scales or caps its logits"):
-        FORMATS["medusa"].export(capped, tmp_path)
+        all_formats()["medusa"].export(capped, tmp_path)
     with pytest.raises(UserError, match="caps its logits, and the format does not"):
-        FORMATS["vllm_medusa"].export(capped, tmp_path)
+        all_formats()["vllm_medusa"].export(capped, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -194,24 +194,24 @@ def test_a_base_with_an_adapter_must_be_written_too(
     base.config = replace(base.config, adapter="somewhere/adapter")
     head = config(num_draft_tokens=1).build(base)
     with pytest.raises(UserError, match="merged_base=true.*base_name="):
-        FORMATS["medusa"].export(head, tmp_path)
-    FORMATS["medusa"].export(head, tmp_path, base_name="user/tuned")
+        all_formats()["medusa"].export(head, tmp_path)
+    all_formats()["medusa"].export(head, tmp_path, base_name="user/tuned")
     assert json.loads((tmp_path / "config.json").read_text())["base_model_name_or_path"] == "user/tuned"
 
 
 def test_tgi_checks_a_config(tiny_base: TinyBase, tmp_path: Path) -> None:
-    FORMATS["tgi_medusa"].export(trained(tiny_base(), num_draft_tokens=1), tmp_path)
+    all_formats()["tgi_medusa"].export(trained(tiny_base(), num_draft_tokens=1), tmp_path)
     for config, says in (
         ({"base_model_name_or_path": None}, "TGI needs base_model_name_or_path"),
         ({"architectures": ["MedusaModel"]}, "config.json has architectures"),
     ):
         with pytest.raises(UserError, match=says):
-            FORMATS["tgi_medusa"].read(tmp_path, config)
+            all_formats()["tgi_medusa"].read(tmp_path, config)
 
 
 def published(folder: Path, base: BaseModel, **settings: Any) -> tuple[MedusaHead, dict[str, Tensor]]:
     head = trained(base, **settings)
-    FORMATS["medusa"].export(head, folder)
+    all_formats()["medusa"].export(head, folder)
     return head, load_file(folder / "medusa_lm_head.safetensors")
 
 
@@ -223,10 +223,10 @@ def test_published_defects(tiny_base: TinyBase, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
     whole = {f"medusa_head.{k}": v for k, v in tensors.items()} | {"model.norm.weight": torch.ones(3)}
     save_file(whole, tmp_path / "medusa_lm_head.safetensors")
-    checkpoint = FORMATS["medusa"].read(tmp_path)
+    checkpoint = all_formats()["medusa"].read(tmp_path)
     notes = ("1 tensors of the base", "medusa_num_heads 2, but the weights hold 5", "medusa_num_layers None")
     assert all(expected in note for expected, note in zip(notes, checkpoint.notes, strict=True))
-    again = FORMATS["medusa"].attach(checkpoint, base)
+    again = all_formats()["medusa"].attach(checkpoint, base)
     hidden = torch.randn(2, base.hidden_size)
     assert again.config == head.config
     assert torch.equal(logits_of(again, hidden), logits_of(head, hidden))  # type: ignore[arg-type]
@@ -247,13 +247,13 @@ def test_vllm_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
         del tensors[f"blocks.{k}.layers.0.bias"]
     rewrite(tmp_path, {f"medusa_heads.{k}": v for k, v in tensors.items()}, medusa_fc_bias=None)
     hidden = torch.randn(2, base.hidden_size)
-    again = FORMATS["vllm_medusa"].load(tmp_path, base)
+    again = all_formats()["vllm_medusa"].load(tmp_path, base)
     assert torch.equal(logits_of(again, hidden), logits_of(head, hidden))  # type: ignore[arg-type]
 
 
 def test_bad_folders_are_named(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
-    medusa = FORMATS["medusa"]
+    medusa = all_formats()["medusa"]
     tensors = published(tmp_path, base, num_draft_tokens=2)[1]
     file = tmp_path / "medusa_lm_head.safetensors"
     file.rename(tmp_path / "medusa_lm_head.pt")
@@ -288,17 +288,17 @@ def test_shards_are_read_and_stay_in_their_folder(tiny_base: TinyBase, tmp_path:
     index = tmp_path / "medusa_lm_head.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": shards}))
     hidden = torch.randn(2, base.hidden_size)
-    again = FORMATS["medusa"].load(tmp_path, base)
+    again = all_formats()["medusa"].load(tmp_path, base)
     assert torch.equal(logits_of(again, hidden), logits_of(head, hidden))  # type: ignore[arg-type]
     index.write_text(json.dumps({"weight_map": {"a": "../part-0.safetensors"}}))
     with pytest.raises(UserError, match="lists no files of its folder"):
-        FORMATS["medusa"].load(tmp_path, base)
+        all_formats()["medusa"].load(tmp_path, base)
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"gguf", "gguf_dspark"}))  # files without a config.json
+@pytest.mark.parametrize("name", sorted(set(all_formats()) - {"gguf", "gguf_dspark"}))  # files without a config.json
 def test_an_import_may_override_the_keys_that_a_format_reads(tiny_base: TinyBase, tmp_path: Path, name: str) -> None:
     """Accept every key that an export writes, and refuse a key that the format does not use."""
-    base, form = tiny_base(), FORMATS[name]
+    base, form = tiny_base(), all_formats()[name]
     settings: dict[str, dict[str, Any]] = {"dspark": {"tied_markov": False}}
     settings["dflash"] = {"markov_rank": 0, "confidence": False, "anchor_predicts": False}
     settings["transformers"] = settings["dflash"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import FORMATS
+from drafthead.models.formats import all_formats
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
@@ -36,7 +36,7 @@ from plain_heads import (
 )
 from support import TinyBase
 
-HYDRA, MLP, KANGAROO = FORMATS["hydra"], FORMATS["mlp_speculator"], FORMATS["kangaroo"]
+HYDRA, MLP, KANGAROO = all_formats()["hydra"], all_formats()["mlp_speculator"], all_formats()["kangaroo"]
 
 
 @torch.inference_mode()
@@ -114,7 +114,7 @@ eagle_of_50 = partial(eagle, d2t=torch.arange(50))
 )
 def test_engine_and_round_trip(tmp_path: Path, engine: Engine, make: Make, settings: dict[str, Any]) -> None:
     head = make(deep_base(), **settings)
-    check_round_trip(FORMATS[head.config.head_type], engine, head, tmp_path)
+    check_round_trip(all_formats()[head.config.head_type], engine, head, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_engine_and_round_trip(tmp_path: Path, engine: Engine, make: Make, setti
 )
 def test_wrong_configs(tiny_base: TinyBase, tmp_path: Path, make: Make, config: dict[str, Any], says: str) -> None:
     head = make(tiny_base(), **({"prefix_layer": True} if make is hydra else {}))
-    check_refused(FORMATS[head.config.head_type], head, tmp_path, config, says)
+    check_refused(all_formats()[head.config.head_type], head, tmp_path, config, says)
 
 
 def test_hydra_files_of_others(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -251,11 +251,11 @@ def test_more_heads_that_a_format_cannot_hold(tiny_base: TinyBase, tmp_path: Pat
     base = tiny_base()
     for form, config in (
         (KANGAROO, KangarooConfig(exit_layer=1, draft_vocab_size=50)),
-        (FORMATS["hydra"], HydraConfig(draft_vocab_size=50)),
-        (FORMATS["mlp_speculator"], MLPSpeculatorConfig(draft_vocab_size=50)),
+        (all_formats()["hydra"], HydraConfig(draft_vocab_size=50)),
+        (all_formats()["mlp_speculator"], MLPSpeculatorConfig(draft_vocab_size=50)),
     ):
         head = config.build(base, torch.arange(50))
         with pytest.raises(UserError, match=f"{form.name} .*50 of 300 ids.*head.draft_vocab_size=null"):
             form.export(head, tmp_path)
     with pytest.raises(UserError, match="of the type medusa, .* of the type mlp_speculator"):
-        FORMATS["medusa"].export(head, tmp_path)
+        all_formats()["medusa"].export(head, tmp_path)

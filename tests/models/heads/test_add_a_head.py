@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import FORMATS
+from drafthead.models.formats import all_formats
 from drafthead.models.heads.parts.loading import head_types, load_head
 from drafthead.train.pipeline import run_pipeline
 from support import composed
@@ -42,6 +42,6 @@ def test_tiny_heads_read_layers_that_engines_can_join(tmp_path: Path, recipe: st
     run, _ = composed(tmp_path, f"recipe={recipe}", "debug=tiny")
     base, config = BaseModel.load(run.base), run.head_config()
     head = config.build(base, torch.arange(config.drafted_ids(base.vocab_size)))
-    FORMATS[form].checkpoint(head, None, None)
+    all_formats()[form].checkpoint(head, None, None)
     with pytest.raises(UserError, match="layers"):  # the default of a base of four layers
-        FORMATS[form].checkpoint(type(config)(layers=None).build(base), None, None)
+        all_formats()[form].checkpoint(type(config)(layers=None).build(base), None, None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import FORMATS
+from drafthead.models.formats import all_formats
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
@@ -96,7 +96,7 @@ def test_the_text_is_where_it_copies_from(tiny_base: TinyBase) -> None:
 def test_no_format_has_one(tiny_base: TinyBase, kind: str) -> None:
     head = WITH_INDUCTION[kind].build(tiny_base())
     with pytest.raises(UserError, match="head.induction_rank=0"):
-        FORMATS[kind].checkpoint(head, None, None)
+        all_formats()[kind].checkpoint(head, None, None)
 
 
 @pytest.mark.parametrize("kind", ["hydra", "dspark"])
