@@ -87,39 +87,32 @@ class TokenTree:
             paths += level
         return cls.from_paths(paths)
 
+    # The caches of these methods may keep the few trees of a program alive.
+    @lru_cache(maxsize=256)  # noqa: B019
     def truncate(self, depth: int) -> "TokenTree":
         """Return the nodes up to ``depth``, in their order."""
-        return self if depth >= self.depth else _cut(self, max(0, depth))
+        if depth >= self.depth:
+            return self
+        return TokenTree.from_paths([path for path in self.paths if len(path) <= depth])
 
+    @lru_cache(maxsize=256)  # noqa: B019
     def first(self, nodes: int) -> "TokenTree":
         """Return the ``nodes`` likeliest nodes, root included, estimated from ranks: shallow nodes come first."""
-        return self if nodes >= len(self) else _first(self, max(1, nodes))
+        if nodes >= len(self):
+            return self
+        # A child's sum exceeds its parent's, so the first nodes always form a tree.
+        by_guess = sorted(self.paths, key=lambda path: (len(path) + sum(path), len(path), path))
+        return TokenTree.from_paths(by_guess[: max(1, nodes)])
 
     @cached_property
     def shape(self) -> "TreeShape":
         """The tree as tensors with one row, on the CPU."""
         return TreeShape.from_parents(torch.tensor([self.parents]), tree=self)
 
+    @lru_cache(maxsize=256)  # noqa: B019
     def shape_on(self, device: torch.device) -> "TreeShape":
         """Return the shape on ``device``, from a cache."""
-        return _shape_on(self, device)
-
-
-@lru_cache(maxsize=256)
-def _shape_on(tree: TokenTree, device: torch.device) -> "TreeShape":
-    return tree.shape.to(device)
-
-
-@lru_cache(maxsize=256)
-def _cut(tree: TokenTree, depth: int) -> TokenTree:
-    return TokenTree.from_paths([path for path in tree.paths if len(path) <= depth])
-
-
-@lru_cache(maxsize=256)
-def _first(tree: TokenTree, nodes: int) -> TokenTree:
-    # A child's sum exceeds its parent's, so the first nodes always form a tree.
-    by_guess = sorted(tree.paths, key=lambda path: (len(path) + sum(path), len(path), path))
-    return TokenTree.from_paths(by_guess[:nodes])
+        return self.shape.to(device)
 
 
 def causal_mask(count: int, device: torch.device) -> Tensor:

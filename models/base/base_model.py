@@ -25,7 +25,7 @@ from drafthead.models.base.structure import attention_sizes, capture_hidden_stat
 from drafthead.models.base.text_model import build
 from drafthead.models.base.windows import Masks, windows_of
 from drafthead.models.cache.kv_cache import CacheShape, TreeCache
-from drafthead.models.cache.static_cache import StaticKVCache, StaticModel, chain_shape
+from drafthead.models.cache.static_cache import StaticKVCache, StaticModel
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
@@ -247,7 +247,7 @@ class BaseModel:
         """
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
-            (final,) = cache.run(tokens_BT, chain_shape(new))
+            (final,) = cache.run(tokens_BT, TokenTree.chain(new - 1).shape)
             cache.commit(counts)
             return HiddenStates(final=final)
         mask = None  # causal attention, which needs no mask in the first pass and for single tokens
@@ -405,7 +405,7 @@ def tune_for_cpu(base: BaseModel) -> None:
         return prompt
 
     def verify(rows: int) -> None:
-        base.verify_logits(tokens[:, :rows], chain_shape(rows), prompt_cache())
+        base.verify_logits(tokens[:, :rows], TokenTree.chain(rows - 1).shape, prompt_cache())
         prompt_cache().crop()
 
     choose_kernels(table, model, verify, (model.config.model_type, base.cache_shape, base.hidden_size))

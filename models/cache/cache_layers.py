@@ -36,13 +36,14 @@ class FullLayers:
 
         ``first``: number of committed positions that are left out; a new position p is written at index p - ``first``.
         """
-        self.stacks, self.rows, self._first = stacks, rows, first
+        self.stacks, self.rows = stacks, rows
+        self._first: int | Tensor = first  # of several sliding rows [B]
         self._span = slice(0, 0)
         self._index = self._rows = torch.empty(0)  # for several rows: [B, T] and [B, 1]
 
     def first(self, row: Row) -> int:
         """Return the number of left-out positions of ``row``: a new position p is at index p minus this number."""
-        return self._first
+        return int(self._first)
 
     @property
     def ends(self) -> list[int]:
@@ -58,11 +59,8 @@ class FullLayers:
         self._span = slice(start, start + new)
         if len(self.rows) > 1:
             offsets = torch.arange(pending, pending + new, device=lengths_B.device)
-            self._index = self._after_first(lengths_B)[:, None] + offsets
+            self._index = (lengths_B - self._first)[:, None] + offsets
             self._rows = torch.arange(len(self.rows), device=lengths_B.device)[:, None]
-
-    def _after_first(self, positions_B: Tensor) -> Tensor:
-        return positions_B - self._first
 
     def update(self, keys: Tensor, values: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> tuple[Tensor, Tensor]:
         """Write new states into a layer's ``keys`` and ``values``, and return both up to the longest row's end."""
@@ -104,7 +102,6 @@ class SlidingLayers(FullLayers):
         """Keep positions that a query with this ``window`` sees, and up to ``room`` pending nodes."""
         super().__init__(stacks, rows)
         self._window, self._room = window, room
-        self._dropped = torch.empty(0)  # [B], for several rows
 
     @property
     def held(self) -> int:
@@ -115,6 +112,8 @@ class SlidingLayers(FullLayers):
         return row.dropped
 
     def begin(self, lengths_B: Tensor, pending: int, new: int, committed: bool) -> None:
+        if len(self.rows) > 1:
+            self._first = on_device([row.dropped for row in self.rows], lengths_B.device)
         super().begin(lengths_B, pending, new, committed)
         # Committed tokens of one row may exceed the memory, because `update` then keeps the latest ones.
         if self._span.stop > self.held and not (committed and len(self.rows) == 1):
@@ -122,10 +121,6 @@ class SlidingLayers(FullLayers):
                 f"layers with a window hold {self.held} positions but {self._span.stop} are needed: the cache was made "
                 f"for trees of up to {self._room} nodes; create it with larger `nodes`"
             )
-
-    def _after_first(self, positions_B: Tensor) -> Tensor:
-        self._dropped = on_device([row.dropped for row in self.rows], positions_B.device)
-        return positions_B - self._dropped
 
     def update(self, keys: Tensor, values: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> tuple[Tensor, Tensor]:
         if self._span.stop <= self.held:
@@ -141,9 +136,9 @@ class SlidingLayers(FullLayers):
         if len(self.rows) == 1:
             dropped = self.rows[0].dropped
             return None if mask is None else mask[..., dropped:], positions[:, dropped:]
-        assert mask is not None
+        assert mask is not None and isinstance(self._first, Tensor)
         last = positions.shape[1] - 1
-        columns = self._dropped[:, None] + torch.arange(self._span.stop, device=positions.device)  # in the whole text
+        columns = self._first[:, None] + torch.arange(self._span.stop, device=positions.device)  # in the whole text
         inside = columns.clamp(max=last)
         held_mask = mask.gather(3, inside[:, None, None].expand(-1, -1, mask.shape[2], -1))
         return held_mask.masked_fill_((columns > last)[:, None, None], -torch.inf), positions.gather(1, inside)

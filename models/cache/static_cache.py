@@ -11,7 +11,7 @@ V vocabulary.
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -219,9 +219,3 @@ class StaticKVCache(TreeCache):
             stack[:, :, :, :held] = source
         give_back()
         self._bind()
-
-
-@lru_cache(maxsize=MAX_STATIC_NODES)
-def chain_shape(nodes: int) -> TreeShape:
-    """Return the shape of a chain of ``nodes`` tokens."""
-    return TokenTree.chain(nodes - 1).shape

@@ -111,23 +111,16 @@ class StaticCall:
 
 
 class StaticCalls:
-    """The captured calls of one module, by key. A deep copy of the module starts without any."""
+    """The captured calls of one module, by key."""
 
     def __init__(self, device: torch.device) -> None:
         self._backend = GraphBackend(device)
         self._calls: dict[object, StaticCall] = {}
 
     def __call__(self, key: object, function: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
-        """Return ``function(*inputs)``. Anything else it depends on is in ``key``, or constant until :meth:`clear`."""
+        """Return ``function(*inputs)``. Anything else that it depends on is constant, or in ``key``."""
         key = (key, *(i.shape for i in inputs))
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = StaticCall(self._backend, function, inputs)
         return call(*inputs)
-
-    def clear(self) -> None:
-        """Drop all captured calls, because weights may have moved."""
-        self._calls.clear()
-
-    def __deepcopy__(self, memo: object) -> "StaticCalls":
-        return StaticCalls(self._backend.device)

@@ -25,19 +25,18 @@ class FusedRMSNorm(nn.Module):
     lower precisions need its float32.
     """
 
-    def __init__(self, *norms: Any) -> None:
-        """Copy one norm, or stack several of equal width and epsilon along the input's second-last axis."""
+    def __init__(self, norm: Any) -> None:
+        """Copy the weight and the epsilon of ``norm``."""
         super().__init__()
-        weights = [1.0 + norm.weight if is_gemma_norm(norm) else norm.weight for norm in norms]
-        weight = (torch.stack(weights) if len(norms) > 1 else weights[0]).detach()
-        self._width = weight.shape[-1]
-        self._eps: float = norms[0].variance_epsilon if hasattr(norms[0], "variance_epsilon") else norms[0].eps
+        weight: Tensor = (1.0 + norm.weight if is_gemma_norm(norm) else norm.weight).detach()
+        self._width = len(weight)
+        self._eps: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         self._by_length = weight.device.type == "cpu" and weight.dtype == torch.float32
         self._weight = weight * self._width**0.5 if self._by_length else weight
         self._floor = torch.tensor((self._width * self._eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise: [..., D] -> [..., D]; with n norms [..., n, D] -> [..., n, D]."""
+        """Normalise: [..., D] -> [..., D]."""
         if not self._by_length:
             return F.rms_norm(x, (self._width,), None, self._eps) * self._weight
         length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
