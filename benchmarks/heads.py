@@ -211,7 +211,7 @@ def train(settings: Sequence[str], steps: Mapping[str, int], precision: str, fol
     schedule += [f"phases.{name}.optim.warmup_steps={count}" for name, count in warm.items()]
     schedule += [f"{name}_every={max(1, total // parts)}" for name, parts in (("validate", 4), ("log", 20))]
     fixed = [f"shard.precision={precision}", f"out={folder}", "stages=[corpora,train]", "tracker=none"]
-    command = [sys.executable, "-m", "drafthead.cli", "train", *settings, *schedule, *fixed]
+    command = [sys.executable, "-m", "drafthead", "train", *settings, *schedule, *fixed]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if subprocess.run(command, check=False, env=environment).returncode:
         raise UserError(f"training {folder.name} failed; its output above says why")

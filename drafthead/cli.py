@@ -77,7 +77,3 @@ def main() -> None:
         gc.freeze()
         gc.enable()
         module.main()
-
-
-if __name__ == "__main__":
-    main()

@@ -140,7 +140,7 @@ def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
     """Run one training in a new process; a finished one ends at once."""
     settings = [f"recipe={config.recipe}", f"head.num_layers={depth}", f"head.intermediate_size={width}"]
     settings += [f"out={folder}", f"name={folder.name}", "stages=[corpora,train]", *config.train]
-    done = subprocess.run([sys.executable, "-m", "drafthead.cli", "train", *settings], check=False)
+    done = subprocess.run([sys.executable, "-m", "drafthead", "train", *settings], check=False)
     if done.returncode:
         raise UserError(f"training {folder.name} ended with code {done.returncode}; its lines above say why")
 

@@ -244,7 +244,7 @@ def test_the_command_and_the_environment(hub: Any, saved: Path, tmp_path: Path) 
             [sys.executable, *arguments], capture_output=True, text=True, env={**environment, **changed}
         )
 
-    push_it = ("-m", "drafthead.cli", "push", f"head={saved}", "repo=user/medusa")
+    push_it = ("-m", "drafthead", "push", f"head={saved}", "repo=user/medusa")
     refused = python(*push_it, HF_TOKEN="")
     assert refused.returncode == 1 and refused.stderr.count("\n") == 1
     assert refused.stderr.startswith("error: drafthead push needs a login to the Hub")
