@@ -27,7 +27,7 @@ class MyHead(DraftHead):
     """One residual MLP per draft position; the base's output projection, frozen, serves all of them."""
 
     config: MyHeadConfig
-    session = HeadSession
+    session_class = HeadSession
     reads_drafts = False
 
     def __init__(self, config: MyHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:

@@ -278,9 +278,20 @@ class BaseModel:
         depth. Example: a root 0 with children 1 and 2 after a prefix of 10 tokens has the positions 10, 11, 11. Node 2
         attends to nodes 0 and 2, but not to 1.
         """
-        new = tokens_BN.shape[1]
-        if (static := _static(cache, shape, new, spec, partial_forward)) is not None:
+        if (static := _static(cache, shape, tokens_BN.shape[1], spec, partial_forward)) is not None:
             return HiddenStates(final=static.run(tokens_BN, shape)[0])
+        return self._verify(tokens_BN, shape, cache, spec, partial_forward)
+
+    def _verify(
+        self,
+        tokens_BN: Tensor,
+        shape: TreeShape,
+        cache: TreeCache,
+        spec: HiddenStatesSpec,
+        partial_forward: PartialForward | None,
+    ) -> HiddenStates:
+        """Compute :meth:`verify` without a CUDA graph."""
+        new = tokens_BN.shape[1]
         cache.begin(new, chain=shape.is_chain)
         positions = cache.positions(shape.depths[:, -new:])
         if cache.rows == 1 and shape.tree is not None and new == len(shape):
@@ -304,7 +315,7 @@ class BaseModel:
         if (static := _static(cache, shape, tokens_BN.shape[1], spec, partial_forward)) is not None:
             final, logits = static.run(tokens_BN, shape, with_logits=True)
             return HiddenStates(final=final), logits
-        hidden = self.verify(tokens_BN, shape, cache, spec, partial_forward)
+        hidden = self._verify(tokens_BN, shape, cache, spec, partial_forward)
         return hidden, self.logits(hidden.final)
 
     def synchronise(self) -> None:

@@ -158,7 +158,7 @@ class StepwiseSession(Session, Levels):
         drafter = self.drafter
         if draft_config.depth > drafter.depth:
             raise ValueError(f"the tree is {draft_config.depth} deep, but the head drafts {drafter.depth} positions")
-        if draft_config.depth == 0:
+        if draft_config.depth == 0:  # combinations and draft LMs shorten the tree after the step's own test
             return root_only(last_token)
         self.start(last_token, draft_config)
         return grow(self, last_token, draft_config, drafter.d2t, drafter.vocab_size, rng)

@@ -1,6 +1,16 @@
-"""Draft, verify, accept: the state of some rows between speculative steps, and one such step.
+"""One speculative step of a batch (draft, verify, accept, commit), and the state of the rows between steps.
 
-``loop.py`` runs steps to the end of answers, ``drafters/experimental/vertical_cascade.py`` to draft for another model.
+``loop.py`` runs steps to the end of the answers. The calls of a step that drafts with a head are::
+
+    DecodeState.step
+      StepwiseSession.draft    growth.py         a head's session is a HeadSession (heads/parts/head_session.py)
+        start                  head_session.py   prepares the first level of the tree
+        grow                   growth.py         chooses the nodes of every level from the logits that it asks for by
+          expand               head_session.py     the session's logits after a level: the head's ``advance``
+      BaseModel.verify_logits  base_model.py     the base's logits after all nodes, in one pass over the TreeCache
+      greedy, or rule.verify   acceptance.py     accepts a path from the root, and adds the target's next token
+      TreeCache.commit_path    kv_cache.py       keeps the keys and values of the path's nodes
+      Session.commit           head_session.py   gives the session the path and the base's states after its nodes
 
 Shape legend: B rows, T tokens, N tree nodes, V vocabulary, D width.
 """

@@ -138,7 +138,7 @@ class DraftLMSession(HeadSession):
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
         self.lm.start(last_token, draft_config)
 
-    def sink_states(self) -> None:
+    def draft_sinks(self) -> None:
         return None
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:

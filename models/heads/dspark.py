@@ -256,13 +256,13 @@ class DSparkSession(HeadSession):
         assert base_hidden.layers is not None
         context.commit(self.model.fuse(base_hidden.layers), counts)
 
-    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
+    def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         slots = self.model.block(last_token, hidden)
         out = self.context.read_block(slots, self.model.seen_slots(slots.device)[None], self.model.decoder_layers)
         normed: Tensor = self.model.norm(out[:, self.model.first_slot : self.model.first_slot + depth])
         return normed
 
-    def sink_states(self) -> Tensor:
+    def draft_sinks(self) -> Tensor:
         return self._inputs
 
 

@@ -280,10 +280,10 @@ class EagleSession(HeadSession):
         super().select(rows)
         self._feature = take_rows(self._feature, rows)
 
-    def anchor_hidden(self) -> Tensor:
+    def draft_hidden(self) -> Tensor:
         return self._feature
 
-    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
+    def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         root = torch.cat([self.model.embed(last_token), hidden], -1)[:, None]
         masked = self.model.masked(depth - 1).expand(len(last_token), -1, -1)
         normed: Tensor = self.model.norm(self.context.start(torch.cat([root, masked], 1)))

@@ -171,5 +171,5 @@ class HydraSession(HeadSession):
             shape = head.prefix.self_attn.cache_shape(head.dtype, head.base.device)
             self.context = LayerCache(cast(Layer, self.model.prefix), shape, rows)
 
-    def anchor_hidden(self) -> Tensor:
+    def draft_hidden(self) -> Tensor:
         return self.hidden if self.context is None else self.context.read_all()

@@ -56,7 +56,7 @@ class MedusaHead(DraftHead):
     """K Medusa heads."""
 
     config: MedusaConfig
-    session = HeadSession
+    session_class = HeadSession
     reads_drafts = False
 
     def __init__(self, config: MedusaConfig, base: BaseModel, d2t: Tensor | None) -> None:

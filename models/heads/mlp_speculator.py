@@ -184,7 +184,7 @@ class MLPSpeculatorHead(DraftHead):
     """K positions, each one step of a recurrent cell."""
 
     config: MLPSpeculatorConfig
-    session = HeadSession
+    session_class = HeadSession
 
     def __init__(self, config: MLPSpeculatorConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)

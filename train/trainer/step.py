@@ -74,6 +74,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     outputs = []
     for batch, base_hidden in micro_batches:
+        # If the head is sharded or trains in bfloat16, ``sharding.py`` has replaced ``head.loss`` (``with_gradient``).
         out = head.loss(batch, base_hidden, loss, progress)
         if out.loss_sum.requires_grad:
             torch.autograd.backward(out.loss_sum)

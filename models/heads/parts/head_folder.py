@@ -6,11 +6,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import file_digest, read_json, safe_join, write_atomic, write_json
+from drafthead.data.utils.files import (
+    disk_errors,
+    file_digest,
+    new_file,
+    read_json,
+    safe_join,
+    write_atomic,
+    write_json,
+)
 from drafthead.data.utils.hub import fetch, refuse_pickles
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
@@ -89,6 +97,19 @@ def write_trees(folder: Path, drafter: Drafter) -> None:
     write_json(folder / TREES, content)
 
 
+def write_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Write ``model.safetensors``, ``config.json`` and the files of ``CUSTOM_GENERATE`` into a head's folder.
+
+    ``config.json`` has ``config``, the version of the format and the checksum of the weights.
+    """
+    with disk_errors("the head", folder):
+        with new_file(folder / "model.safetensors") as tmp_path:
+            save_file({k: v.detach().contiguous().cpu() for k, v in weights.items()}, tmp_path)
+            checksum = file_digest(tmp_path)
+        write_json(folder / "config.json", {"format": FORMAT, **config, "weights_sha256": checksum})
+        write_custom_generate(folder)
+
+
 def write_custom_generate(folder: Path) -> None:
     """Write the files of ``CUSTOM_GENERATE``."""
     for name, text in CUSTOM_GENERATE.items():
@@ -162,15 +183,22 @@ def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], 
     if count is None:
         return None
     ids = weights.get("d2t")
-    if ids is None or ids.ndim != 1 or ids.dtype != torch.int64 or len(ids) != count or len(set(ids.tolist())) != count:
+    if ids is None or ids.ndim != 1 or ids.dtype != torch.int64 or len(ids) != count:
         saved = "no d2t" if ids is None else f"a d2t of {list(ids.shape)} {str(ids.dtype).removeprefix('torch.')}"
         raise UserError(
-            f"{folder}/model.safetensors has {saved}, expected the {count} different ids of the draft vocabulary; copy "
+            f"{folder}/model.safetensors has {saved}, expected the {count} ids of the draft vocabulary, int64; copy "
             "the head again"
         )
-    if count == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise UserError(f"the draft vocabulary in {folder} has ids outside [0, {vocab_size}); copy the head again")
+    check_draft_ids(ids, vocab_size, f"the draft vocabulary (d2t) in {folder}", "; copy the head again")
     return ids
+
+
+def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabulary", remedy: str = "") -> None:
+    """Reject draft ids [W] that are none, repeated, or outside the base's [0, ``vocab_size``)."""
+    if len(ids) == 0 or int(ids.max()) >= vocab_size or int(ids.min()) < 0:
+        raise UserError(f"{name} must have ids in [0, {vocab_size}), got {ids.tolist()[:4]}...{remedy}")
+    if (repeated := len(ids) - len(set(ids.tolist()))) > 0:
+        raise UserError(f"{name} must have different ids, but {repeated} of {len(ids)} are repeated{remedy}")
 
 
 def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:

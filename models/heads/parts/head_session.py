@@ -1,4 +1,4 @@
-"""The drafting side of a head: what it keeps of the rows being decoded, and its logits level by level.
+"""The drafting side of a head: its state for the rows being decoded, and its logits for each level of a tree.
 
 Shape legend: B batch, K draft positions, F frontier nodes, P slots of a block, I input width, D base width, W draft
 vocabulary.
@@ -24,12 +24,18 @@ class LayerCache(NodeCache):
     """Keys and values of a head's own attention layers: Hydra++'s, Kangaroo's, EAGLE-3's and DSpark's."""
 
     def __init__(self, layer: Layer, shape: CacheShape, rows: int) -> None:
-        """Read inputs [B, F, I] by ``layer``, which may stand for several; ``shape`` counts its layers."""
+        """Create an empty cache.
+
+        Args:
+            layer: runs the attention layers, one or several, over inputs [B, F, I].
+            shape: number of layers and sizes of their keys and values.
+            rows: number of rows B.
+        """
 
         def run(inputs: Tensor, cache: TreeCache, counts: list[int] | None, nodes: PendingNodes | None) -> Tensor:
             new, device = inputs.shape[1], inputs.device
             ancestors = causal_mask(new, device)[None] if nodes is None else nodes.ancestors[:, -new:]
-            # A node's position is its depth below the context: the number of its ancestors but itself.
+            # A node's position after the context is its depth. A node is among its own ancestors, hence the - 1.
             cache.begin(new)
             positions = cache.positions(ancestors.sum(-1) - 1).expand(len(inputs), -1)
             out = layer(inputs, positions, cache.mask(ancestors, shape.dtype), cache)
@@ -40,9 +46,10 @@ class LayerCache(NodeCache):
         super().__init__(run, shape, rows, lambda capacity: TreeCache.empty(shape, capacity))
 
     def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
-        """Run ``layers`` over a block after the context, [B, P, D] -> [B, P, D], and drop its keys and values.
+        """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D].
 
-        ``seen`` [1, P, P] bool are the slots that each slot sees, later ones included.
+        The block's keys and values are not kept. ``seen`` [1, P, P] bool is its mask: slot i attends to slot j of the
+        block, which may be later.
         """
         self._catch_up()
         rows, count = x.shape[:2]
@@ -58,17 +65,24 @@ class LayerCache(NodeCache):
 
 
 class HeadSession(StepwiseSession):
-    """What a head keeps of the rows being decoded: the base's last state, and the contexts of attention and parts."""
+    """State of a head for the rows being decoded: the base's last hidden state, and the contexts of its layers.
+
+    The decoder calls ``commit`` with the tokens that it has committed, and ``StepwiseSession.draft``. That calls
+    ``start``, and ``expand`` for every level of the tree. Methods named ``draft_...`` compute in drafting what the
+    head's method of a similar name computes in training.
+    """
 
     drafter: DraftHead
+    """The trained head. The decoder's interface reads ``depth``, ``vocab_size`` and ``d2t`` of it."""
 
     def __init__(self, head: DraftHead, rows: int) -> None:
         self.drafter, self.lengths = head, [0] * rows
         self.model = head.inference()
-        """The inference copy of the head."""
+        """The head's inference copy with packed weights: all computations use this one."""
         self.hidden: Tensor = head.target_lm_head.weight.new_full((rows, head.base.hidden_size), torch.nan)
-        """[B, D] the base's ``h`` at the last position it has read."""
+        """[B, D] the base's ``h`` after the last token that the base has read."""
         self.copied = None if self.model.induction is None else InductionContext(self.model.induction, rows)
+        """The induction head's context, if the head has one."""
         self.context: LayerCache | None = None
         """Keys and values of the head's own attention layers, if it has any."""
         self.lm: LMSession | None = None
@@ -78,6 +92,7 @@ class HeadSession(StepwiseSession):
     def commit(
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
+        # ``nodes`` is for sessions whose own cache has read drafted nodes and keeps the accepted ones (``LMSession``).
         if base_hidden is not None:
             self.hidden = last_valid(base_hidden.final, counts)
             if self.context is not None:
@@ -104,36 +119,42 @@ class HeadSession(StepwiseSession):
             if part is not None:
                 part.rollback(lengths)
 
-    def anchor_hidden(self) -> Tensor:
-        """Return the input [B, D] of ``first_states`` or ``all_inputs``."""
+    def draft_hidden(self) -> Tensor:
+        """Return the input of ``first_states`` or ``all_inputs``, [B, D]: by default the base's last ``h``."""
         return self.hidden
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
         self._level = 0
         self.start_levels(last_token, draft_config)
-        if self.copied is not None and (sinks := self.sink_states()) is not None:
+        if self.copied is not None and (sinks := self.draft_sinks()) is not None:
             self.copied.start(sinks.to(self.model.dtype))
 
-    def sink_states(self) -> Tensor | None:
-        """Return the inputs of the induction sink's score, [B, levels, D]; None if ``level`` starts ``copied``."""
+    def draft_sinks(self) -> Tensor | None:
+        """Return the states from which the induction head decides not to copy, [B, 1 or levels, D].
+
+        None: they are not known yet, and ``level`` calls ``copied.start`` itself.
+        """
         return self.hidden[:, None]
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Prepare the first level; heads that do not read drafts compute all levels."""
-        model, hidden, depth = self.model, self.anchor_hidden().to(self.model.dtype), draft_config.depth
+        """Prepare the first level. A head that does not read its drafts computes all levels here, in one pass."""
+        model, hidden, depth = self.model, self.draft_hidden().to(self.model.dtype), draft_config.depth
         if model.reads_drafts:
             self._states = model.first_states(hidden[:, None])
             return
 
         def read(hidden: Tensor, last_token: Tensor) -> States:
-            inputs = self.all_inputs(hidden, last_token, depth)
+            inputs = (self.block_inputs if model.attends else model.all_inputs)(hidden, last_token, depth)
             return inputs, model.draft_logits(inputs, None)
 
         self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
 
-    def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return the head's ``all_inputs``; a head that attends to the context overrides this method instead."""
-        return self.model.all_inputs(hidden, last_token, depth)
+    def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
+        """Return the projections' inputs of all positions, [B, K, D], if the head attends and does not read drafts.
+
+        The session computes them instead of the head's ``all_inputs``, because they read the session's ``context``.
+        """
+        raise NotImplementedError
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         k, self._level = self._level, self._level + 1
@@ -145,13 +166,14 @@ class HeadSession(StepwiseSession):
         if self.copied is not None:
             added.append(self.copied.read(tokens, parents))
         self._added = added[0] if len(added) == 1 else torch.cat(added, -1)
-        scaled: Tensor = self.drafter.scaling.scale_and_cap(logits + self.model.low_rank(self._added))
+        scaled: Tensor = self.model.scaling.scale_and_cap(logits + self.model.low_rank(self._added))
         return scaled
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the vocabulary projection's inputs and ``draft_logits`` of draft position k (0-based), [B, F, ...].
+        """Return the inputs of position k's projection [B, F, D] and its ``draft_logits`` [B, F, W], k from 0.
 
-        F is 1 if the head does not read drafts: all nodes then share them. The arguments are those of ``expand``.
+        ``tokens`` and ``parents`` are those of ``expand``. If the head does not read its drafts, all nodes of a level
+        share one distribution, and F is 1.
         """
         if not self.model.reads_drafts:
             return self._inputs[:, k, None], self._logits[:, k, None]
@@ -179,6 +201,11 @@ class HeadSession(StepwiseSession):
         return confidence
 
     def _graph(self, key: int, function: Callable[..., States], *inputs: Tensor) -> States:
-        """Call ``function``, as a CUDA graph if the base uses graphs."""
+        """Return ``function(*inputs)``, computed by a CUDA graph if the base uses graphs.
+
+        The graph of a ``key`` and the inputs' shapes is captured once and replayed for all later sessions of the head.
+        ``function`` must therefore read the rows' state from ``inputs``, never from ``self``: a replay would read the
+        state of the first session.
+        """
         calls = self.drafter.static_calls
         return function(*inputs) if calls is None else calls(key, function, *inputs)

@@ -15,19 +15,19 @@ from drafthead.models.kernels.linear import PackedCopies, inference_linear
 
 
 class DraftLMHeads(nn.Module):
-    """``count`` trained projections that start as the base's, or with 0 the base's own projection, frozen and shared.
+    """The projections of the draft positions to the draft vocabulary: ``count`` trained ones, or the base's frozen one.
 
-    Position k (0-based) uses projection k, or the last one if there are fewer.
+    Position k (0-based) uses projection k, or the last projection if there are fewer.
     """
 
     def __init__(self, target_lm_head: LMHead, count: int, draft_dtype: torch.dtype | None, scaled: bool) -> None:
         """Create the projections.
 
         Args:
-            target_lm_head: the base's projection over the draft vocabulary.
-            count: number of trained projections.
-            draft_dtype: dtype of the packed copies for drafting; None: as trained.
-            scaled: False if more is added to the products before scale and soft-cap.
+            target_lm_head: the base's projection to the draft vocabulary; trained projections start as its weight.
+            count: number of trained projections; with 0, all positions share ``target_lm_head``.
+            draft_dtype: dtype of the packed copies for drafting; None: the trained dtype.
+            scaled: True if ``logits`` applies scale and soft-cap. False if the session first adds other terms.
         """
         super().__init__()
         self._draft_dtype, self._scaled = draft_dtype, scaled
@@ -41,23 +41,31 @@ class DraftLMHeads(nn.Module):
         """Return the projection of draft position k (0-based), with the base's scale and soft-cap."""
         if not len(self.weights):
             return self._target_lm_head
-        return replace(self._target_lm_head, weight=self.weights[min(k, len(self.weights) - 1)])
+        return replace(self._target_lm_head, weight=self.weights[self._index(k)])
+
+    def _index(self, k: int) -> int:
+        """Return the index of position k's projection; 0 if there is none of its own (the base's is shared)."""
+        return max(0, min(k, len(self.weights) - 1))
 
     def logits(self, hidden: Tensor, k: int | None = 0) -> Tensor:
-        """Return the draft logits of position k (0-based), for inference: [..., D] -> [..., W].
+        """Return the logits of draft position k (0-based) in drafting: [..., D] -> [..., W].
 
-        With None, ``hidden`` [B, K, D] has the inputs of the first K positions.
+        With k None, ``hidden`` [B, K, D] has the inputs of the first K positions.
         """
         if k is None and len(self.weights) > 1:
             return torch.stack([self.logits(hidden[:, n], n) for n in range(hidden.shape[1])], 1)
-        index, weight = max(0, min(k or 0, len(self.weights) - 1)), self.head(k or 0).weight
-        linear = self.packed.get(index, lambda: inference_linear(weight, dtype=self._draft_dtype))
+        k = k or 0  # None is left if all positions share one projection
+        weight = self.head(k).weight
+        linear = self.packed.get(self._index(k), lambda: inference_linear(weight, dtype=self._draft_dtype))
         product: Tensor = linear(hidden.to(weight.dtype))
         return self._target_lm_head.scale_and_cap(product) if self._scaled else product
 
 
 class TiedMarkov(nn.Linear):
-    """The Markov table as a projection of the base's embedding at unit RMS; an inference copy stores the table."""
+    """The Markov correction's table [V, r], computed as a projection of the base's embeddings scaled to RMS 1.
+
+    The inference copy is the computed table.
+    """
 
     def __init__(self, base: BaseModel, rank: int) -> None:
         super().__init__(base.hidden_size, rank, bias=False, device=base.device)
@@ -70,7 +78,7 @@ class TiedMarkov(nn.Linear):
 
     @torch.no_grad()
     def inference(self, dtype: torch.dtype | None = None) -> nn.Embedding:
-        """Return the table of all ids, [V, r]."""
+        """Return the table of all token ids, [V, r], as an embedding."""
         ids = torch.arange(len(self._embedding[0]), device=self.weight.device)
         table = torch.cat([self(chunk) for chunk in torch.split(ids, 8192)])
         return nn.Embedding(len(table), table.shape[1], _weight=table)

@@ -81,6 +81,11 @@ class LossConfig:
             raise ValueError(f"loss.depth_weights must be >= 0 and not all 0, or null, got {list(weights)}")
 
     @property
+    def paced(self) -> bool:
+        """True if D-PACE weighs each target; explicit ``depth_weights`` replace it."""
+        return self.decay == DPACE and self.depth_weights is None
+
+    @property
     def reads_alpha(self) -> bool:
         """True if a term of the loss needs alpha."""
         return self.tv > 0 or self.lk > 0 or self.lk_adaptive > 0
@@ -298,6 +303,7 @@ def heads_loss(
     config: LossConfig,
     rows: int | None = None,
     confidence: Tensor | None = None,
+    position_weights: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``sum_k w_k loss_k`` over n targets, with gradients by ``hidden`` and the projections' weights.
 
@@ -308,9 +314,10 @@ def heads_loss(
         hidden: [K, n, D] inputs of the projections, aligned with the targets.
         heads: K projections, or one object K times if they share it.
         targets: labels.
-        config: weights of the terms and of the draft positions.
+        config: weights of the terms.
         rows: targets per chunk; by default as many as ``CHUNK_BYTES`` of logits hold.
         confidence: [K, n] logits of the predicted acceptance of each draft, from heads with a confidence head.
+        position_weights: the weights w_k of the K draft positions; None: those of ``config``.
 
     Returns:
         The scalar loss sum (float32, or float64 for a float64 head), and the ``STATS`` of each position,
@@ -327,8 +334,9 @@ def heads_loss(
     heads = [head.at_most(hidden.dtype) for head in heads]
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
     weights = [w if torch.is_grad_enabled() else w.detach() for head in heads for w in head.trained]
+    position_weights = config.weights_of(len(hidden)) if position_weights is None else position_weights
     result: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, confidence, heads, targets, config, rows, *weights
+        hidden, confidence, heads, targets, config, position_weights, rows, *weights
     )
     return result
 
@@ -375,6 +383,7 @@ class _ChunkedLoss(torch.autograd.Function):
         heads: Sequence[LMHead],
         targets: Labels,
         config: LossConfig,
+        position_weights: Sequence[float],
         rows: int,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -387,9 +396,8 @@ class _ChunkedLoss(torch.autograd.Function):
         training = grad_hidden is not None or any(g is not None for g in grad_weights)
         gradients = iter(grad_weights)
         trained = [[(next(gradients), columns) for columns in head.trained_columns] for head in heads]
-        factors = config.weights_of(depth)
         paced = None
-        if config.decay == DPACE and training:
+        if config.paced and training:
             paced = dpace_weights(_true_probs(hidden, heads, targets, rows), targets)
         total = hidden.new_zeros((), dtype=wide)
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
@@ -408,13 +416,13 @@ class _ChunkedLoss(torch.autograd.Function):
                     chunk.weigh(paced[k, span])
                 chunk_confidence = None if confidence is None else confidence[k, span]
                 loss, gradient, by_confidence = chunk.loss_and_gradient(target, config, chunk_confidence)
-                total += factors[k] * loss
+                total += position_weights[k] * loss
                 if training:
-                    gradient = (factors[k] * gradient).to(h.dtype)
+                    gradient = (position_weights[k] * gradient).to(h.dtype)
                     if grad_hidden is not None:
                         grad_hidden[k, span] = heads[k].input_gradient(gradient).to(grad_hidden.dtype)
                     if grad_confidence is not None and by_confidence is not None:
-                        grad_confidence[k, span] = (factors[k] * by_confidence).to(grad_confidence.dtype)
+                        grad_confidence[k, span] = (position_weights[k] * by_confidence).to(grad_confidence.dtype)
                     for grad_weight, columns in trained[k]:
                         if grad_weight is None:
                             continue
@@ -430,7 +438,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> Any:
         grad_hidden, grad_confidence, grad_weights = ctx.grads
         scaled = [None if g is None else g.mul_(grad_total) for g in (grad_hidden, grad_confidence, *grad_weights)]
-        return scaled[0], scaled[1], None, None, None, None, *scaled[2:]
+        return scaled[0], scaled[1], None, None, None, None, None, *scaled[2:]
 
 
 _METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))
