@@ -155,7 +155,9 @@ class DecodeLoop:
             depth = min(depth, active[0].draft_length)
         depth = max(0, depth)
         most_tokens = [max(1, self.max_new_tokens - position) for position in positions]
-        short = min(most_tokens) <= min(depth, config.depth)
+        # A step commits up to depth + 1 tokens: the accepted drafts and the target's next token. Only if that can be
+        # more than a row may still have, the step truncates.
+        short = min(most_tokens) < min(depth, config.depth) + 1
         step = state.step([row.seed for row in rows], positions, depth, most_tokens if short else None)
         hidden = step.hidden.final.half() if self.keep_hidden_states else None
         for n, row in enumerate(rows):

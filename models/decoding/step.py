@@ -275,36 +275,40 @@ class DecodeState:
         tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
         counts = self._truncated(tokens, acceptance.accepted + 1, most_tokens)
         hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))
-        numbers = [counts, acceptance.accepted, *_sizes(proposal)]
+        numbers = {"committed": counts, "accepted": acceptance.accepted, **_sizes(proposal)}  # [B] each
         if config.with_entropy:
             scores = logits[:, 0].float()
             probabilities = scores.softmax(-1)  # the only softmax: the logarithm of its sum follows from the largest
             log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
-            numbers.append(log_sum - torch.linalg.vecdot(probabilities, scores))
-        # The only wait for the device: everything that the host needs, in one tensor.
+            numbers["entropy"] = log_sum - torch.linalg.vecdot(probabilities, scores)
+        # The only wait for the device: everything that the host needs, in one tensor [B, numbers, then tokens].
         wide = wide_dtype(tokens.device)
-        host = torch.cat([torch.stack([n.to(wide) for n in numbers], 1), tokens.to(wide)], 1).tolist()
-        committed = [int(row[0]) for row in host]
+        columns = [number.to(wide)[:, None] for number in numbers.values()]
+        host = torch.cat([*columns, tokens.to(wide)], 1).tolist()
+        by_name = [dict(zip(numbers, row, strict=False)) for row in host]
+        committed = [int(row["committed"]) for row in by_name]
         self.cache.commit_path(nodes, committed)
         if self.session is not None:
             self.session.commit(path, committed, hidden, nodes)
         self._extend_contexts(tokens, counts)
         self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]
-        first = len(numbers)
         return Step(
-            tokens=[[int(token) for token in row[first : first + n]] for row, n in zip(host, committed, strict=True)],
+            tokens=[
+                [int(token) for token in row[len(numbers) :][:count]]
+                for row, count in zip(host, committed, strict=True)
+            ],
             records=[
                 StepRecord(
                     position=position,
-                    committed=int(row[0]),
-                    accepted=int(row[1]),
-                    proposed=int(row[2]),
-                    depth=int(row[3]),
-                    entropy=row[4] if config.with_entropy else float("nan"),
+                    committed=int(row["committed"]),
+                    accepted=int(row["accepted"]),
+                    proposed=int(row["proposed"]),
+                    depth=int(row["depth"]),
+                    entropy=row.get("entropy", float("nan")),
                     draft_s=drafted - started,
                     verify_s=verified - drafted,
                 )
-                for position, row in zip(positions, host, strict=True)
+                for position, row in zip(positions, by_name, strict=True)
             ],
             proposal=proposal,
             acceptance=acceptance,
@@ -378,10 +382,13 @@ def _with_paths(contexts: Contexts, proposal: Proposal, nodes: Tensor) -> Contex
     return Contexts(tokens.flatten(0, 1), lengths.flatten(), [row for row in contexts.rows for _ in range(per_row)])
 
 
-def _sizes(proposal: Proposal) -> list[Tensor]:
-    """Return the number of drafted nodes and the longest path of every row, [B] int64 each."""
+def _sizes(proposal: Proposal) -> dict[str, Tensor]:
+    """Return the number of drafted nodes and the drafts on the longest path of every row, [B] int64 each."""
     shape, roots = proposal.shape, proposal.tokens[:, 0]
     if shape.tree is not None:
-        return [torch.full_like(roots, len(shape) - 1), torch.full_like(roots, shape.tree.depth)]
+        return {
+            "proposed": torch.full_like(roots, len(shape) - 1),
+            "depth": torch.full_like(roots, shape.tree.depth),
+        }
     drafted, deepest = (shape.parents >= 0).sum(1), shape.depths.max(1).values
-    return [drafted.expand(len(roots)), deepest.expand(len(roots))]
+    return {"proposed": drafted.expand(len(roots)), "depth": deepest.expand(len(roots))}

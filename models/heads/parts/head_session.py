@@ -92,11 +92,12 @@ class HeadSession(StepwiseSession):
     def commit(
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
-        # ``nodes`` is for sessions whose own cache has read drafted nodes and keeps the accepted ones (``LMSession``).
         if base_hidden is not None:
             self.hidden = last_valid(base_hidden.final, counts)
             if self.context is not None:
                 self.extend_context(self.context, tokens, counts, base_hidden)
+        # Only a causal LM keeps the accepted ``nodes`` that drafting has read. Layers read committed tokens again,
+        # because the base's own states replace those that the head predicted.
         if self.lm is not None:
             self.lm.commit(tokens, counts, base_hidden, nodes)
         if self.copied is not None:
