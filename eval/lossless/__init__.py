@@ -1,1 +1,1 @@
-"""Is the output distribution the base's? The enumeration of outcomes, equality of answers, the check of an export."""
+"""Checks that the output is the base's: enumeration of all outcomes, equality of answers, the check of an export."""

@@ -1,8 +1,8 @@
 """``certify`` for a speculative sampler that is a Python function, such as another project's.
 
 The function runs once for every outcome of its random choices. It makes them with ``choose(probs)``, or with torch:
-``torch.multinomial`` draws are choices, and so is every comparison of a ``torch.rand`` number with a probability. So
-code of other projects runs unchanged.
+``torch.multinomial`` draws are choices, and so is every comparison of a ``torch.rand`` number with a probability.
+Therefore other projects' code runs unchanged.
 """
 
 import sys
@@ -19,33 +19,33 @@ from drafthead.eval.lossless.enumerate import CommittedProbs, total_variation
 from drafthead.eval.lossless.tabular_lm import TabularLM
 
 NextToken: TypeAlias = Callable[[Sequence[int]], Tensor]
-"""Function from a prefix to the probabilities [V] of the next token, float64."""
+"""Function from a prefix (token ids) to the float64 probabilities [V] of the next token."""
 SpeculativeSampler: TypeAlias = Callable[[NextToken, NextToken, Callable[[Any], int], int], Sequence[int]]
 """Function of (target, draft, choose, length) that returns the tokens of one step: up to ``length`` accepted drafts and
 one token more. ``choose(probs)`` returns an index drawn from ``probs``."""
 ROUNDING = 1e-6
 """Total variation below this is rounding, since a sampler may compute in float32."""
 PAIRS = 16
-"""Random targets, each with a draft model near it."""
+"""Number of random targets, each with a draft model that approximates it."""
 MOST_OUTCOMES = 200_000
 RUNS = 20
-"""Repetitions of the first outcome, which show random numbers that are not enumerated."""
+"""Repetitions of the first outcome. If its tokens change, the sampler uses random numbers that are not enumerated."""
 VIEWS = frozenset(("getitem", "view", "reshape", "squeeze", "unsqueeze", "select", "expand", "flatten", "unbind"))
 DRAWS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform", "exponential", "rand_like")
 
 
 class _Choices(TorchFunctionMode):
-    """The random choices of one run: first those of a script, then the likeliest ones."""
+    """The random choices of one run: first those given by ``script`` (option numbers), then the likeliest options."""
 
     def __init__(self, script: tuple[int, ...]) -> None:
         super().__init__()
         self._script = script
         self._made: tuple[int, ...] = ()
         self._uniform: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """Uniform random numbers by ``id``, with the bounds that comparisons have set so far."""
+        """Uniform random numbers by ``id``, with the bounds that comparisons so far have set."""
         self.weight = 1.0
         self.others: list[tuple[int, ...]] = []
-        """Scripts of the choices that were not made."""
+        """Scripts that lead to the options not taken in this run."""
 
     def choose(self, probs: Any) -> int:
         """Return the next choice, an index of ``probs``."""
@@ -91,7 +91,7 @@ class _Choices(TorchFunctionMode):
         return numbers
 
     def _below(self, numbers: Tensor, limits: Any) -> Tensor:
-        """Return if uniform numbers are below ``limits``, given all earlier comparisons of the numbers."""
+        """Choose whether uniform numbers are below ``limits``, given all earlier comparisons of these numbers."""
         _, low, high = self._uniform[id(numbers)]
         limits = torch.as_tensor(limits, dtype=torch.float64)
         shape = (low + limits).shape
@@ -150,9 +150,9 @@ def distances(
     vocabulary: int = 3,
     probs: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> tuple[list[float], int]:
-    """Return the total variation of ``sampler``'s output from each target's, and the number of outcomes.
+    """Return the total variation between ``sampler``'s output and each target, and the total number of outcomes.
 
-    Targets and draft models are ``PAIRS`` random ones over ``vocabulary`` tokens, or one pair of ``probs``.
+    There are ``PAIRS`` random targets and draft models over ``vocabulary`` tokens, or one pair with fixed ``probs``.
     """
     targets = [TabularLM.random(vocabulary, length, seed) for seed in range(PAIRS)]
     pairs = [(target, target.near(PAIRS + seed, 1.0)) for seed, target in enumerate(targets)]
@@ -173,7 +173,7 @@ def constant(probs: Sequence[float], length: int) -> TabularLM:
 
 
 def load_sampler(name: str) -> SpeculativeSampler:
-    """Return the function ``module:function``, also of a module in the current folder."""
+    """Import the function ``module:function``; the module may lie in the current folder."""
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:

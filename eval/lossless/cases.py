@@ -45,28 +45,28 @@ TARGET_SPREAD, DRAFT_SPREAD = 1.5, 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The drafts of one drafter."""
+    """Draft settings of one drafter."""
 
     tree: TokenTree | DynamicTree
     shared: bool = False
-    """All nodes of a level share one distribution and its samples."""
+    """All nodes of a tree level share one distribution and its samples, as in Medusa."""
     draft_vocabulary: int | None = None
     top_k: bool = False
-    """Top-k drafting, whatever the other drafters do."""
+    """Use top-k drafting, whatever the other drafters use."""
     confidence_threshold: float = 0.0
     prefix_threshold: float = 0.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Trees of one drafter, of several drafters combined, or of several along one path."""
+    """A tree drafted by one drafter, by several combined, or by several in turn along one path (a relay)."""
 
     name: str
     vocabulary: int
     parts: tuple[Part, ...]
     kinds: tuple[DraftSampling, ...] = EVERY
     relay: bool = False
-    """The parts follow each other along one path instead of being combined in one tree."""
+    """The drafters draft in turn along one path. Otherwise their trees are combined in one."""
 
     @property
     def depth(self) -> int:
@@ -75,7 +75,7 @@ class Shape:
         return sum(depths) if self.relay else max(depths)
 
     def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
-        """Return drafting of this shape from tables near ``target``; ``sampler`` is the drafters'."""
+        """Return a function that drafts this shape from tables near ``target``; drafts are sampled by ``sampler``."""
         drafts: list[TableDraft] = []
         for number, drafter in enumerate(self.parts):
             draft_config = DraftConfig(
@@ -138,7 +138,7 @@ SHAPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row to enumerate."""
+    """One combination of settings to enumerate."""
 
     rule: AcceptanceRule
     draft_sampling: DraftSampling
@@ -147,7 +147,7 @@ class Case:
     draft_sampler: Sampler | None
     """None: top-k drafting."""
     greedy: bool = False
-    """Accept by the target's greedy choices, as decoding does at temperature 0."""
+    """Accept drafts that equal the target's argmax, as decoding does at temperature 0."""
 
     def tables(self, seed: int) -> tuple[TabularLM, Draft]:
         """Return a random target and its drafter."""
@@ -156,7 +156,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield all rows to enumerate, grouped by rule, draft sampling and shape."""
+    """Yield all cases to enumerate, grouped by rule, draft sampling and shape."""
     for shape in SHAPES:
         for kind in shape.kinds:
             yield from _with_samplers(EXACT, kind, shape)
@@ -176,7 +176,7 @@ def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> I
 
 
 def _case(rule: AcceptanceRule, kind: DraftSampling, shape: Shape, sampler: Sampler) -> Case:
-    """Return a case whose drafter samples as the target does, unless the target is greedy."""
+    """Return a case in which the drafter has the target's sampler, except its penalty; unless the target is greedy."""
     sampler_of_drafts = RAW if sampler.greedy else replace(sampler, repetition_penalty=1.0)
     draft_sampler = None if kind is TOP_K else sampler_of_drafts
     return Case(rule=rule, draft_sampling=kind, shape=shape, sampler=sampler, draft_sampler=draft_sampler)
@@ -193,7 +193,7 @@ class Refusal:
 
 
 def _argmax_with_probs() -> Proposal:
-    """Build a proposal of the likeliest token with the probabilities of a softmax, from which it was not drawn."""
+    """Propose the likeliest token, but with softmax probabilities, as if it had been drawn from them."""
     return Proposal(
         tokens=torch.zeros(1, 2, dtype=torch.int64),
         shape=TokenTree.chain(1).shape,
@@ -211,7 +211,7 @@ def _two_kinds() -> Proposal:
 
 
 def refusals() -> tuple[Refusal, ...]:
-    """Return the rows that must be refused."""
+    """Return the biased combinations that must be refused."""
     tree, dynamic, greedy = TREE_22.tree, DynamicTree(nodes=7), Sampler()
     return (
         Refusal("exact", "top k, with probs", "chain 1", _argmax_with_probs),
@@ -236,7 +236,7 @@ def refusals() -> tuple[Refusal, ...]:
 
 @dataclass(frozen=True)
 class Counterexample:
-    """A published way to draft less that depends on the dropped drafts, with its effect on the distribution."""
+    """A published way to shorten drafts. It looks at the drafts that it drops, which biases the output."""
 
     draft_sampling: str
     shape: str
@@ -244,12 +244,12 @@ class Counterexample:
     draft: Draft
     depth: int
     expected: float
-    """Total variation, calculated by hand."""
+    """Total variation from the target's distribution, calculated by hand."""
     rule: str = "exact"
 
 
 def _table(*rows: tuple[float, float]) -> TabularLM:
-    """Return a table over two tokens: probabilities after the root, and after each prefix."""
+    """Return a table over two tokens from their probabilities after the root and after each longer prefix."""
     return TabularLM(torch.tensor(rows, dtype=torch.float64).log())
 
 
@@ -268,7 +268,7 @@ def _shortened(table: TabularLM, depth: int, length: Callable[[Proposal], torch.
 
 
 def _by_own_probability(proposal: Proposal) -> torch.Tensor:
-    """Drop a draft whose own probability is below 0.2."""
+    """Return the number of drafts to verify: 0 if the draft's own probability is below 0.2, else 1."""
     assert proposal.probs is not None
     return (proposal.probs[:, 0].gather(1, proposal.tokens[:, 1:2])[:, 0] >= 0.2).long()
 
@@ -276,9 +276,9 @@ def _by_own_probability(proposal: Proposal) -> torch.Tensor:
 def _by_search(proposal: Proposal) -> torch.Tensor:
     """Return the number of drafts with the most expected tokens per second, found by a search over all lengths.
 
-    The confidences are 0.6, then 0.9 after token 0 and 0.1 after token 1. A pass over one or two drafts takes 1.7 times
-    as long as one over none, because another request's drafts fill the batch. The search looks at the sampled token,
-    which biases the output.
+    The first draft's confidence is 0.6, the second's 0.9 after token 0 and 0.1 after token 1. Verifying one or two
+    drafts takes 1.7 times as long as verifying none, because another request's drafts fill the batch. The search looks
+    at the sampled token, which biases the output.
     """
     second = torch.where(proposal.tokens[:, 1] == 0, 0.6 * 0.9, 0.6 * 0.1)
     rates = torch.stack([torch.ones_like(second), torch.full_like(second, 1.6 / 1.7), (1.6 + second) / 1.7], 1)
@@ -286,7 +286,7 @@ def _by_search(proposal: Proposal) -> torch.Tensor:
 
 
 def counterexamples() -> tuple[Counterexample, ...]:
-    """Return the cases that certify must find biased. If it did not, its other rows would prove nothing."""
+    """Return cases in which ``certify`` must find a bias. If it did not, its other results would prove nothing."""
     even, uneven = (0.5, 0.5), (0.7, 0.3)
     return (
         # (0.55, 0.45) instead of (0.5, 0.5)

@@ -1,10 +1,10 @@
 """Exact check that every acceptance rule keeps the target's distribution (``drafthead certify``).
 
 Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
-of the random choices (``enumerate.py``). The committed tokens are completed by the target to one token more than the
-tree is deep. They must have the target's own distribution: the total variation between both is rounding, below 1e-9. A
-lossy rule is reported with its distance. Biased combinations must be refused, and published ways to draft that are
-biased must be found biased by the amount calculated by hand.
+of the random choices (``enumerate.py``). The target completes the committed tokens to one token more than the tree is
+deep. These tokens must have the target's own distribution, up to a total variation of 1e-9 (rounding). A lossy rule is
+reported with its total variation. Biased combinations must be refused, and published ways to draft that are biased
+must be found biased by the amount calculated by hand.
 """
 
 from collections.abc import Callable
@@ -39,9 +39,9 @@ class Row:
     vocabulary: int = 0
     """0 if nothing is enumerated."""
     outcomes: int = 0
-    """Number of sequences of random choices, without the bonus token's."""
+    """Number of sequences of random choices. The bonus token is not enumerated; its distribution is added."""
     total_variation: float | None = None
-    """Distance of the committed tokens from the target over depth + 1 tokens; None if nothing is enumerated."""
+    """Between the committed tokens' distribution and the target's, over depth + 1 tokens; None if not enumerated."""
     reason: str = ""
     """Reason of a refusal."""
 
@@ -50,8 +50,8 @@ class Row:
 def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
     """Return how far ``rule`` moves a token's distribution: the mean over random targets with drafters near them.
 
-    The value is exact for each of 64 fixed pairs over 8 tokens with a chain of one draft, and 0 for a lossless rule. It
-    compares lossy rules with each other. It does not predict how far a certain model's answers are moved.
+    The value is exact for each of 64 fixed pairs of target and drafter over 8 tokens, with a chain of one draft; 0 for
+    a lossless rule. It compares lossy rules with each other. It does not predict the effect on a real model's answers.
     """
     if rule.lossless:
         return 0.0
@@ -65,9 +65,7 @@ def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = D
 
 
 def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
-    """Enumerate a ``Case`` on the random target and drafter of ``seed`` or a ``Counterexample``; or try to build a
-    ``Refusal``.
-    """
+    """Enumerate a ``Case`` (``seed`` gives its tables) or a ``Counterexample``; try to build a ``Refusal``."""
     if isinstance(case, Refusal):
         reason = ""
         try:
@@ -102,8 +100,8 @@ def certify(only: str = "", progress: Callable[[int, int], None] | None = None) 
     """Return all rows, or those whose rule, draft sampling, sampler or shape contains ``only``.
 
     Args:
-        only: words as in a row, such as ``block`` or ``chain 2 + chain 2``.
-        progress: called with the number of finished rows and of all rows.
+        only: text that one of these columns contains, such as ``block`` or ``chain 2 + chain 2``.
+        progress: called with the number of finished rows and the number of all rows.
     """
     every: list[Case | Refusal | Counterexample] = [*cases(), *refusals(), *counterexamples()]
     chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
@@ -134,9 +132,7 @@ def labels(case: Case | Refusal | Counterexample) -> dict[str, Any]:
 
 
 def settings_label(settings: Any, always: str) -> str:
-    """Return the settings that differ from their defaults, and always the one called ``always``: ``temperature 0, top_k
-    3``.
-    """
+    """Return the field ``always`` and the fields that differ from their defaults: ``temperature 0, top_k 3``."""
     first = getattr(settings, always)
     shown = [first if isinstance(first, str) else f"{always} {first:g}"]
     for item in fields(settings):

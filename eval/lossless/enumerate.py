@@ -1,10 +1,10 @@
 """The exact distribution of what a step commits: the decoder's own functions, run for every random outcome.
 
 ``EnumeratedRng`` replaces the random numbers. Every row of the batch is one sequence of choices with its probability:
-which token is drawn, and whether a candidate is accepted. A row follows its script. After the script's end it takes the
-likeliest option, and every other possible option becomes a new script. When no script is left, every sequence of
-choices was visited once, whatever the functions under test draw and in whatever order. The bonus token is not drawn:
-its distribution is added as it is.
+which token is drawn, and whether a candidate is accepted. A row follows its script, the choices given in advance. After
+the script's end it takes the likeliest option, and every other possible option becomes a new script. When no script is
+left, every sequence of choices was visited once, whatever the functions under test draw and in whatever order. The
+bonus token is not drawn: its whole distribution is added.
 
 Example with one draft of two tokens: the empty script draws the likelier token and accepts it. It leaves two scripts,
 "draw the other token" and "draw the likelier one, reject it". The first of them leaves one more.
@@ -30,14 +30,14 @@ MOST_CHOICES = 32
 
 
 class EnumeratedRng:
-    """``RandomSource`` whose choices follow a script, and are the likeliest ones after its end."""
+    """``RandomSource`` whose choices follow each row's script; after the script's end it takes the likeliest option."""
 
     def __init__(self, choices: Tensor, lengths: Tensor) -> None:
-        """Take [B, MOST_CHOICES] int8 choices, of which the first [B] int64 ``lengths`` are given."""
+        """Take the scripts: [B, MOST_CHOICES] int8 choices, of which the first ``lengths`` ([B] int64) are given."""
         self._choices, self._given = choices.clone(), lengths
         self._used = torch.zeros_like(lengths)
         self.weights = torch.ones(len(lengths), dtype=torch.float64)
-        """[B] probability of the choices so far."""
+        """[B] float64 probability of each row's choices so far."""
         self.others: list[tuple[Tensor, Tensor]] = []
         """Choices and lengths of the scripts that remain to be run."""
         self.drafting = True
@@ -54,8 +54,8 @@ class EnumeratedRng:
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
         """Return [B, C] int64 draws from ``probs`` [B, C, V], like ``RandomSource.categorical``.
 
-        The bonus token is not chosen: its distribution is stored. A draw with an ``offset`` decides where the walk
-        continues.
+        The bonus token is not chosen: its distribution is stored. A draw with an ``offset`` is never the bonus token,
+        but decides how far drafts are accepted.
         """
         if not self.drafting and offset is None:
             self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
@@ -68,7 +68,7 @@ class EnumeratedRng:
         return torch.stack(drawn, 1)
 
     def _choose(self, probs: Tensor, active: Tensor) -> Tensor:
-        """Return [B] choices from ``probs`` [B, options], which count in ``active`` rows."""
+        """Return [B] choices from ``probs`` [B, options]; only those of ``active`` rows are recorded."""
         index = self._used[:, None]
         likeliest = probs.argmax(-1)
         given = self._used < self._given
@@ -91,20 +91,20 @@ class EnumeratedRng:
 
 @dataclass
 class CommittedProbs:
-    """Masses of the token sequences that a step commits."""
+    """Probabilities (masses) of the token sequences that a step commits."""
 
     vocabulary: int
     depth: int
     outcomes: int = 0
     """Number of visited sequences of choices."""
     by_length: list[Tensor] = field(default_factory=list)
-    """[V**n] mass of every sequence of n committed tokens, for n = 1, 2, ..."""
+    """For n = 1, 2, ...: [V**n] mass of every sequence of n committed tokens."""
 
     def __post_init__(self) -> None:
         self.by_length = [torch.zeros(self.vocabulary**n, dtype=torch.float64) for n in range(1, self.depth + 2)]
 
     def add(self, paths: Tensor, accepted: Tensor, bonus: Tensor, weights: Tensor) -> None:
-        """Add rows that commit the first ``accepted`` of ``paths`` ([B, depth]) and a token of ``bonus`` ([B, V])."""
+        """Add rows: each commits the first ``accepted`` of its ``paths`` [B, depth] and a draw from ``bonus`` [B, V]."""
         self.outcomes += len(weights)
         sequence = torch.zeros_like(accepted)
         for length, masses in enumerate(self.by_length):
@@ -131,9 +131,9 @@ def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Te
 def committed(
     draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, greedy: bool = False
 ) -> CommittedProbs:
-    """Return the masses of what one step commits, with at most ``depth`` drafts on a path.
+    """Return the masses of the tokens that one step commits, with at most ``depth`` drafts on a path.
 
-    With ``greedy``, drafts are accepted by the target's greedy choices, as decoding does at temperature 0.
+    With ``greedy``, drafts are accepted if they equal the target's argmax, as in decoding at temperature 0.
     """
     committed_probs = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
@@ -164,9 +164,9 @@ def committed(
 
 
 def total_variation(committed_probs: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
-    """Return the distance between what was committed, completed by the target, and the target's distribution ``probs``.
+    """Return the total variation between the committed tokens, completed by the target, and the target's ``probs``.
 
-    ``length``: number of first tokens to compare; by default depth + 1, the most that a step commits.
+    Only the first ``length`` tokens are compared; by default depth + 1, the most that a step commits.
     """
     target_masses = probs[0]
     for n in range(1, committed_probs.depth + 1):

@@ -1,8 +1,8 @@
 """Token-for-token comparison with autoregressive decoding, and the cause of a difference: rounding or a fault.
 
-Two orders of the same sums differ in the last bits, so two nearly equal logits may swap. This is a tie and not a fault.
-For other differences, two recomputations of the target at the first differing position tell the faults apart, see
-:func:`compare_outputs`.
+Sums in another order differ in the last bits, so two nearly equal logits may swap. This is a tie and not a fault.
+For other differences, the target is computed again in two ways at the first differing position; the results tell the
+faults apart (:func:`compare_outputs`).
 """
 
 from collections import Counter
@@ -21,23 +21,21 @@ from drafthead.models.decoding.step import DecodeConfig, DecodeResult, DecodeSta
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.75}
 """Logits closer than this may swap by rounding. On SmolLM2-135M, one forward pass over 40 tokens was compared with
-single steps. The difference of two of the eight likeliest tokens' logits (24 to 28) changed by up to 3e-5 in float32,
-0.05 in float16 and 0.5 in bfloat16.
+one pass per token. The difference between two logits of the eight likeliest tokens (their logits are 24 to 28) changed
+by up to 3e-5 in float32, 0.05 in float16 and 0.5 in bfloat16.
 """
 
 
 @torch.inference_mode()
 def fresh_logits(base: BaseModel, ids: list[int]) -> torch.Tensor:
-    """Return [V] the target's logits after ``ids``, from one forward pass over all of them."""
+    """Return the target's logits [V] after ``ids``, from one forward pass over all ids."""
     tokens = torch.tensor([ids], device=base.device)
     hidden = base.forward(tokens, base.new_cache(len(ids))).final
     return base.logits(hidden[:, -1])[0]
 
 
 def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: list[int], position: int) -> float:
-    """Return the distance of the target's logits of both answers' tokens at ``position``; infinite if one answer has
-    ended.
-    """
+    """Return the gap between the target's logits of both answers' tokens at ``position``; inf after an end."""
     if position >= min(len(expected), len(other)):
         return float("inf")
     logits = fresh_logits(base, ids + expected[:position])
@@ -48,11 +46,10 @@ def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: li
 def draw_margin(
     base: BaseModel, sampler: Sampler, seed: int, ids: list[int], expected: list[int], other: list[int], position: int
 ) -> float:
-    """Return how far the random number drawn at ``position`` is from choosing both answers' tokens, as cumulative
-    probability.
+    """Return how far the number drawn at ``position`` is from choosing each answer's token: the larger one.
 
-    Each token is chosen by an interval of numbers. The result is the larger distance of the drawn number from the two
-    intervals.
+    A token is chosen if the number falls into its interval of the cumulative distribution. The result is the larger
+    distance of the number from the intervals of both answers' tokens.
     """
     before = ids + expected[:position]
     probs = (
@@ -70,11 +67,12 @@ def draw_margin(
 def recompute_tokens(
     base: BaseModel, drafter: Drafter, config: DecodeConfig, ids: list[int], result: DecodeResult, position: int
 ) -> tuple[int | None, int | None]:
-    """Compute the target's choice at answer position ``position`` again, in two ways.
+    """Compute the target's greedy choice at answer position ``position`` again, in two ways.
 
     Returns:
-        ``fresh_token``: from one forward pass over the whole prefix, without a cache. ``cached_token``: from verifying
-        the same step's tree again on a cache freshly filled with the prefix; None if no step committed that position.
+        ``fresh_token``: from one forward pass over the whole prefix, into an empty cache. ``cached_token``: from a
+        repetition of the decoding step, on a cache freshly filled with the prefix; None if no step committed that
+        position, or if the repeated step does not reach it.
     """
     fresh = int(fresh_logits(base, ids + result.tokens[:position]).argmax())
     step = next((s for s in result.steps if s.position <= position < s.position + s.committed), None)
@@ -102,22 +100,22 @@ class Diagnosis(Enum):
 
 @dataclass(frozen=True)
 class Equality:
-    """Comparison of an answer with that of autoregressive decoding, token for token."""
+    """Result of comparing an answer with that of autoregressive decoding, token for token."""
 
     same: bool
     position: int | None = None
-    """First answer position that differs; None when the same."""
+    """First answer position that differs; None if the answers are equal."""
     tokens: tuple[int, int] | None = None
-    """The expected and the answer's token at that position; None when one answer ended before the other."""
+    """The expected token and the answer's token at that position; None if one answer ended there."""
     margin: float | None = None
-    """Distance of the target's logits of the two tokens; for sampled tokens in cumulative probability."""
+    """Gap between the target's logits of the two tokens; for sampled tokens, ``draw_margin``."""
     near_tie: bool = False
     """The margin is below the dtype's tolerance: rounding explains the difference."""
     diagnosis: Diagnosis | None = None
-    """None when the answers are the same."""
+    """Cause of the difference; None if the answers are equal."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values of a difference."""
+        """Return the difference as JSON values."""
         return {
             "position": self.position,
             "tokens": self.tokens and list(self.tokens),
@@ -147,11 +145,11 @@ def compare_outputs(
     the expected one             not recomputed       unexplained
     ===========================  ===================  ==========================================================
 
-    ``margin`` takes the first differing position and returns the distance between the target's logits of the two tokens
+    ``margin`` takes the first differing position and returns the gap between the target's logits of the two tokens
     there. It is called only if both answers have a token there. ``recompute`` returns both tokens of
-    :func:`recompute_tokens`, and is called only if the margin is not a tie; without it, such a difference stays
-    unexplained. ``tie`` is the largest margin of a tie, by default the dtype's ``TOLERANCE``. Other engines need a
-    larger one, because they order more sums differently.
+    :func:`recompute_tokens`, and is called only if the margin is not a tie; without ``recompute`` such a difference
+    stays unexplained. A margin below ``tie`` is a tie (default: the dtype's ``TOLERANCE``). Other engines need a larger
+    limit, because they order more sums differently.
     """
     if expected == tokens:
         return Equality(same=True)
@@ -175,9 +173,9 @@ def compare_outputs(
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Return how many answers are equal: "dtype", "same", "of", and "found" (counts of diagnoses).
+    """Count equal answers: "same" out of "of"; "found" counts the others by diagnosis; "dtype".
 
-    In bfloat16 ties are common, so the rate is the result. In float32 everything except ties is a fault.
+    In bfloat16 ties are common, so judge by the rate. In float32 everything except ties is a fault.
     """
     return {
         "dtype": str(dtype).removeprefix("torch."),

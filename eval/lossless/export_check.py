@@ -1,9 +1,9 @@
 """Export check: a written checkpoint is read back and must draft like the original head.
 
-Two heads, the original and the reloaded one, draft along the same answers of the base. Their logits must be equal up to
-the rounding of the checkpoint's dtype, and simulated decoding must accept as many tokens. If the head's run left an
-estimate from training (top-1 accuracy on held-out answers), the checkpoint must come near it too. A head that scores 98
-% in training and 10 % in use is the most common complaint about draft heads.
+The original and the reloaded head draft along the same answers of the base. Their logits must be equal up to the
+rounding of the checkpoint's dtype, and so must be their simulated mean accepted length. If the log of the training run
+is there, the checkpoint's top-1 accuracy must also be near that of training on held-out answers. The most common
+complaint about draft heads is 98 % accuracy in training and 10 % in use.
 """
 
 import math
@@ -33,11 +33,11 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 LOGIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference of two logits, as a share of the largest logit. Rounding a weight to bfloat16 changes it by up to
-2^-9 of its value, and the errors of products and layers add up.
+"""Largest accepted difference between logits, as a share of the largest logit. Rounding to bfloat16 changes a weight by
+up to 2^-9 of its value, and the errors of products and layers add up.
 """
 LENGTH_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
-"""Largest difference of the mean accepted length: rounding may swap two candidates that are nearly as likely."""
+"""Largest accepted difference of the mean accepted length: rounding may swap two almost equally likely candidates."""
 POSITIONS = 16
 """Positions of the first answer at which logits are compared."""
 
@@ -47,28 +47,29 @@ class DraftQuality:
     """Measurements of one head along the answers."""
 
     logits: Tensor
-    """[n, K, W] float32."""
+    """[n, K, W] float32 logits of all draft positions at the first answer's n first positions."""
     mean_accepted_length: float
-    """Mean accepted length, bonus token included, greedily with the head's own tree (a chain without one)."""
+    """Of greedy decoding, bonus token included, with the head's own tree, or with a chain if it has none."""
     accuracy: float
-    """Share of positions at which the first draft is right: ``held_out_accept_1`` of training."""
+    """Share of positions at which the first draft is right; training logs it as ``held_out_accept_1``."""
 
 
 @dataclass(frozen=True)
 class ExportCheck:
-    """The original head against the exported one."""
+    """Comparison of the original head with the exported one."""
 
     dtype: torch.dtype
     before: DraftQuality
     after: DraftQuality
     same_vocabulary: bool
     estimate: float | None
-    """The first head's accuracy on held-out answers at the end of training; None if the head's run has no log."""
+    """Accuracy of the first draft position on held-out answers at the end of training; None if not logged."""
     estimate_tolerance: float
+    """How much lower than ``estimate`` the exported head's accuracy may be."""
 
     @property
     def logit_error(self) -> float:
-        """Largest difference of the logits as a share of the largest logit; infinite if they cannot be compared."""
+        """Largest difference of the logits as a share of the largest logit; inf if shapes differ or logits are NaN."""
         before, after = self.before.logits, self.after.logits
         if before.shape != after.shape:
             return math.inf
@@ -79,21 +80,24 @@ class ExportCheck:
         """Return the reasons why the checkpoint must not be used; empty if it may be."""
         failures = [] if self.same_vocabulary else ["the draft vocabulary changed"]
         if self.logit_error > (limit := LOGIT_TOLERANCE[self.dtype]):
-            failures.append(f"its logits differ by {self.logit_error:.2g} of the largest one, the limit is {limit:g}")
+            failures.append(f"its logits differ by {self.logit_error:.2g} of the largest logit; the limit is {limit:g}")
         before, after = self.before.mean_accepted_length, self.after.mean_accepted_length
         # Written so that NaN fails.
         if not abs(before - after) <= (limit := LENGTH_TOLERANCE[self.dtype]):
-            failures.append(f"its mean accepted length is {after:.3f}, the head's {before:.3f}; the limit is {limit:g}")
+            failures.append(
+                f"its mean accepted length is {after:.3f}, the head's {before:.3f}; they may differ by {limit:g}"
+            )
         if self.estimate is not None and not self.after.accuracy >= self.estimate - self.estimate_tolerance:
             failures.append(
-                f"its first draft position is right at {self.after.accuracy:.0%} of the positions, in training "
-                f"{self.estimate:.0%} of held-out ones; the limit is {self.estimate_tolerance:.0%} less. Texts of the "
-                "kind that it was trained on (suite=..., texts=...) tell whether the head or the prompts are to blame"
+                f"its first draft position is right at {self.after.accuracy:.0%} of the positions; in training it was "
+                f"right at {self.estimate:.0%} of held-out positions, and {self.estimate_tolerance:.0%} less is "
+                "allowed. Check it on texts like its training data (suite=..., texts=...) to see if the prompts are "
+                "the cause"
             )
         return failures
 
     def record(self) -> dict[str, Any]:
-        """Return the figures for the checkpoint's folder."""
+        """Return the numbers to store in the checkpoint's folder."""
         before, after = self.before, self.after
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -112,7 +116,7 @@ def check_export(
     estimate: float | None = None,
     estimate_tolerance: float = 0.2,
 ) -> ExportCheck:
-    """Draft with both heads along ``texts``, greedy answers of ``base``, and compare."""
+    """Draft with both heads along ``texts``, which must be greedy answers of ``base``, and compare them."""
     tree = original.tree or TokenTree.chain(original.depth)
     before, after = (_quality(base, head, texts, tree) for head in (original, reloaded))
     same_vocabulary = torch.equal(original.d2t, reloaded.d2t)
@@ -120,7 +124,7 @@ def check_export(
 
 
 def training_estimate(head: str | Path) -> float | None:
-    """Return the first head's accuracy on held-out answers from the log of the run that contains the head's folder."""
+    """Return the first draft position's last held-out accuracy from the log of the run that contains the head."""
     rows = read_json_lines(Path(head).parent / "metrics.jsonl") if Path(head).is_dir() else []
     accuracies = [row["held_out_accept_1"] for row in rows if row.get("held_out_accept_1") is not None]
     return float(accuracies[-1]) if accuracies else None

@@ -1,6 +1,6 @@
 """Targets and drafters as tables: next-token logits for every prefix, small enough to enumerate.
 
-The functions that all stepwise drafters share draft from them.
+Drafts come from the functions that all stepwise drafters share (``models/decoding/growth.py``).
 
 Shape legend: B rows, F frontier nodes, N tree nodes, V vocabulary.
 """
@@ -19,7 +19,7 @@ from drafthead.models.drafters.combined import combine
 from drafthead.models.drafters.experimental.horizontal_cascade import concatenate, drafted_tokens
 
 ROOT_TOKEN = 0
-"""The last committed token, which precedes every prefix."""
+"""The last committed token. It precedes every prefix."""
 Draft = Callable[[Tensor, RandomSource], Proposal]
 """Function from the roots ([B] int64) and random numbers to the drafted trees."""
 
@@ -28,13 +28,13 @@ class TabularLM:
     """Next-token logits as a table over prefixes, which are numbered: 0 is empty, then ``V * prefix + 1 + token``."""
 
     def __init__(self, logits: Tensor, vocabulary: int | None = None) -> None:
-        """Take [prefixes, V] float64. A drafter's table may have fewer columns than the prefixes' ``vocabulary``."""
+        """Take logits [prefixes, V] float64. A drafter's table may have fewer columns than ``vocabulary`` tokens."""
         self.logits = logits
         self.vocabulary = vocabulary or logits.shape[1]
 
     @classmethod
     def random(cls, vocabulary: int, depth: int, seed: int, spread: float = 1.5) -> "TabularLM":
-        """Return a table for prefixes of up to ``depth`` tokens, with normal logits of deviation ``spread``."""
+        """Return a table for prefixes of up to ``depth`` tokens; its logits have standard deviation ``spread``."""
         generator = torch.Generator().manual_seed(seed)
         count = sum(vocabulary**level for level in range(depth + 1))
         return cls(spread * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
@@ -54,7 +54,7 @@ class TabularLM:
         return torch.where(longer < len(self.logits), longer, 0)
 
     def of_nodes(self, proposal: Proposal) -> Tensor:
-        """Return [B, N] the prefix that ends with each node; the root's is 0."""
+        """Return [B, N] the number of the prefix that ends with each node; 0 for the root."""
         tokens = proposal.tokens
         prefixes = torch.zeros_like(tokens)
         parents = proposal.shape.parents.expand(tokens.shape)
@@ -64,7 +64,7 @@ class TabularLM:
         return prefixes
 
     def probs(self, sampler: Sampler) -> Tensor:
-        """Return [prefixes, V] the distribution of ``sampler`` after each prefix, which the root precedes."""
+        """Return ``sampler``'s probabilities [prefixes, V] after the root and each prefix."""
         paths: list[list[int]] = [[ROOT_TOKEN]]
         while len(paths) < len(self.logits):
             parent, token = divmod(len(paths) - 1, self.vocabulary)
@@ -75,14 +75,12 @@ class TabularLM:
 
 
 def any_confidence(prefixes: Tensor) -> Tensor:
-    """Return confidences in [0.4, 1) that vary like those of a confidence head: exactness does not depend on their
-    values.
-    """
+    """Return confidences in [0.4, 1), one per prefix. Any values will do: exactness does not depend on them."""
     return 0.4 + 0.6 * ((prefixes + 1) * 0.6180339887).frac()
 
 
 class _ByPrefix(Levels):
-    """Levels in which every node has its own distribution, like a model that has read the path."""
+    """Tree levels in which every node has its own distribution, as from a model that has read the path."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._root, self._prefixes = table, True, prefixes[:, None]
@@ -98,7 +96,7 @@ class _ByPrefix(Levels):
 
 
 class _ByLevel(Levels):
-    """Levels in which all nodes of a level share a distribution and its samples, like Medusa's heads."""
+    """Tree levels whose nodes share one distribution and its samples, as from Medusa's heads."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._rows, self._level = table, len(prefixes), -1
@@ -120,7 +118,7 @@ class TableDraft:
     shared: bool = False
     """All nodes of a level share their candidates or samples."""
     draft_vocabulary: int | None = None
-    """Number of ids that are drafted, counted from the vocabulary's end; None: all."""
+    """Number of ids in the draft vocabulary, the last of the target's; None: all."""
 
     def __call__(self, last_token: Tensor, rng: RandomSource, prefixes: Tensor | None = None) -> Proposal:
         """Draft after ``last_token`` ([B]), which ends ``prefixes`` ([B]; None: the empty prefix)."""
@@ -135,12 +133,12 @@ class TableDraft:
 
 
 def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource) -> Proposal:
-    """Return the union of what several drafters draft after ``last_token`` ([B])."""
+    """Return the drafts of several drafters after ``last_token`` ([B]), combined in one tree."""
     return combine([draft(last_token, rng) for draft in parts])[0]
 
 
 def relay_draft(parts: Sequence[TableDraft], last_token: Tensor, rng: RandomSource) -> Proposal:
-    """Draft chains along one path: each drafter begins where the one before ended, row by row."""
+    """Draft chains along one path: in each row, a drafter continues after the previous drafter's last token."""
     proposal = root_only(last_token)
     for drafter in parts:
         leaf = drafted_tokens(proposal)[:, None]

@@ -1,7 +1,7 @@
 """Acceptance simulated along finished answers: the base reads each answer once, the drafter drafts at every position.
 
-Shape legend: B answers at a time, T tokens, K draft positions, S candidates, n positions, W draft vocabulary, V
-vocabulary, D width.
+Shape legend: B answers at a time, T tokens (of hidden states) or positions where a step may start (of acceptance), K
+draft positions, S candidates, n positions, W draft vocabulary, V vocabulary, D hidden size (of states) or tree depth.
 """
 
 import json
@@ -51,10 +51,12 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 MAX_VALUES = 1 << 23
-"""Most probabilities per tensor in memory at a time (8 bytes each in float64)."""
+"""Largest number of probabilities in one tensor, to bound the memory (8 bytes each in float64)."""
 NEAR_TIES, IMPOSSIBLE_SHARE, Z_LIMIT, NATS_LIMIT = 2, 0.02, 6.0, 0.1
-"""Answers are refused if more tokens than this number and this share are impossible, or if their surprisal is off by
-both limits. A pass of another shape may choose differently between two nearly equal logits, above all in 16 bits."""
+"""Limits of ``check_likelihood``. Answers are rejected if more than NEAR_TIES + IMPOSSIBLE_SHARE * tokens have
+probability 0, or if their mean surprisal deviates by more than Z_LIMIT standard errors and NATS_LIMIT nats. A few
+impossible tokens are rounding: a forward pass of another shape may swap two nearly equal logits, above all in 16 bits.
+"""
 BATCH_SIZE = 32
 
 
@@ -85,9 +87,7 @@ def base_answers(
     split: str = "all",
     keep_hidden_states: bool = False,
 ) -> list[FinishedAnswer]:
-    """Return the base's own answers to a suite. Later turns follow its own answers; prompts that are too long are
-    skipped.
-    """
+    """Answer a suite with the base; later turns follow its earlier answers. Skip prompts too long for its context."""
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, split=split)
     answers_of: dict[int, list[FinishedAnswer]] = {prompt.number: [] for prompt in prompts}
@@ -131,7 +131,7 @@ def check_writable(path: Path) -> None:
 
 
 def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
-    """Read answers from a file by ``write_texts`` or from a corpus folder; at most the first ``limit``."""
+    """Read up to ``limit`` answers from a file that ``write_texts`` wrote, or from a corpus folder."""
     if path.is_dir():
         answers = open_answers(path).read(with_hidden_states=False)
         return [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
@@ -154,9 +154,9 @@ def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
 def positions(
     drafter: Drafter, texts: list[FinishedAnswer], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], Session, Tensor, int]]:
-    """Yield unfinished rows, the drafter's session and last tokens, and t, for every position t where a step may start.
+    """Yield (unfinished rows, session, their last tokens, t) for every position t where a step may start.
 
-    Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0, 1], and t = 2 yields row [0].
+    Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0, 1]; t = 2 and 3 yield row [0].
     """
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
     prompt_hidden = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
@@ -175,7 +175,7 @@ def positions(
 
 
 def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer]) -> list[HiddenStates]:
-    """Return the base's hidden states [1, T, D] of every answer: the stored ones, or those of one forward pass."""
+    """Return the base's hidden states [1, T, D] of every answer: stored ones if they suffice, else from a new pass."""
 
     def states(text: FinishedAnswer) -> HiddenStates:
         """Return the hidden states of one answer."""
@@ -193,9 +193,7 @@ def as_batch(text: FinishedAnswer) -> TrainBatch:
 
 
 def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
-    """Return the ranks [T, K] of each answer's tokens among the head's drafts, at every position where a step may
-    start.
-    """
+    """Return [T, K] per answer: the ranks of its tokens among the head's candidates, wherever a step may start."""
     ranks = []
     for text in texts:
         (base_hidden,) = read_hidden_states(head.base, head, [text])
@@ -204,7 +202,7 @@ def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
 
 
 def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
-    """Return the target's warped probabilities [n, V] after hidden states [n, D], given the tokens before each."""
+    """Return ``sampler``'s probabilities [n, V] from the base's hidden states [n, D] and the token ids before each."""
     logits = base.logits(hidden)
     if not sampler.reads_context:
         return sampler.probs(logits)
@@ -217,7 +215,7 @@ def surprisal_sums(
 ) -> Tensor:
     """Return [4] float64 sums over the answers' tokens, for :func:`check_likelihood`.
 
-    They are: tokens, tokens that the target cannot draw, surprisal above the target's entropy, and its variance.
+    They are: all tokens, impossible tokens, and over the others surprisal minus entropy and surprisal's variance.
     """
     size, sums = max(1, MAX_VALUES // base.vocab_size), torch.zeros(4, dtype=torch.float64)
     for text, states in zip(texts, base_hidden, strict=True):
@@ -243,24 +241,24 @@ def check_likelihood(sums: Tensor, sampler: Sampler) -> None:
     if impossible > NEAR_TIES + IMPOSSIBLE_SHARE * tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
         raise UserError(
             f"the answers are not samples of the target at {sampler}: {impossible:.0f} of {tokens:.0f} "
-            f"tokens are impossible there. The others' surprisal is {off:+.2f} nats from the target's entropy. "
-            "Simulate on texts that the same sampler made"
+            f"tokens have probability 0. The mean surprisal of the others is {off:+.2f} nats from the target's "
+            "entropy. Simulate with the sampler that made the answers, or on answers that this sampler made"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptProbsConfig:
-    """Settings on which the acceptance probabilities of a whole family of trees depend."""
+    """Settings for the acceptance probabilities of all static trees within ``depth`` and ``width``."""
 
     draft_sampling: DraftSampling = DraftSampling.TOP_K
     sampler: Sampler = Sampler(temperature=1.0)
-    """Warping of the drafter's distribution. Top-k drafting does not depend on it."""
+    """Sampler of the drafts (temperature and so on); not used by ``DraftSampling.TOP_K``."""
     depth: int | None = None
-    """Draft positions; None: all positions of the drafter."""
+    """Number of draft positions; None: all of the drafter."""
     width: int = 10
     """Candidates per node."""
     rule: AcceptanceRule = EXACT
-    """A lossless rule."""
+    """Acceptance rule. It must be lossless."""
     seed: int = 0
 
 
@@ -276,10 +274,10 @@ def simulate_texts(
 ) -> SimulatedAcceptance:
     """Simulate decoding these answers with ``draft_config``.
 
-    Top-k drafts (static or dynamic trees, of any drafter) are drafted at every position. Sampled drafts need a drafter
-    that grows trees level by level. The answers must be the target's own under ``sampler``, and the rule lossless.
-    ``seed`` determines the bootstrap and candidates drawn without replacement. With ``in_order`` the answers are
-    processed one by one, so that a drafter with a memory knows the answers before.
+    With top-k drafting, any drafter drafts its static or dynamic tree at every position. Sampled drafting needs a
+    drafter that grows trees level by level (``StepwiseDrafter``). The answers must be the base's own under ``sampler``,
+    and the rule must be lossless. ``seed`` seeds the bootstrap and the draws without replacement. With ``in_order`` the
+    answers are processed one by one, so that a drafter with a memory knows all earlier answers.
     """
     draft_config = draft_config.at_most(drafter.depth)
     rule.check(draft_config)
@@ -305,15 +303,14 @@ def simulate_texts(
 def text_accept_probs(
     base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, config: AcceptProbsConfig
 ) -> list[AcceptProbs]:
-    """Return acceptance [T, K, S] per answer with a step: by position, draft position and candidate, for any static
-    tree.
+    """Return acceptance probabilities [T, K, S] per answer with a step: by position, draft position and candidate.
 
-    With sampled siblings, pass trees through ``trials_in_order`` first. ``MAX_VALUES`` bounds the memory.
+    They hold for any static tree. If siblings are sampled, pass the tree through ``trials_in_order`` first.
     """
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(
-            f"{type(drafter).__name__} does not give distributions, so the acceptance of whole families of "
-            "trees is unknown; simulate one tree at a time"
+            f"{type(drafter).__name__} drafts tokens without probabilities, so only the acceptance of its own tree "
+            "can be simulated; simulate one tree at a time"
         )
     depth = min(config.depth or drafter.depth, drafter.depth)
     generator = torch.Generator(base.device).manual_seed(config.seed)
@@ -351,7 +348,7 @@ def _sampled_accept_probs(
     generator: torch.Generator,
     lengths: list[int],
 ) -> Tensor:
-    """Return acceptance [n, S] from target and draft probabilities; ``lengths``: positions of each row, as a chain."""
+    """Return acceptance [n, S] from target and draft probabilities; block verification splits n into ``lengths``."""
     if q.shape[1] < p.shape[1]:
         q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
     if config.rule.name != "block":
@@ -362,9 +359,7 @@ def _sampled_accept_probs(
 
 
 def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int) -> list[Tensor]:
-    """Return the drafter's logits [B, W] per draft position, when it reads the answer's own tokens instead of its
-    drafts.
-    """
+    """Return the drafter's logits [B, W] per draft position; it reads the answer's tokens, not its drafts."""
     assert isinstance(session, StepwiseSession)
     session.start(last, DraftConfig(tree=TokenTree.chain(depth)))
     logits, tokens = [], last[:, None]
@@ -385,10 +380,9 @@ def _drafted_length_probs(
     sampler: Sampler,
     in_order: bool = False,
 ) -> tuple[list[LengthProbs], list[Floats]]:
-    """Return one-hot [T, D+1] numbers of accepted drafts and [T] nodes of the drafted tree, per answer with a step.
+    """Return per answer with a step: accepted drafts by position, one-hot [T, D+1], and tree sizes [T].
 
-    Top-k drafts are accepted exactly when the target's own sample is among them, and the answer consists of these
-    samples.
+    A top-k draft is accepted exactly if it is the token that the target samples: the answer's next token.
     """
     length_probs, sizes = [], []
     at_a_time = 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
@@ -408,7 +402,7 @@ def _drafted_length_probs(
 
 
 def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) -> Tensor:
-    """Return [B] the drafts on the longest drafted path that agrees with each answer after its t-th position."""
+    """Return [B] the length of the longest drafted path that agrees with each answer after position t."""
     tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
     ahead = int(depths.max()) + 1
     starts = [text.boundary + t for text in texts]
@@ -424,7 +418,7 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
 def _batches(
     base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, size: int
 ) -> Iterator[tuple[list[FinishedAnswer], list[HiddenStates]]]:
-    """Yield batches of answers with a step and their hidden states; finally check that ``sampler`` may draw them."""
+    """Yield batches of answers with a step (two tokens or more) and their states; then ``check_likelihood`` of all."""
     with_steps = [text for text in texts if text.positions]
     if not with_steps:
         raise UserError("no text has two answer tokens, so there is no step to simulate; give longer answers")

@@ -32,28 +32,28 @@ WIDTH = 10
 
 @dataclass(frozen=True)
 class Calibration:
-    """A tree and its expected performance. The predicted speedup ignores a head's confidence threshold."""
+    """A tree and its expected performance. The expected speedup ignores a head's confidence threshold."""
 
     tree: TokenTree
     method: str
-    """Key of ``METHODS`` that found it."""
+    """Search method that found the tree, a key of ``METHODS``."""
     order: TreeOrder
-    """Nodes by how often their whole path is accepted, independent of the method. The report explains a tree's value
-    with it."""
+    """Nodes in the order of greedy search, with how often their path is accepted. The report shows what each node
+    adds; ``method`` has no influence."""
     expected_tokens: float
     """Mean accepted length of the chosen tree, simulated on the held-out answers."""
     expected_tokens_largest: float
-    """Mean accepted length of the best tree of ``LARGEST_TREE`` nodes, or of the most nodes that exist."""
+    """Mean accepted length of the best tree of ``LARGEST_TREE`` nodes, or of the largest tree that was found."""
     expected_speedup: float
-    """Speedup over autoregressive decoding, which takes v(1) + o per token (see ``CostModel``)."""
+    """Speedup over autoregressive decoding, as predicted by ``CostModel``."""
     curve: list[tuple[int, float, float]]
     """(nodes, simulated mean accepted length, expected speedup) of the best tree of every size."""
     methods: dict[str, dict[str, float]]
-    """Numbers of the tree that each method would have chosen: nodes, depth, ``expected_tokens`` (simulated),
-    ``model_tokens`` by the method's own model, and ``expected_speedup``."""
+    """The tree that each method would have chosen: nodes, depth, ``expected_tokens`` (simulated), ``model_tokens``
+    (the method's own estimate) and ``expected_speedup``."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, for ``eval.json`` and ``from_json``."""
+        """Return JSON values, for ``eval.json`` and ``from_json``."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tree", "order")}
         values["order"] = {"paths": self.order.paths, "values": self.order.values}
         choices = [list(p) for p in self.tree.paths[1:]]
@@ -70,16 +70,16 @@ class Calibration:
 
 
 def measured_with(base: BaseModel, *measured: object) -> str:
-    """Return a hash of what was ``measured``, the base and its kernels, this machine and the versions of libraries.
+    """Return a hash of ``measured``, the base and its kernels, this machine and the versions of libraries.
 
-    A measurement is valid only for an equal hash.
+    A saved measurement is used again only if its hash is equal.
     """
     machine = (str(base.device), base.prepacked, str(base.kernels), hardware(), versions())
     return hashlib.sha256(repr((*measured, base.identity(), str(base.dtype), *machine)).encode()).hexdigest()
 
 
 def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
-    """Save a measurement, because a second one gives slightly different times and perhaps another tree."""
+    """Save costs and calibration, because a new measurement gives other times and perhaps another tree."""
     content = {
         "measured_with": measured_with(head.base, VERSION, head.identity()),
         "costs": costs.to_json(),
@@ -89,7 +89,7 @@ def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration:
 
 
 def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibration] | None:
-    """Return what ``save_calibration`` saved; None without a file, or for other weights or another machine."""
+    """Return saved costs and calibration; None if there are none, or they are of other weights or another machine."""
     if not path.exists():
         return None
     content = read_checksummed_json(path)
@@ -102,9 +102,10 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
 
 
 def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) -> list[Ranks]:
-    """Return the ranks [T, K] of each document's answer at every position where a step may start.
+    """Return [T, K] per document: the ranks of its answer's tokens among the candidates, wherever a step may start.
 
-    The first is the prompt's last position. Reading it yields the first answer token, which no step commits.
+    The first step drafts from the prompt's last position. The base's logits there give the first answer token, which
+    belongs to the prefill and not to a step.
     """
     ranks = head.candidate_ranks(batch, base_hidden, top=WIDTH).cpu()
     answers = []
@@ -128,8 +129,8 @@ def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: 
 
     A step with a tree of n nodes and depth d takes v(n) + c(d) + o seconds. The number of tokens it commits is
     simulated exactly on the held-out answers. Autoregressive decoding takes v(1) + o per token. ``answers`` are ranks
-    [T, K] of top-k drafts, or acceptance probabilities [T, K, S]. The result also contains what each other method of
-    ``METHODS`` would choose.
+    [T, K] of top-k drafts, or acceptance probabilities [T, K, S]. The result also contains the choices of the other
+    ``METHODS``.
     """
     if not answers:
         raise UserError(

@@ -29,38 +29,36 @@ DEEPEST = 8
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of each part of a step: medians of interleaved repeats."""
+    """Seconds of each part of a step, by ``measure_costs``."""
 
     verify: dict[int, float]
     """v(n): one verification pass over n tokens, logits and argmax included."""
     draft: float
     """c: drafting a tree over all positions."""
     overhead: float
-    """o: the rest of a step that drafts."""
+    """o: a drafting step minus v(n) and c."""
     context: int
     """Tokens already in the cache."""
     prefill: float = 0.0
-    """Reading a prompt of ``context`` tokens; 0: not measured."""
+    """The base's forward pass over a prompt of ``context`` tokens; 0: not measured."""
     draft_by_depth: list[float] | None = None
     """Seconds to draft a chain of depth d, at index d; None: ``draft`` at every depth, as for heads that draft all
     positions in one pass."""
     plain_overhead: float | None = None
-    """o of an autoregressive step; None: as ``overhead``."""
+    """o of an autoregressive step; None: equal to ``overhead``."""
     draft_prefill: float = 0.0
-    """Seconds that the drafter adds to ``prefill``."""
+    """Seconds that the drafter adds to the prefill of ``context`` tokens."""
     other_processes_cores: float | None = None
     """Cores that other processes used during the measurement; None: unknown."""
 
     def verify_at(self, nodes: float) -> float:
-        """Return v(n), linear between measured sizes and proportional beyond the last. ``nodes`` may be a mean."""
+        """Return v(n): linear between measured sizes, proportional to n beyond the largest. ``nodes`` may be a mean."""
         sizes = sorted(self.verify)
         seconds = float(np.interp(nodes, sizes, [self.verify[n] for n in sizes]))
         return seconds * max(1.0, nodes / sizes[-1])
 
     def draft_at(self, depth: int) -> float:
-        """Return the seconds to draft a tree of depth ``depth``. Beyond the table, each level costs as much as the last
-        measured one.
-        """
+        """Return the seconds to draft a tree of ``depth``. Levels beyond the timed ones cost as much as the last."""
         table = self.draft_by_depth
         if depth == 0:
             return 0.0
@@ -72,25 +70,22 @@ class CostModel:
         return table[last] + (depth - last) * (table[last] - table[last - 1])
 
     def step(self, nodes: float, depth: int) -> float:
-        """Return the seconds of a whole step with a tree of ``nodes`` (root included) and ``depth``; depth 0 drafts
-        nothing.
-        """
+        """Return the seconds of a step with a tree of ``nodes`` (root included) and ``depth``; 0: without drafts."""
         plain = depth == 0 and self.plain_overhead is not None
         overhead = self.plain_overhead if plain else self.overhead
         return self.verify_at(nodes) + cast(float, overhead) + self.draft_at(depth)
 
     def speedup(self, tokens: float, nodes: float, depth: int) -> float:
-        """Return the expected speedup over autoregressive decoding of steps that commit ``tokens`` with such a tree."""
+        """Return the speedup over autoregressive decoding if a step with such a tree commits ``tokens``."""
         return tokens * self.step(1, 0) / self.step(nodes, depth)
 
     def answer_speedup(
         self, tokens: float, nodes: Mapping[int, float], depth: int, length: float, prompt: float
     ) -> float:
-        """Return the expected speedup of whole answers of ``length`` tokens to prompts of ``prompt`` tokens, prefill
-        included.
+        """Return the speedup for answers of ``length`` tokens to prompts of ``prompt`` tokens, prefill included.
 
-        A step commits ``tokens``. ``nodes`` maps sizes of trees to their share of the steps. Verification time is not
-        linear in the size, so the mean size is not enough.
+        A step commits ``tokens`` on average. ``nodes`` maps each tree size to its share of the steps, because
+        verification time is not linear in the size.
         """
         step = sum(share * self.step(n, depth) for n, share in nodes.items())
         autoregressive, speculative = (length * seconds for seconds in (self.step(1, 0), step / tokens))
@@ -99,12 +94,12 @@ class CostModel:
         return (prefill + autoregressive) / (prefill + drafter + speculative)
 
     def to_json(self) -> dict[str, object]:
-        """Return plain values, for ``eval.json`` and ``from_json``."""
+        """Return JSON values, for ``eval.json`` and ``from_json``."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Return the cost model from the values of ``to_json``, in which JSON turned the sizes into strings."""
+        """Return the cost model from the values of ``to_json``; JSON has turned the tree sizes into strings."""
         return cls(**{**content, "verify": {int(n): float(seconds) for n, seconds in content["verify"].items()}})
 
 
@@ -117,15 +112,15 @@ def measure_costs(
     rows: int = 1,
     prompts: Sequence[list[int]] = (),
 ) -> CostModel:
-    """Time every part of a step on random tokens after ``context`` tokens; times do not depend on the ids.
+    """Time every part of a step after ``context`` random tokens; the times do not depend on their ids.
 
-    For a batch of ``rows`` with trees of one size it returns v(n, b), and c and o of the whole batch. The drafting time
-    of a combined or nested drafter depends on the context, so it is timed while answering ``prompts`` (token ids), if
-    given.
+    With several ``rows``, v, c and o are those of the whole batch; its trees have one size. The drafting time of a
+    combined or nested drafter depends on the text, so such a drafter is timed while it answers ``prompts`` (token ids),
+    if given.
 
-    Repeats are interleaved. A smaller tree cannot be slower than a larger one: isotonic regression averages out such
-    noise. If the base's maximum context is below twice ``context``, it is timed after half its maximum, and larger
-    trees than fit into the other half are extrapolated.
+    The parts are timed in turn. Isotonic regression averages out noise by which a smaller tree seems slower than a
+    larger one. A base with less than twice ``context`` positions is timed after half of them; trees larger than that
+    half are extrapolated.
     """
     wait_for_huge_pages()
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +171,7 @@ def _probes(
     depths: Sequence[int],
     rows: int,
 ) -> Probes:
-    """Return the timed parts after ``ids`` [1, context]: verifying, drafting by depth and a whole tree, the prefill."""
+    """Return calls to time: prefill of ``ids`` [1, context]; then verification and drafting (by depth, whole tree)."""
     room = ids.shape[1] + max(sizes) + 1
     decode_config = DecodeConfig(draft_config=whole, sampler=GREEDY, rule=EXACT)
     decoding = DecodeState.empty(base, drafter, decode_config, rows, room, max(sizes))
@@ -192,7 +187,7 @@ def _probes(
 
 
 def _median_seconds(base: BaseModel, probes: Probes, repeats: int) -> dict[tuple[str, int], float]:
-    """Return the median time of every probe over interleaved ``repeats``, after two that are not counted."""
+    """Run all probes in turn, ``repeats`` times after two uncounted rounds; return their medians."""
     times: dict[tuple[str, int], list[float]] = {name: [] for name in probes}
     for _ in range(repeats + 2):
         for name, work in probes.items():
@@ -211,9 +206,7 @@ def _overhead(steps: Sequence[StepRecord]) -> float:
 
 
 def _increasing(values: Sequence[float]) -> list[float]:
-    """Return the closest non-decreasing sequence in least squares, by pooling neighbours that fall: [1, 3, 2] -> [1,
-    2.5, 2.5].
-    """
+    """Return the least-squares non-decreasing fit (isotonic regression): [1, 3, 2] -> [1, 2.5, 2.5]."""
     pools: list[tuple[float, int]] = []
     for value in values:
         pools.append((value, 1))

@@ -1,8 +1,8 @@
-"""Static token trees searched for speed: greedily on joint counts, and by Sequoia's dynamic program.
+"""Search for the fastest static token tree: greedily on joint counts, or by Sequoia's dynamic program.
 
-Both use simulated acceptance. ``accept_probs[t, k, s]`` is the probability that a step from position t with k drafts
-accepted accepts the next token as candidate s (``simulate.py``). The machine's ``CostModel`` then decides which tree is
-fastest.
+Both use simulated acceptance. ``accept_probs[t, k, s]`` is the probability that a step from position t, after k
+accepted drafts, accepts the next token as candidate s (``simulate.py``). The machine's ``CostModel`` then decides which
+tree is fastest.
 
 Shape legend: T positions of one answer, K draft positions, S candidates at a node, M nodes (root included).
 """
@@ -27,9 +27,9 @@ from drafthead.eval.trees.simulate import (
 from drafthead.models.token_tree import TokenTree
 
 PRIOR_WEIGHT = 20.0
-"""Weight, in observations, of the product of marginal accuracies against the joint counts of a path."""
+"""Number of observations that a candidate's marginal accuracy counts as, next to the joint counts of its path."""
 ROUNDS = 3
-"""Number of searches. Each uses the positions where decoding with the previous tree starts its steps."""
+"""Number of searches. From the second on, only positions where decoding with the last tree starts a step count."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,17 @@ class TreeOrder:
 
 
 def _started(answers: Sequence[AcceptProbs], tree: TokenTree) -> list[Floats]:
-    """Return the probability that decoding with ``tree`` starts a step at each position. After a rejection drafting is
-    harder.
-    """
+    """Return the probability that decoding with ``tree`` starts a step at each position, often after a rejection."""
     return start_probs([accepted_length_probs(a, tree) for a in answers])
 
 
 def greedy_tree(answers: Sequence[AcceptProbs], size: int, rounds: int = ROUNDS) -> TreeOrder:
-    """Return the tree with the most accepted tokens by greedy search, on the positions where steps start.
+    """Order nodes by greedy search: the first m accept the most tokens, counted at positions where steps start.
 
     Medusa (2401.10774) scores a node by the product of its ranks' marginal accuracies, as if draft positions were
     independent. Here a node's value is how often its whole path was accepted, shrunk towards that product by
     ``PRIOR_WEIGHT`` observations. A child is never likelier than its parent, so greedy search is optimal for this
-    value. ``size`` nodes are ordered, root excluded. With one round all positions count alike.
+    value. ``size`` nodes are ordered, root excluded. With one round all positions have the same weight.
     """
     order = _greedy_order(answers, size, None)
     for _ in range(rounds - 1):
@@ -127,9 +125,9 @@ class SequoiaTrees:
     """[L+1, M+1]: mean accepted length with exactly m nodes (root included) and at most l drafts on
     a path; ``-inf`` where no such tree exists. Column 0 is empty."""
     _children: list[npt.NDArray[np.int64]] = field(repr=False)
-    """Per depth bound l: [l+1, M+1] how many children the best subtree of m nodes has whose root is d deep."""
+    """Per depth bound l: [l+1, M+1], number of children of a node at depth d whose best subtree has m nodes."""
     _kept: list[npt.NDArray[np.int64]] = field(repr=False)
-    """Per depth bound l: [l+1, S+1, M+1] nodes of such a root and its first b-1 children when it has b."""
+    """Per depth bound l: [l+1, S+1, M+1], nodes of a subtree of m nodes and b children without its b-th branch."""
 
     def at_most(self, nodes: int, depth: int) -> int:
         """Return the largest size up to ``nodes`` for which a tree within the depth bound exists."""
@@ -152,8 +150,8 @@ class SequoiaTrees:
 def sequoia(acceptance: Floats, nodes: int, depth: int) -> SequoiaTrees:
     """Run Sequoia's dynamic program (2402.12374) over size, depth bound and number of children.
 
-    A tree of m nodes whose root has b children consists of two trees. One has y nodes and b-1 children, and the other
-    is the subtree of m-y nodes of the b-th child::
+    T is the mean accepted length of the best tree of m nodes and depth up to l whose root has b children. It consists
+    of a tree of y nodes whose root has b-1 children, and the b-th child's subtree of m-y nodes::
 
         T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b'],    T[1, l, 0] = 1
 
@@ -165,9 +163,7 @@ def sequoia(acceptance: Floats, nodes: int, depth: int) -> SequoiaTrees:
 
 
 def _one_bound(acceptance: Floats, nodes: int) -> tuple[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Solve the program for one depth bound, from the deepest level up. Return values of the whole tree [M+1], and the
-    choices.
-    """
+    """Solve for one depth bound, deepest level first. Return the values [M+1], children and kept sizes of the trees."""
     depth, candidates = acceptance.shape
     # Row m, column y: y nodes in the root and its children so far, and m - y in the subtree of the next child.
     m, y = np.ogrid[: nodes + 1, : nodes + 1]
@@ -211,9 +207,9 @@ class Choice:
     expected_tokens: float
     """Mean accepted length, simulated."""
     expected_speedup: float
-    """Speedup over autoregressive decoding, which takes v(1) + o per token (see ``CostModel``)."""
+    """Speedup over autoregressive decoding, as predicted by ``CostModel``."""
     model_tokens: float
-    """Mean accepted length by the model under which the tree was searched."""
+    """Mean accepted length as estimated by the search."""
 
     @classmethod
     def of(cls, answers: Sequence[AcceptProbs], costs: CostModel, tree: TokenTree, model_tokens: float) -> "Choice":
@@ -222,7 +218,7 @@ class Choice:
         return cls(tree, tokens, costs.speedup(tokens, len(tree), tree.depth), model_tokens)
 
     def to_json(self) -> dict[str, float]:
-        """Return plain values, with the tree's size instead of the tree."""
+        """Return JSON values: the fields, with the tree's nodes and depth instead of the tree."""
         values = {key: value for key, value in vars(self).items() if key != "tree"}
         return {"nodes": len(self.tree), "depth": self.tree.depth} | values
 
@@ -233,7 +229,7 @@ def fastest(choices: Iterable[Choice]) -> Choice:
 
 
 def _depths(answers: Sequence[AcceptProbs], costs: CostModel) -> Iterable[int]:
-    """Return the depths to limit trees to: each if drafting costs depend on the depth, else the largest only."""
+    """Return the depth limits to search: every depth if drafting costs depend on it, else only the largest."""
     depth = answers[0].shape[1]
     return [depth] if costs.draft_by_depth is None else range(1, depth + 1)
 
@@ -264,16 +260,16 @@ METHODS: Mapping[str, Callable[[Sequence[AcceptProbs], CostModel, int], list[Cho
     "greedy": greedy_choices,
     "sequoia": sequoia_choices,
 }
-"""Tree searches: on joint counts of whole paths, or on acceptance by depth and candidate."""
+"""Tree searches: ``greedy`` uses joint counts of whole paths, ``sequoia`` acceptance by depth and candidate."""
 
 
 def cross_fitted(
     answers: Sequence[AcceptProbs], sizes: Sequence[int], method: str = "greedy", seed: int = 0
 ) -> list[SimulatedAcceptance]:
-    """Simulate the best tree of each size (root included) on answers on which it was not searched.
+    """Simulate the best tree of each size (root included) on answers that were not used to search it.
 
-    Each half of the answers is simulated with the other half's tree. If no tree has a size, the next smaller size is
-    used.
+    Each half of the answers is simulated with the tree of the other half. If no tree has a size, the next smaller size
+    is used.
     """
     halves = [answers[0::2], answers[1::2] or answers]
     largest, depth = max(sizes), answers[0].shape[1]

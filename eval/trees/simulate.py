@@ -6,9 +6,9 @@ starting at position t, with k drafts accepted, accepts the answer's next token 
 along the answer's path through a tree tells how far a step gets. A recursion along the answer then gives the expected
 number of steps, exactly. With greedy decoding all probabilities are 0 or 1.
 
-A position is where a step may start: every answer token except the first, which the prefill yields. A step from t
-commits token t, and one more token per accepted draft. Example: if the drafts at t = 0 are right twice, the step
-commits tokens 0, 1 and 2, and the next step starts at t = 3.
+A position is where a step may start: every answer token except the first, which the prefill yields. Positions are
+counted from 0. A step from t commits token t, and one more token per accepted draft. Example: if a step from t = 0
+accepts two drafts, it commits tokens 0, 1 and 2, and the next step starts at t = 3.
 
 Shape legend: A answers, T positions of one answer, K draft positions, S candidates at a node, D depth of a tree.
 """
@@ -27,8 +27,8 @@ from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.token_tree import TokenTree
 
 Ranks = npt.NDArray[np.int64]
-"""[T, K]: rank of the true token among the drafter's candidates for draft position k+1. A large rank means that it is
-not among them, and -1 that the answer has ended.
+"""[T, K]: rank (from 0) of the true token among the drafter's candidates for draft position k+1; -1 after the answer's
+end. A rank of at least the number of candidates means that the token is not among them.
 """
 AcceptProbs = Floats
 """[T, K, S] probabilities; NaN after the answer's end."""
@@ -37,7 +37,7 @@ LengthProbs = Floats
 
 
 def accept_probs_of_ranks(ranks: Ranks, width: int | None = None) -> AcceptProbs:
-    """Return one-hot acceptance of top-k drafts for ranks below ``width`` (by default all that occur)."""
+    """Return acceptance probabilities of top-k drafts, one-hot at the rank; ranks from ``width`` on accept nothing."""
     width = width or int(ranks.max(initial=0)) + 1
     accept_probs: AcceptProbs = (ranks[..., None] == np.arange(width)).astype(np.float64)
     accept_probs[ranks < 0] = np.nan
@@ -63,7 +63,7 @@ def candidate_accept_probs(
 
     Without replacement the next q depends on the rejected token. This function draws that token from its distribution
     ``norm(max(q - P, 0))``. Averaged over these draws the result is exact, and so are products over positions with
-    independent draws. ``target`` and ``draft`` are probabilities [n, V], warped, after the committed path.
+    independent draws. ``target`` and ``draft`` are the probabilities [n, V] after temperature, top-k and so on.
     """
     p, q = wide(target), wide(draft)
     # P(all candidates so far were rejected | the token is committed).
@@ -85,7 +85,7 @@ def candidate_accept_probs(
 
 
 def _ratio(q: Tensor, p: Tensor) -> Tensor:
-    """Return q / p. If rounding moved a token across a warper's cut, p is 0 and the token counts as the only one."""
+    """Return q / p. If rounding moved a token out of the sampler's top-k or top-p, p is 0; it then counts as 1."""
     return torch.where(p > 0, q / p.clamp(min=torch.finfo(p.dtype).tiny), q)
 
 
@@ -99,8 +99,8 @@ def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
 
     At least k drafts of a drafted prefix are accepted with probability ``a_k = min(1, a_{k-1} p(x_k) / q(x_k))``. Given
     the answer, its prefix was drafted with relative probability ``R_k = prod(q / p)``, and ``a_k R_k = min(a_{k-1}
-    R_{k-1}, R_k)``. This is the running minimum of R; token by token it would be the product of ``min(1, q / p)``. The
-    result holds each position's factor, so that products along a chain are these minima.
+    R_{k-1}, R_k)``. This is the running minimum of R; token-by-token verification gives the product of ``min(1, q /
+    p)`` instead. The result holds each position's factor: their products along a chain are these minima.
     """
     # R_1, R_2, ...; the running minimum of R starts at R_0 = 1.
     products = _ratio(wide(draft), wide(target)).cumprod(1)
@@ -157,29 +157,29 @@ class SimulatedAcceptance:
     """Expected performance of decoding on finished answers."""
 
     mean_accepted_length: float
-    """Tokens committed / steps, total over total, as ``metrics.mean_accepted_length``."""
+    """Committed tokens of all answers divided by their steps, as in ``mean_accepted_length`` of the metrics."""
     interval: tuple[float, float] | None
-    """95 % bootstrap over answers; None for fewer than two. Acceptance itself is averaged out, so it adds no noise."""
+    """95 % bootstrap interval over answers; None for fewer than two. Acceptance is an expectation and adds no noise."""
     steps: float
     """Expected number of steps over all answers."""
     tokens: int
-    """Tokens that these steps commit. The end of an answer truncates its last step."""
+    """Tokens that all steps commit. The end of an answer truncates its last step."""
     nodes: dict[int, float] | None = None
-    """Share of the steps by number of tree nodes, root included, if drafts were really made: some drafters fill only a
-    part of their tree."""
+    """Share of the steps per tree size, root included: some drafters fill only a part of their tree. None if no drafts
+    were made."""
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
-    """Simulate decoding these answers with ``tree``; ``seed`` determines the bootstrap."""
+    """Simulate decoding these answers with ``tree``; ``seed`` seeds the bootstrap."""
     return simulate_steps([accepted_length_probs(a, tree) for a in answers], seed)
 
 
 def simulate_steps(
     answers: Sequence[LengthProbs], seed: int = 0, sizes: Sequence[Floats] | None = None
 ) -> SimulatedAcceptance:
-    """Simulate decoding from the distribution of accepted drafts and, per answer, [T] ``sizes`` of its trees."""
+    """Simulate decoding from each answer's accepted-length probabilities and, if known, its trees' ``sizes`` [T]."""
     started = start_probs(answers)
-    # The steps that are expected are as many as positions are expected to start one.
+    # The expected number of steps is the sum over positions of the probability that a step starts there.
     rows = np.array([[len(a), start.sum()] for a, start in zip(answers, started, strict=True) if len(a)])
     tokens, steps = rows.reshape(-1, 2).sum(0).tolist()
     low, high = bootstrap_interval(rows, lambda totals: totals[:, 0] / totals[:, 1], seed)
