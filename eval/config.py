@@ -19,23 +19,24 @@ from drafthead.models.heads.parts.head_folder import read_tree
 from drafthead.models.token_tree import TokenTree
 
 Split = Literal["all", "dev", "test"]
-"""Choices (trees, settings, recipes) are made on one half of a suite and reported on the other."""
+"""Part of a suite. Trees, settings and recipes are chosen on its ``dev`` half; results are reported on ``test``."""
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 ENGINES = ("vllm", "llamacpp", "sglang")
 
 
 @settings(kw_only=True)
 class EngineConfig:
-    """One serving engine: started by the evaluation, or a server that already runs."""
+    """Settings of one serving engine, which the evaluation starts or which already runs."""
 
     python: str = ""
     """Python interpreter of the engine's environment. For vLLM, by default the environment of ``drafthead engines
     install=vllm``. For llama.cpp, the current environment (``pip install drafthead[llamacpp]``)."""
     url: str = ""
-    """Address of a running server with the exported head, instead of starting one. SGLang requires it."""
+    """Address of a running server with the exported head. If empty, the evaluation starts a server. SGLang requires an
+    address."""
     plain_url: str = ""
-    """Address of a running server without the head. If it is empty and ``url`` is set, the engine's plain decoding is
-    not measured."""
+    """Address of a running server without the head. If it is empty and ``url`` is set, the engine's decoding without
+    drafts is not measured."""
     base_type: str = "f32"
     """Weight type of the base's GGUF file, for llama.cpp: f32, f16, bf16, q8_0, q4_0 or q4_1. Answers equal ours only
     with f32."""
@@ -43,19 +44,20 @@ class EngineConfig:
 
 @settings(kw_only=True)
 class EnginesConfig:
-    """Settings that all engines of an evaluation share, and the settings of each engine."""
+    """Settings shared by all serving engines of an evaluation, and settings of each engine."""
 
     vllm: EngineConfig = field(default_factory=EngineConfig)
     llamacpp: EngineConfig = field(default_factory=EngineConfig)
     sglang: EngineConfig = field(default_factory=EngineConfig)
     drafts: Positive | None = None
-    """Length of the chain that engines and our decoder draft. With null, the head's trained positions."""
+    """Length of the chain that engines and our decoder draft. With null, the number of positions the head was trained
+    for."""
     tolerance: PositiveFloat = 0.02
-    """Largest deviation of an engine's acceptance from ours. In the mean accepted length it is relative; at each draft
-    position it is a fraction of the steps."""
+    """Largest accepted deviation of an engine's acceptance from our decoder's: of the mean accepted length as a share
+    of it, of each draft position as a share of the steps."""
     tie: PositiveFloat = 0.01
-    """Difference of our base's logits below which two tokens may swap between engines. Engines sum in another order in
-    every layer."""
+    """Logit difference of our base below which an engine may choose the other token, because engines sum in another
+    order in every layer."""
     threads: int | None = None
     """CPU threads of each engine. With null, as many as torch uses."""
     start_timeout_s: PositiveFloat = 300.0
@@ -66,7 +68,7 @@ class EnginesConfig:
 
 @settings(kw_only=True)
 class SuiteConfig:
-    """Prompts of a command, and the length of their answers."""
+    """Settings of the prompts and of the length of their answers."""
 
     suite: str = "smoke"
     """Evaluation prompts: a packaged suite, a JSONL file, or ``hf:NAME[:SPLIT[:COLUMN]]``. Packaged suites are
@@ -76,7 +78,7 @@ class SuiteConfig:
     limit: Positive | None = None
     """Number of prompts, spread evenly over the suite's tasks. With null, all prompts."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 128
-    """Longest answer, in tokens."""
+    """Largest number of tokens of an answer."""
     seed: int = 0
     """Seed of the prompt order, sampling and the bootstrap."""
 
@@ -88,22 +90,22 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     tasks: list[str] = field(default_factory=list)
     """Tasks of the suite to answer. Empty: all."""
     split: Split = "all"
-    """Half of the suite to measure on, or both. Trees and settings are chosen on ``dev``; results are reported on
-    ``test``."""
+    """Part of the suite to measure on: all of it, or one half. Trees and settings are chosen on ``dev``; results are
+    reported on ``test``."""
     tree: str = "head"
     """Draft tree: head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH] or a tree.json. ``head`` is the head's own
     tree, calibrated on held-out answers and this machine. ``expansion`` lists the children per level (SpecInfer);
     ``dynamic`` grows a tree in each step (EAGLE-2)."""
     draft_sampling: Literal["top_k", "with_replacement", "without_replacement"] = "top_k"
-    """Draft selection at each node. ``top_k`` takes the most likely tokens; the other two sample them."""
+    """Selection of the drafted tokens at each node. ``top_k`` takes the most likely tokens; the other two sample."""
     draft_temperature: PositiveFloat = 1.0
     """Temperature of sampled drafts; ``top_k`` ignores it."""
     confidence_threshold: float | None = None
-    """Stop drafting after a draft with a lower probability (Kangaroo). 0 never stops. With null, the head's own
-    threshold applies to top-k drafts in a static tree."""
+    """Stop drafting after a draft whose probability is below this threshold (Kangaroo). 0 never stops. With null, the
+    head's own threshold applies to top-k drafts in a static tree."""
     prefix_threshold: float = 0.0
-    """Stop drafting below a node whose path has a lower confidence (DSpark). The path's confidence is the product of
-    the head's confidences. It also applies to sampled drafts. 0 never stops. Needs ``head.confidence``."""
+    """Stop drafting below a node if the confidence of its path, the product of the head's confidences along it, is
+    below this threshold (DSpark). It also applies to sampled drafts. 0 never stops. Needs ``head.confidence``."""
     length: Literal["constant", "heuristic"] = "constant"
     """Draft length. ``heuristic`` drafts 2 more after a fully accepted step and 1 less after any other step."""
     sampler: Sampler = field(default_factory=Sampler)
@@ -111,24 +113,27 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     rule: AcceptanceRule = field(default_factory=AcceptanceRule)
     """How drafts are accepted: ``exact`` or ``block`` (lossless), ``typical`` or ``lenient`` (lossy)."""
     baselines: list[str] = field(default_factory=list)
-    """Other methods to time in the same interleaved run, such as ``prompt_lookup:3``. They are drafters as in
-    ``drafter`` (``head`` is the head alone), and transformers' own ``hf_prompt_lookup[:TOKENS]`` and
-    ``hf_assisted:NAME``. Autoregressive decoding is always included three times: our loop, and transformers'
-    ``generate`` over our modules and over the stock ones."""
+    """Other methods to time in the same interleaved run, such as ``prompt_lookup:3``: drafters as in ``drafter``
+    (``head`` is the head alone), and transformers' own ``hf_prompt_lookup[:TOKENS]`` and ``hf_assisted:NAME``. Three
+    kinds of autoregressive decoding are included by default: our loop, and transformers' ``generate`` over our modules
+    and over the stock modules."""
     stock_baseline: bool = True
     """Also time transformers' ``generate`` over the stock modules. This loads the base a second time."""
     engines: list[str] = field(default_factory=list)
     """Serving engines to measure with the exported head: ``vllm``, ``llamacpp``, ``sglang``. Each answers the same
-    prompts with and without drafts, in the same interleaved run, and is compared with our chain of equal length. The
-    evaluation fails if acceptance or answers differ. Only with greedy decoding, an exact rule and ``drafter=head``."""
+    prompts with and without drafts, in the same interleaved run, and is compared with our decoder, which drafts a chain
+    of equal length. The evaluation fails if acceptance or answers differ. Requires greedy decoding, a lossless rule and
+    ``drafter=head``."""
     engine: EnginesConfig = field(default_factory=EnginesConfig)
-    """How engines are reached, and how near they must come."""
+    """Addresses of the engines, and how far they may deviate from our decoder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(set(self.engines) <= set(ENGINES), "engines", f"of {', '.join(ENGINES)}", self.engines)
         if self.engines and not (self.sampler.greedy and self.rule.lossless and self.drafter == "head"):
-            raise ValueError("eval.engines compares greedy decoding with a head alone: leave sampler, rule and drafter")
+            raise ValueError(
+                "eval.engines needs greedy decoding, a lossless rule and drafter=head; remove sampler, rule and drafter"
+            )
         if parse_tree(self.tree, depth=1) is None and self.tree != "head":
             read_json(Path(self.tree))
 
@@ -142,7 +147,7 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         if isinstance(tree, TokenTree) and tree.depth > drafter.depth:
             raise UserError(
                 f"tree {self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
-                "shallower one"
+                "shallower tree"
             )
         draft_sampling, confidence_threshold = DraftSampling(self.draft_sampling), self.confidence_threshold
         if confidence_threshold is None:
@@ -182,15 +187,15 @@ def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
 
 @settings(kw_only=True)
 class GridConfig:
-    """Combinations that ``drafthead eval`` decodes in one interleaved run; the fastest becomes the head's default."""
+    """Combinations that ``drafthead eval`` times in one interleaved run; the fastest becomes the head's default."""
 
     heads: list[str] = field(default_factory=list)
-    """Head folders of the same base to compare with ``head``. For example heads of several exit layers. The fastest
-    combination becomes its head's default if its interval is above that default."""
+    """Folders of more heads for the same base to compare with ``head``, for example with other exit layers. The fastest
+    combination becomes its head's default if the whole interval of its speedup is above the default's speedup."""
     confidence_threshold: list[BelowOne] = field(default_factory=list)
-    """Confidence thresholds to compare. Empty: each head's own."""
+    """Confidence thresholds to compare. Empty: each head's own threshold."""
     drafts: list[NonNegative] = field(default_factory=list)
-    """Chain lengths to compare. 0, and an empty list, is the head's own tree."""
+    """Chain lengths to compare. 0 or an empty list: the head's own tree."""
 
     def __bool__(self) -> bool:
         return bool(self.heads or self.confidence_threshold or self.drafts)
@@ -203,11 +208,11 @@ class EvalRunConfig(EvalConfig):
     head: str = ""
     """Head folder (``outputs/NAME/head``), Hub repository (``user/name``), or a drafter such as ``prompt_lookup:3``."""
     base: BaseConfig = field(default_factory=BaseConfig)
-    """By default the base that the head names."""
+    """Base model. By default the base that the head was trained for."""
     out: str = ""
     """Folder of ``eval.json`` and ``report.html``. By default ``eval-SUITE`` next to the head."""
     resume: bool = True
-    """Keep the finished prompts of an interrupted evaluation. With false, all are measured again."""
+    """Keep the finished prompts of an interrupted evaluation. With false, all prompts are measured again."""
     grid: GridConfig = field(default_factory=GridConfig)
     """Heads, draft lengths and thresholds to choose from by measured speed."""
     dry: bool = False
@@ -220,5 +225,6 @@ class EvalRunConfig(EvalConfig):
         varied = self.tree != "head" or self.confidence_threshold is not None or self.drafter != "head"
         if self.grid and (varied or not self.rule.lossless):
             raise UserError(
-                "a grid varies tree and threshold of a head; leave tree, confidence_threshold, drafter, rule"
+                "a grid chooses the tree and the threshold itself and needs a head and a lossless rule; remove tree, "
+                "confidence_threshold, drafter and rule"
             )

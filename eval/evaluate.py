@@ -69,17 +69,17 @@ def evaluate(
     An interrupted evaluation resumes: finished prompts are stored in ``eval-log-*.jsonl``.
 
     Args:
-        draft_config: what ``drafter`` drafts; by default what ``config`` says.
-        head: the drafter that ``head`` names in ``config.baselines``; by default ``drafter``.
-        candidates: more drafters to decode in the same run, under the same rule, by name.
-        calibration: of the head's tree, for the report.
+        draft_config: tree and sampling of the drafts; by default those of ``config``.
+        head: the drafter that ``head`` means in ``config.baselines``; by default ``drafter``.
+        candidates: more drafters to time in the same run with the same rule, by name.
+        calibration: the calibration of the head's tree, for the report.
         costs: step costs on this machine, for the prediction and the report.
         training_log: rows of ``metrics.jsonl``, for the report.
-        development: the base's answers to the dev half, if they are known.
+        development: the base's answers to the dev half, if they exist.
         training_data: a line about the head's training data, for the report.
 
     Returns:
-        The contents of ``eval.json``, and "resumed": how many of how many turns an earlier run had answered.
+        The contents of ``eval.json``, and "resumed": [turns that an earlier run had answered, all turns].
     """
     draft_config = draft_config or config.draft_config(drafter)
     config.rule.check(draft_config)
@@ -132,7 +132,7 @@ def _timed(
     folder: Path,
     progress: Progress,
 ) -> TimedResults:
-    """Answer the suite with all methods. Results of ``marked`` methods are resumed only if made of the same things."""
+    """Answer the suite with all methods. Those of ``marked`` methods resume only if ``Method.made_of`` is unchanged."""
     timed = run_interleaved(
         load_suite(config.suite, config.limit, config.seed, config.tasks, config.split),
         lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
@@ -146,7 +146,7 @@ def _timed(
     errors = [answer.error for answer in answers if isinstance(answer, FailedDecode)]
     if len(errors) == len(answers):
         first = errors[0] if errors else "the suite is empty"
-        raise UserError(f"none of {len(answers)} prompts could be answered; the first: {first}")
+        raise UserError(f"none of {len(answers)} prompts could be answered; the first error: {first}")
     return timed
 
 
@@ -160,9 +160,9 @@ def predict(
 ) -> dict[str, Any] | None:
     """Return the mean accepted length and speedup expected on ``config``'s test half, simulated on its dev half.
 
-    ``texts`` are the base's answers to the dev half, if they are known. The result is None if the simulation is
-    impossible: without halves, with a lossy rule, with samplers beyond a temperature, or with sampled drafts of a
-    combined drafter.
+    ``texts`` are the base's answers to the dev half, if they exist. The result is None if the simulation is impossible:
+    the split is not ``test``, the rule is lossy, the sampler has settings other than the temperature, or a combined
+    drafter samples its drafts.
     """
     sampler = config.sampler
     if config.split != "test" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
@@ -184,10 +184,9 @@ def predict(
 def development_answers(
     base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec
 ) -> list[FinishedAnswer]:
-    """Return the base's answers to ``limit`` prompts of the suite's dev half, for choosing and predicting.
+    """Return the base's answers to ``limit`` prompts of the suite's dev half, for choices and predictions.
 
-    For a drafter whose ``spec`` needs only final hidden states, those of the answering are stored, so that no second
-    pass is needed.
+    If ``spec`` needs only final hidden states, the states of decoding are kept, which saves a second forward pass.
     """
     return base_answers(
         base,
@@ -239,9 +238,7 @@ def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:
-    """Return a hash of all settings that determine a prompt's result, baselines aside, so that a log resumes only
-    itself.
-    """
+    """Return a hash of the settings that determine a prompt's result, except baselines; it names the log to resume."""
     # The seed orders the decoders. With another order, times of one prompt could come from two processes.
     settings = {
         f.name: getattr(config, f.name)
@@ -267,7 +264,7 @@ def _equalities(
 ) -> dict[str, list[Equality]]:
     """Compare every method's answers with our autoregressive ones, per method and turn.
 
-    ``engines`` have their own limit of a tie. A sampled answer can be compared only for our loop, because transformers
+    For ``engines`` a tie is a margin below ``engine.tie``. Sampled answers of transformers are not compared, because it
     draws other random numbers.
     """
     recompute = partial(recompute_tokens, base, drafter, decode_config)
@@ -309,7 +306,7 @@ def served_as_trained(
     equalities: dict[str, list[Equality]],
     config: EvalConfig,
 ) -> dict[str, Any]:
-    """Return "engines" of ``eval.json``: each engine's comparison with our chain, and its failures."""
+    """Return "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures."""
     plain = {
         engine: _compared(base, timed, engine + PLAIN, engine, config, config.engine.tie)
         for engine in served.facts

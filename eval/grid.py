@@ -1,7 +1,7 @@
 """Heads, chain lengths and confidence thresholds compared in one evaluation; the fastest becomes its head's default.
 
-Made for Kangaroo, whose exit layer and threshold trade acceptance against the cost of drafting. It compares any heads
-of one base.
+Made for Kangaroo, whose exit layer and threshold trade acceptance for cheaper drafts. A grid can compare any heads of
+one base.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from drafthead.models.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to draft."""
+    """A head with the tree and threshold that it drafts with."""
 
     name: str
     """Name of the method in the evaluation."""
@@ -33,11 +33,11 @@ class Candidate:
     head: DraftHead
     draft_config: DraftConfig
     default: bool = False
-    """Whether this is what the head does without further settings."""
+    """True if the head drafts this way without further settings."""
 
 
 def check_folders(folders: Sequence[str]) -> None:
-    """Check that all ``folders`` hold heads for one base, before anything is loaded."""
+    """Check that all ``folders`` hold heads for the same base, before anything is loaded."""
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"no head folder at {folder}; a grid writes defaults into head folders, so give folders")
@@ -50,7 +50,7 @@ def check_folders(folders: Sequence[str]) -> None:
 
 
 def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> list[Candidate]:
-    """Return every head's default, that of ``config.head`` first, and every combination that a head can draft."""
+    """Return each head's default and every combination of the grid that it can draft; ``config.head`` comes first."""
     folders = [config.head, *(folder for folder in config.grid.heads if folder != config.head)]
     heads = {folder: head if folder == config.head else load_head(folder, base) for folder in folders}
     deepest = max(each.depth for each in heads.values())
@@ -84,7 +84,8 @@ def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> 
 def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], config: EvalConfig, dry: bool) -> str:
     """Make the fastest candidate its head's default, and write ``grid.json`` and ``grid.png`` into that head's folder.
 
-    The default changes only if the candidate's interval is above it. With ``dry`` nothing is written.
+    The default changes only if the whole interval of the candidate's speedup is above the default's speedup. With
+    ``dry`` nothing is written.
 
     Returns:
         A line for the console.

@@ -104,7 +104,7 @@ class CommittedProbs:
         self.by_length = [torch.zeros(self.vocabulary**n, dtype=torch.float64) for n in range(1, self.depth + 2)]
 
     def add(self, paths: Tensor, accepted: Tensor, bonus: Tensor, weights: Tensor) -> None:
-        """Add rows: each commits the first ``accepted`` of its ``paths`` [B, depth] and a draw from ``bonus`` [B, V]."""
+        """Add rows that commit the first ``accepted`` of ``paths`` [B, depth] and a draw from ``bonus`` [B, V]."""
         self.outcomes += len(weights)
         sequence = torch.zeros_like(accepted)
         for length, masses in enumerate(self.by_length):

@@ -1,1 +1,1 @@
-"""Step logs to numbers: acceptance, speedup, and what explains it."""
+"""Metrics from step logs: acceptance, speedup, and the causes of the speedup."""

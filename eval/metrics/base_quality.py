@@ -1,4 +1,4 @@
-"""The cost of tuning a base: perplexity and greedy match rate against the original base, and the recipe's limits.
+"""The cost of tuning a base: its perplexity and greedy match rate compared with the original base, and their limits.
 
 Both models read the same held-out tokens (teacher forcing). The greedy match rate is the share of positions with the
 same top-1 token.
@@ -27,34 +27,34 @@ class QualityLimits:
     """Limits that a tuned base must keep on every kind of held-out tokens; null turns a limit off."""
 
     max_perplexity_ratio: PositiveFloat | None = None
-    """Largest perplexity of the tuned base, relative to the original base. The run fails above it. Null
-    turns the limit off."""
+    """Largest perplexity of the tuned base, divided by that of the original base. The run fails above it. Null turns
+    the limit off."""
     min_greedy_match_rate: Share | None = None
-    """Smallest fraction of tokens with the same most likely token, tuned and original. The run fails below it. Null
-    turns the limit off."""
+    """Smallest share of tokens at which tuned and original base have the same top-1. The run fails below it. Null turns
+    the limit off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseComparison:
-    """A tuned base compared with the original one, on one kind of tokens."""
+    """A tuned base compared with the original base, on one kind of held-out tokens."""
 
     tokens: int
     original_perplexity: float
     tuned_perplexity: float
     greedy_match_rate: float
-    """Share of tokens at which both have the same top-1 token."""
+    """Share of tokens at which both bases have the same top-1 token."""
     kl: float
-    """Nats per token, KL(original || tuned)."""
+    """KL(original || tuned), in nats per token."""
 
     @property
     def perplexity_ratio(self) -> float:
-        """Perplexity of the tuned base over the original's; 1 is unchanged."""
+        """Perplexity of the tuned base divided by the original's; 1 means unchanged."""
         return self.tuned_perplexity / self.original_perplexity
 
 
 @torch.no_grad()
 def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[TrainBatch]) -> BaseComparison:
-    """Compare both models on the trained tokens of packed rows (targets at which ``loss_mask`` is set)."""
+    """Compare both bases on the trained tokens of packed rows (targets at which ``loss_mask`` is set)."""
     total = torch.zeros(5, dtype=torch.float64)
     for batch in batches:
         ids, valid = (chunk.to(tuned.device) for chunk in batch.draft_targets(0))
@@ -86,7 +86,7 @@ def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
 
 
 def check_quality(comparisons: dict[str, BaseComparison], limits: QualityLimits) -> dict[str, Any]:
-    """Return the comparison by kind of tokens and the exceeded limits, as plain values for ``quality.json``."""
+    """Return the comparisons by kind of tokens and the exceeded limits, as JSON values for ``quality.json``."""
     failures = []
     for kind, row in comparisons.items():
         ratio, least = limits.max_perplexity_ratio, limits.min_greedy_match_rate
@@ -103,7 +103,7 @@ def check_quality(comparisons: dict[str, BaseComparison], limits: QualityLimits)
 
 
 def quality_line(quality: dict[str, Any]) -> str:
-    """Return a line about ``quality.json``: the exceeded limits, or those that were kept."""
+    """Return one line about ``quality.json``: the limits that were exceeded, or else all limits."""
     if quality["failures"]:
         return f"quality limits exceeded: {'; '.join(quality['failures'])}"
     ratio, match_rate = quality["limits"]["max_perplexity_ratio"], quality["limits"]["min_greedy_match_rate"]

@@ -1,4 +1,4 @@
-"""An engine's results with a head compared with our own engine's: acceptance by position, and the answers."""
+"""Comparison of a serving engine with our decoder on one head: acceptance by draft position, and answers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,14 +25,14 @@ def compare_engines(
     against_plain: Mapping[str, Sequence[Equality]],
     tolerance: float,
 ) -> dict[str, dict[str, Any]]:
-    """Return each engine's version, speeds, acceptance by position with ours, equal answers, and "failures".
+    """Return per engine: its version, speeds, acceptance by draft position with ours, equal answers, and "failures".
 
     Args:
-        served: the engines, and the name of our chain.
+        served: the engines, and the name of our method that drafts the same chain.
         results: results of the interleaved run.
-        equalities: per method, the comparison of its answers with our autoregressive ones.
-        against_plain: per engine, the comparison of its speculative answers with its plain ones; missing without those.
-        tolerance: largest difference of the mean accepted length, as a share of it, and of each position's acceptance.
+        equalities: per method, the comparison of its answers with our autoregressive answers.
+        against_plain: per engine, the comparison of its answers with and without drafts, if both were measured.
+        tolerance: largest difference of each draft position's acceptance, and relative one of the mean accepted length.
     """
     table = step_table(results)
     runs = {name: table[table.method == name] for name in results}
@@ -64,7 +64,7 @@ def compare_engines(
 
 
 def _acceptance(rows: Rows) -> dict[str, Any]:
-    """Return the number of steps that drafted, how many accepted each position, and the mean accepted length."""
+    """Return "steps" that drafted, "accepted" (how many of them accepted draft 1, 2, ...), "mean_accepted_length"."""
     return {
         "steps": len(drafting(rows)),
         "accepted": accepted_by_depth(rows),
@@ -96,7 +96,7 @@ def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
 
 
 def engine_lines(evaluation: dict[str, Any]) -> list[str]:
-    """Return lines about every engine, for a terminal, a page and a model card."""
+    """Return lines about every engine for the console, the report and the model card."""
     lines = []
     for row in evaluation.get("engines", {}).values():
         speeds, texts, counts = row["tokens_per_second"], row["texts"], row["acceptance"]
@@ -118,5 +118,5 @@ def engine_lines(evaluation: dict[str, Any]) -> list[str]:
 
 
 def engine_failures(evaluation: dict[str, Any]) -> list[str]:
-    """Return the faults of any engine; empty if all serve the head as trained."""
+    """Return the failures of all engines; empty if every engine serves the head as it was trained."""
     return [failure for row in evaluation.get("engines", {}).values() for failure in row["failures"]]

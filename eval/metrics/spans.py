@@ -1,4 +1,4 @@
-"""Thinking, tool calls and the rest of an answer, by the marks that models write around them."""
+"""Division of an answer into thinking, tool calls and the rest, by the marks that models write around them."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ MARKS = (
     ("tool call", "[TOOL_CALLS]", ""),  # Mistral
     ("tool call", "<|python_tag|>", ""),  # Llama 3.1
 )
-"""Name of a span, its first and last text. Without a last text it ends with the answer."""
+"""Name of a span, its opening mark and its closing mark. Without a closing mark the span ends with the answer."""
 PROMPT_TAIL = 16
-"""Last tokens of a prompt, in which a template may open a span, such as ``<think>``."""
+"""Number of a prompt's last tokens to search for an opening mark, because a chat template may add ``<think>``."""
 
 
 def answer_spans(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:

@@ -1,8 +1,8 @@
-"""The measured speedup term by term, Leviathan's closed form, and the best draft for this machine.
+"""The measured speedup term by term, Leviathan's closed form, and the fastest draft size for this machine.
 
-A step commits m tokens. It takes d seconds to draft, v to verify and o for the loop around them. An autoregressive step
-takes v1 + o1 for one token. So the speedup of the steps is m (v1 + o1) / (d + v + o), and every term is measured in the
-same run. The prefill and other time outside the steps then pull the whole speedup towards 1.
+A step commits m tokens. It takes d seconds to draft, v to verify and o for the rest of the loop. An autoregressive step
+takes v1 + o1 seconds for one token. The speedup of the steps is therefore m (v1 + o1) / (d + v + o), and every term is
+measured in the same run. The prefill and other time outside the steps then pull the total speedup towards 1.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def expected_tokens(rate: float, drafts: int) -> float:
 def expected_speedup(rate: float, draft_cost: float, drafts: int) -> float:
     """Return the walltime improvement (1 - alpha^(k+1)) / ((1 - alpha) (c k + 1)) of chains of k drafts.
 
-    Verifying k + 1 tokens costs one step here. ``draft_cost`` is c, a draft position's time in autoregressive
-    steps; ``drafts`` is k, the paper's gamma.
+    The formula assumes that verifying k + 1 tokens takes as long as one autoregressive step. ``draft_cost`` is c, the
+    time of one draft position in such steps; ``drafts`` is k, the paper's gamma.
     """
     return expected_tokens(rate, drafts) / (draft_cost * drafts + 1)
 
@@ -39,10 +39,11 @@ def optimal_lookahead(rate: float, draft_cost: float) -> int:
 
 
 def step_terms(rows: Rows) -> dict[str, float]:
-    """Return means over the steps, in seconds except for counts; NaN without a step.
+    """Return means over the steps, in seconds (keys in "_s") or counts; NaN without a step.
 
-    "tokens" are committed by a step (m). "drafts" are drafted nodes, without the root. "outside_s" is the prefill and
-    all other time outside the steps, divided by the number of steps.
+    "tokens" are committed by a step (m). "drafts" are drafted nodes, without the root. "loop_s" is the time of a step
+    outside drafting and verification. "outside_s" is all time outside the steps, such as the prefill, divided by the
+    number of steps.
     """
     names = {
         "committed": "tokens",
@@ -64,8 +65,8 @@ def step_s(terms: dict[str, float]) -> float:
 def closed_form(rows: Rows, baseline: dict[str, float], method: dict[str, float]) -> dict[str, Any]:
     """Return Leviathan's formula for a run that drafted, to compare with the measurement.
 
-    "alpha_is" names the substitute for alpha of a tree. "drafts" is the run's chain length, rounded from its mean
-    depth. "improves" tells that some chain is faster than autoregressive decoding: alpha > c.
+    "alpha_is" says what "alpha" is: for trees, the acceptance at depth 1. "drafts" is the run's mean depth, rounded.
+    "improves" is true if some chain is faster than autoregressive decoding (alpha > c).
     """
     known = alpha(rows)
     rate = acceptance_per_depth(rows)[0] if known is None else known  # a tree's log does not tell alpha
@@ -88,21 +89,21 @@ def closed_form(rows: Rows, baseline: dict[str, float], method: dict[str, float]
 def speedup_breakdown(
     baseline: Rows, method: Rows, costs: CostModel | None = None, order: TreeOrder | None = None
 ) -> dict[str, Any] | None:
-    """Break down the speedup of ``method`` over ``baseline`` on the same prompts; None if one of them made no step.
+    """Break down the speedup of ``method`` over ``baseline`` on the same prompts; None if either made no step.
 
     Args:
         baseline: rows of autoregressive decoding.
         method: rows of the method.
-        costs: step costs that were measured beforehand. Without them no best draft is named.
+        costs: step costs that were measured beforehand. Without them there is no "best_chain" and "best_tree".
         order: calibrated nodes with their acceptances, for the best tree and chain. Without it the best chain comes
             from the run's conditional acceptances, if the run drafted chains.
 
     Returns:
-        "autoregressive", "method": ``step_terms``. "predicted": m (v1 + o1) / (d + v + o). "predicted_from_costs": the
-        same formula with ``costs``, at the run's mean tree size. "measured": tokens per second over the baseline's.
-        "waterfall": levels with "name", "speedup" and "change". "residual": the measured speedup minus the waterfall's
-        last level, because answers of other lengths share the prefill differently. "closed_form": None if nothing was
-        drafted. "best_chain", "best_tree": one of ``options``.
+        "autoregressive", "method": ``step_terms`` of both. "predicted": m (v1 + o1) / (d + v + o).
+        "predicted_from_costs": the same formula with ``costs``, at the run's mean tree size. "measured": tokens per
+        second divided by the baseline's. "waterfall": levels with "name", "speedup" and "change". "residual": the
+        measured speedup minus the waterfall's last level; it is not 0 if the methods' answers differ in length.
+        "closed_form": None if nothing was drafted. "best_chain", "best_tree": the fastest of ``options``.
     """
     before, after = step_terms(baseline), step_terms(method)
     if not (step_s(before) > 0 and step_s(after) > 0):
@@ -130,7 +131,7 @@ def speedup_breakdown(
 
 
 def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the levels from the speedup at free drafts down to the measured one, adding one cost at a time."""
+    """Return the speedups from free drafting and verification down to the measured one, adding one cost per level."""
     m, one = method["tokens"], step_s(baseline)
     growth = method["verify_s"] - baseline["verify_s"]
     # Autoregressive decoding makes m steps for one of this method, and each has time outside the steps.
@@ -150,10 +151,11 @@ def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dic
 
 
 def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> list[dict[str, Any]]:
-    """Return the predicted performance of the first 0, 1, 2, ... nodes of a growing draft, by the measured terms.
+    """Return the predicted performance of drafts that consist of the first 0, 1, 2, ... nodes, from measured costs.
 
-    ``values``: probability that each node is accepted, in the order of growth; for a chain the running products of its
-    conditional acceptances. ``depths``: depth of each node. "nodes" counts the root, so 1 is autoregressive decoding.
+    ``values``: probability that each node is accepted, in the order in which nodes are added; for a chain the running
+    products of its conditional acceptances. ``depths``: depth of each node. "nodes" counts the root, so 1 means
+    autoregressive decoding.
     """
     deepest = accumulate(depths, max, initial=0)
     return [
@@ -168,14 +170,12 @@ def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) ->
 
 
 def best_option(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> dict[str, Any] | None:
-    """Return the fastest of ``options``, which include autoregressive decoding; None without values."""
+    """Return the fastest of ``options``, which include autoregressive decoding; None if ``values`` is empty."""
     return max(options(values, depths, costs), key=lambda option: float(option["speedup"])) if values else None
 
 
 def chain_values(rows: Rows, order: TreeOrder | None = None) -> list[float]:
-    """Return the probability that each draft of a chain is accepted: by ``order``, else measured; empty if only trees
-    ran.
-    """
+    """Return P(draft k is accepted) for a chain, from ``order`` or else the run; empty if the run drafted trees."""
     if order is not None:
         return [value for path, value in zip(order.paths, order.values, strict=True) if not any(path)]
     if alpha(rows) is None:

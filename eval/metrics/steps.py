@@ -1,8 +1,9 @@
 """The table of steps, and every metric as a function of its rows.
 
-:func:`step_table` returns a pandas DataFrame with one row per step, method and answer. Row 0 of an answer reads the
-prompt and commits the first token. Its ``verify_s`` is the prefill's time, and its ``total_s`` all time outside the
-steps. So ``committed`` and ``total_s`` add up to the tokens and seconds of whole answers. Failed answers have no rows.
+:func:`step_table` returns a pandas DataFrame with one row per step, method and answer. Row 0 of an answer is its
+prefill, which commits the first token. Its ``verify_s`` is the prefill's time, and its ``total_s`` is all time outside
+the steps. Therefore ``committed`` and ``total_s`` add up to the tokens and seconds of whole answers. Failed answers
+have no rows.
 
 Unless noted otherwise, a metric is a ratio of totals over the answers. Long answers therefore weigh more, as in
 Spec-Bench and EAGLE. Autoregressive decoding commits one token per step, so its mean accepted length is 1.
@@ -25,17 +26,17 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Rows: TypeAlias = "pd.DataFrame"
-"""Rows of the table: of one method in every function but :func:`step_table`."""
+"""Rows of the table; in every function except :func:`step_table`, rows of one method."""
 COLUMNS = dict.fromkeys(("method", "task", "span"), "str") | dict.fromkeys(
     ("prompt", "turn", "step", "position", "context", "depth", "proposed", "accepted", "committed", "text_tokens"),
     "int",
 )
 COLUMNS |= dict.fromkeys(("entropy", "draft_s", "verify_s", "total_s"), "float")
-"""Columns and their types. ``span`` is that of the step's first token (``spans.py``). ``context`` counts all tokens
-before the step, the prompt's included. ``text_tokens`` (row 0) counts the answer's tokens after decoding and tokenising
-it again. Others are fields of ``StepRecord``."""
+"""Columns and their types. ``span`` is the span of the step's first token (``spans.py``). ``context`` counts all tokens
+before the step, including the prompt's. ``text_tokens`` (row 0) counts the answer's tokens after decoding and
+tokenising it again. The columns from ``position`` on that are not named here are fields of ``StepRecord``."""
 QUESTION = ["task", "prompt"]
-"""Columns that name a question: all turns of a conversation."""
+"""Columns that identify a question. All turns of a conversation are one question."""
 Spans = Callable[[Sequence[int], Sequence[int]], list[str]]
 """Function from a prompt and an answer to the span of every answer token."""
 Retokenised = Callable[[list[int]], int]
@@ -50,15 +51,15 @@ def step_table(
     retokenised: Retokenised = len,
     spans: Spans = lambda _, tokens: ["answer"] * len(tokens),
 ) -> Rows:
-    """Return the steps of all methods' answers. Lists are over the answers.
+    """Return the table of steps of all methods. Every list has one item per answer.
 
     Args:
-        results: answers by method.
-        prompts: the prompt of every answer; without it answers are numbered.
-        turns: turn of every answer in its conversation; without it 0.
-        ids: prompt ids, for ``context``.
-        retokenised: fills ``text_tokens``.
-        spans: fills ``span``.
+        results: the answers of each method.
+        prompts: the prompt of every answer; without it the answers are numbered.
+        turns: the turn of every answer in its conversation; without it 0.
+        ids: token ids of the prompts, to fill ``context``.
+        retokenised: function that fills ``text_tokens``.
+        spans: function that fills ``span``.
     """
     import pandas as pd  # takes half a second, and only summaries need it
 
@@ -99,12 +100,12 @@ def steps(rows: Rows) -> Rows:
 
 
 def drafting(rows: Rows) -> Rows:
-    """Return the steps that drafted: prompt lookup without a match, or a step at the length limit, drafts nothing."""
+    """Return the steps that drafted. Prompt lookup without a match, for example, drafts nothing."""
     return rows[rows.depth > 0]
 
 
 def mean_accepted_length(rows: Rows) -> float:
-    """Return tokens committed / steps, with the bonus token, after truncation by EOS or the length limit.
+    """Return committed tokens / steps, bonus token included, after truncation by EOS or the length limit.
 
     Apart from the truncation it equals EAGLE's tau, Spec-Bench's "mean accepted tokens", Kangaroo's compression ratio,
     Medusa's acceleration rate, block efficiency, and SGLang's completion_tokens / verify_ct.
@@ -118,7 +119,7 @@ def mean_accepted_length_untruncated(rows: Rows) -> float:
 
 
 def acceptance_per_depth(rows: Rows) -> list[float]:
-    """Return P(draft i accepted | draft i-1 accepted, and the tree is i deep) for i = 1, 2, ..., as NeMo Automodel.
+    """Return P(draft i accepted | draft i-1 accepted, the tree is at least i deep), i = 1, 2, ..., as NeMo Automodel.
 
     In a sparse tree, a branch that ends before the deepest one counts as a rejection.
     """
@@ -139,8 +140,8 @@ def accepted_by_depth(rows: Rows) -> list[int]:
 def alpha(rows: Rows) -> float | None:
     """Return Leviathan's alpha = E[sum_x min(p, q)] from chains: accepted drafts / drafts tried; None for trees.
 
-    A draft is tried when the one before it was accepted, so nothing is censored. The log of a tree does not record
-    which sibling was accepted.
+    A draft is tried if the draft before it was accepted; untried drafts are not counted. For trees alpha is unknown,
+    because their log does not record which sibling was accepted.
     """
     drafted = drafting(rows)
     if (drafted.proposed != drafted.depth).any():
@@ -149,7 +150,7 @@ def alpha(rows: Rows) -> float | None:
 
 
 def ctar(rows: Rows, widths: range) -> list[float]:
-    """Return Kangaroo's consistent token acceptance rates: P(a step commits more than w tokens), with the bonus.
+    """Return Kangaroo's consistent token acceptance rates: P(a step commits more than w tokens, bonus included).
 
     Summed over all widths from 0 they are the mean accepted length.
     """
@@ -157,7 +158,7 @@ def ctar(rows: Rows, widths: range) -> list[float]:
 
 
 def tokens_per_second(rows: Rows) -> float:
-    """Return answer tokens per second of whole decodings: the prefill's token and time are included."""
+    """Return answer tokens per second of total time; the prefill's token and time are included."""
     return ratio(rows.committed.sum(), rows.total_s.sum())
 
 
@@ -167,12 +168,12 @@ def decode_tokens_per_second(rows: Rows) -> float:
 
 
 def speedup(rows: Rows, baseline: Rows) -> float:
-    """Return tokens per second over the baseline's, totals over totals, prefill included."""
+    """Return tokens per second divided by the baseline's, both from total tokens and seconds, prefill included."""
     return ratio(tokens_per_second(rows), tokens_per_second(baseline))
 
 
 def by_question(rows: Rows, baseline: Rows) -> Rows:
-    """Return tokens and seconds of every question, all turns together, and those of the baseline ("base_total_s")."""
+    """Return tokens and seconds per question (all turns together), and the baseline's in columns with "base_"."""
     totals = [
         each.groupby(QUESTION, sort=False)[["committed", "text_tokens", "total_s"]].sum() for each in (rows, baseline)
     ]
@@ -259,37 +260,37 @@ METRICS: dict[str, Callable[[Rows, Rows], float | list[float] | None]] = {
     "spec_bench_tokens_per_second": lambda rows, base: spec_bench(rows, base)["tokens_per_second"],
     "spec_bench_speedup": lambda rows, base: spec_bench(rows, base)["speedup"],
 }
-"""Metrics by their name in ``eval.json``, in the convention of every paper and engine that reports them. Each is a
-function of a method's rows and of the baseline's."""
+"""Metrics by their name in ``eval.json``, each in the convention of the papers or engines that report it: a function of
+a method's rows and the baseline's rows."""
 
 
 Bin = dict[str, Any]
-"""Plain values of the steps whose key is in ["low", "high"); the last bin includes its "high". NaN: nothing counted."""
+"""Acceptance of the steps whose key is in ["low", "high"); the last bin includes its "high". NaN: nothing counted."""
 CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Edges of the bins of ``by_context``."""
 
 
 def by_position(rows: Rows, width: int = 32) -> list[Bin]:
-    """Return acceptance by the answer tokens before the step, in bins of ``width`` and without empty bins."""
+    """Return acceptance by the number of answer tokens before the step, in bins of ``width``, without empty bins."""
     last = rows.position.max() if len(rows) else -1
     return _binned(steps(rows), "position", [float(edge) for edge in range(0, last + 1 + width, width)])
 
 
 def by_context(rows: Rows) -> list[Bin]:
-    """Return acceptance by all tokens before the step, including its prompt's."""
+    """Return acceptance by the number of all tokens before the step, including the prompt's."""
     return _binned(steps(rows), "context", [float(edge) for edge in CONTEXTS])
 
 
 def by_span(rows: Rows) -> list[Bin]:
-    """Return acceptance in thinking, answers and tool calls, each with "span", "steps" and "tokens"."""
+    """Return acceptance in each "span" (thinking, answer, tool call), with its numbers of "steps" and "tokens"."""
     groups = steps(rows).groupby("span", sort=False)
     return [{"span": name, "tokens": int(group.committed.sum()), **_acceptance(group)} for name, group in groups]
 
 
 def by_entropy(rows: Rows, bins: int = 5) -> list[Bin]:
-    """Return acceptance by the target's entropy in nats, in bins of equally many steps.
+    """Return acceptance by the target's entropy in nats, in ``bins`` with equal numbers of steps.
 
-    Steps without an entropy (NaN) are left out. Equal quantiles give fewer bins.
+    Steps without an entropy (NaN) are left out. If several quantiles are equal, there are fewer bins.
     """
     known = rows[np.isfinite(rows.entropy)]
     if not len(known):

@@ -1,6 +1,6 @@
-"""The contents of ``eval.json``: metrics of every method, per task and over all, and the breakdown of the speedup.
+"""The contents of ``eval.json``: every method's metrics, per task and over all tasks, and the speedup's breakdown.
 
-Plain JSON values, null if nothing was measured.
+All values are JSON values; null if nothing was measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +33,12 @@ from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
 
 AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
-"""Kinds of autoregressive decoding: transformers' ``generate`` over its stock modules and over ours, and our loop."""
+"""Autoregressive baselines: transformers' ``generate`` over stock modules and over our modules, and our loop."""
 METHOD = "speculative"
-"""Name of the headline's method, if it ran."""
+"""Name of the method that the headline numbers describe, if it ran."""
 CTAR_WIDTHS = range(1, 7)
 HEADLINE = ("mean_accepted_length", "acceptance_per_depth", "tokens_per_second", "decode_tokens_per_second")
-"""Metrics of every task and method; all others are of a method over all tasks."""
+"""Metrics reported per task and method. All other metrics are reported per method, over all tasks."""
 
 
 def summarise(
@@ -54,16 +54,16 @@ def summarise(
 
     Args:
         timed: results of at least one of ``AUTOREGRESSIVE`` and one method.
-        equalities: comparison per method and turn; some methods may be missing.
-        retokenised: token count for the Spec-Bench-compatible numbers.
+        equalities: per method, the comparison of every turn's answer; some methods may be missing.
+        retokenised: function that counts tokens for the Spec-Bench-compatible numbers.
         dtype: the target's dtype, which determines what counts as a tie.
-        costs: for the best draft on this machine.
-        order: calibrated nodes, for the best tree.
+        costs: step costs, to find the fastest draft size on this machine.
+        order: calibrated nodes, to find the fastest tree.
         columns: more arguments of ``step_table``, such as ``spans``.
 
     Returns:
         "tasks" and "overall": the headline method's numbers, and each method's under "methods".
-        "failed": prompts left out of both, with the reason. "headline": name of its method.
+        "failed": prompts left out of both, with the reason. "headline": name of the headline method.
         "metrics": every metric per method.
         "by_position", "by_context", "by_entropy", "by_span": the headline's acceptance in bins.
         "speedup_breakdown": the headline's speedup over each baseline, term by term.
@@ -83,7 +83,7 @@ def summarise(
     machine = {"hardware": measured_on, "versions": versions()}
 
     def group(rows: Rows, members: list[int]) -> dict[str, Any]:
-        """Return the metrics of some rows, which answer the prompts ``members``."""
+        """Return the metrics of ``rows``, the steps of the answers ``members``."""
         outputs = {name: [(turns[n], equality[n]) for n in members] for name, equality in equalities.items()}
         return _group({name: rows[rows.method == name] for name in (*baselines, *methods)}, outputs) | machine
 
@@ -116,31 +116,31 @@ def summarise(
 
 
 def method_names(names: Mapping[str, object]) -> list[str]:
-    """Return the methods among ``names``, the headline's first."""
+    """Return the names that are not baselines of ``AUTOREGRESSIVE``, the headline method first."""
     methods = [name for name in names if name not in AUTOREGRESSIVE]
     return sorted(methods, key=lambda name: name != METHOD)
 
 
 def fastest_autoregressive(group: dict[str, Any]) -> tuple[str, float | None]:
-    """Return name and tokens per second of the fastest baseline in a group of ``summarise``."""
+    """Return name and tokens per second of the fastest baseline in ``group`` ("overall" or a task of ``summarise``)."""
     speeds: dict[str, float | None] = group["autoregressive_tokens_per_second"]
     name = max(speeds, key=lambda baseline: speeds[baseline] or 0.0)
     return name, speeds[name]
 
 
 def speedup_of(group: dict[str, Any], method: str | None = None) -> float | None:
-    """Return the speedup over the fastest baseline in a group of ``summarise``; ``method`` None is the headline's."""
+    """Return the speedup over the fastest baseline in ``group``, of ``method`` or else of the headline method."""
     numbers = group if method is None else group["methods"][method]
     value: float | None = numbers["speedup"][f"vs_{fastest_autoregressive(group)[0]}"]
     return value
 
 
 Outputs = Sequence[tuple[dict[str, int], Equality]]
-"""Number and turn of each answer, and its comparison with autoregressive decoding."""
+"""Prompt number and turn of each answer, and its comparison with autoregressive decoding."""
 
 
 def _group(runs: dict[str, Rows], outputs: Mapping[str, Outputs]) -> dict[str, Any]:
-    """Return the numbers of some questions, from each method's rows: the headline's, and each method's."""
+    """Return the headline method's numbers and, under "methods", every method's, from their rows on some prompts."""
     baselines = {name: rows for name, rows in runs.items() if name in AUTOREGRESSIVE}
     speeds = {name: finite(tokens_per_second(rows)) for name, rows in baselines.items()}
     shared: dict[str, Any] = {"autoregressive_tokens_per_second": speeds}
@@ -154,7 +154,7 @@ def _group(runs: dict[str, Rows], outputs: Mapping[str, Outputs]) -> dict[str, A
 
 
 def _numbers(rows: Rows, baselines: dict[str, Rows], fastest: str) -> dict[str, Any]:
-    """Return a method's numbers. The fastest baseline is the honest denominator."""
+    """Return a method's numbers. Its intervals and Spec-Bench numbers refer to the fastest baseline."""
     base = baselines[fastest]
     speedups = {f"vs_{name}": speedup(rows, baseline) for name, baseline in baselines.items()}
     return {name: METRICS[name](rows, base) for name in HEADLINE} | {
