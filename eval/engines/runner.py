@@ -1,5 +1,4 @@
-"""Starts an engine's HTTP server in an interpreter that has the engine but not drafthead, and imports nothing of
-drafthead.
+"""Script that starts an engine's HTTP server in an interpreter without drafthead; it imports nothing of drafthead.
 
 ``python runner.py vllm PORT ARGUMENT...`` or ``python runner.py llamacpp JSON``. It writes JSON lines to the file
 descriptor in the environment variable REPORTS. ``{"version": ...}`` comes before a long start, then ``{"url": ...}`` if
@@ -22,7 +21,7 @@ OLD_VLLM = (0, 10, 2)
 
 
 def say(**content: Any) -> None:
-    """Write a line for the waiting parent."""
+    """Report ``content`` to the parent process as one JSON line."""
     os.write(int(os.environ["REPORTS"]), (json.dumps(content) + "\n").encode())
 
 

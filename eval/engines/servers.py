@@ -1,4 +1,4 @@
-"""HTTP clients of engines: token ids in, token ids out, and counts of drafted and accepted tokens."""
+"""HTTP clients of engines: they send and receive token ids, and read counts of drafted and accepted tokens."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 METRICS_WAIT_S = 2.0
-"""Time for counters to be updated after an answer."""
+"""Longest time to wait for an engine to update its counters after an answer."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class EngineAnswer:
     """An answer and the engine's counts for it. Times in seconds."""
 
     tokens: list[int]
-    """Up to and including an end-of-turn token."""
+    """Answer tokens, up to and including an end-of-turn token."""
     steps: int | None
     """Number of verifications with drafts; None: not counted."""
     accepted: list[int] = field(default_factory=list)
@@ -32,11 +32,11 @@ class EngineAnswer:
     total_s: float = 0.0
 
     def result(self) -> DecodeResult:
-        """Return the answer as the log of a decoding.
+        """Return the answer in the form of our own decodings, with a record per step.
 
-        Only totals are known: how many steps accepted how many drafts. The steps' order and times are unknown, so the
-        longest steps come first, and all take the same time. Example: ``accepted`` [2, 1] in 3 steps becomes steps with
-        2, 1 and 0 accepted drafts.
+        Engines count only how many steps accepted how many drafts. The steps' order and times are unknown, so the steps
+        with most accepted drafts come first, and all get the same time. Example: ``accepted`` [2, 1] in 3 steps becomes
+        steps with 2, 1 and 0 accepted drafts.
         """
         left = max(0, len(self.tokens) - 1)  # the first token comes with the prompt
         counts = [*self.accepted, 0]
@@ -60,7 +60,7 @@ class EngineAnswer:
 
 
 class EngineServer(ABC):
-    """One engine at one address."""
+    """Client of one engine at one address."""
 
     name: ClassVar[str]
 
@@ -72,9 +72,7 @@ class EngineServer(ABC):
         process: EngineProcess | None = None,
         drafts: int = 0,
     ) -> None:
-        """Connect to ``url``. ``process``: the server we started, if any, to report its exit. ``drafts``: length of its
-        chain.
-        """
+        """Take the server's ``url``, its ``process`` (if we started it, to report its exit) and its chain length."""
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
         self.installed = "" if process is None else process.version
@@ -105,11 +103,11 @@ class EngineServer(ABC):
         return True
 
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
-        """Return :meth:`ask` as the log of a decoding."""
+        """Answer ``ids`` greedily, and return the answer in the form of our own decodings."""
         return self.ask(ids, max_new_tokens).result()
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return a response's JSON, or its text; raise every failure as a one-line :class:`EngineError`."""
+        """Send a request; return the response's JSON, or else its text. Failures become one-line ``EngineError``s."""
         try:
             if body is None:
                 text = self._client.get(path, cast_to=str)
@@ -218,9 +216,7 @@ class LlamaCppServer(EngineServer):
         )
 
     def read(self, ids: Sequence[int]) -> tuple[int, float]:
-        """Read the part of ``ids`` that is not cached yet, without answering; returns number of tokens and seconds of
-        the pass.
-        """
+        """Process the ``ids`` that are not cached yet, without answering; return their number and the seconds."""
         timings = self._send("/completion", {"prompt": list(ids), "n_predict": 0, "cache_prompt": True})["timings"]
         return int(timings["prompt_n"]), timings["prompt_ms"] / 1e3
 
@@ -228,7 +224,7 @@ class LlamaCppServer(EngineServer):
 class SglangServer(EngineServer):
     """SGLang: ``/generate`` with token ids. It counts verifications per answer, but not acceptance by position.
 
-    Written from SGLang's sources and not run here.
+    Written from SGLang's sources; never tested with a real server.
     """
 
     name = "SGLang"
@@ -253,5 +249,5 @@ SERVERS: dict[str, type[EngineServer]] = {"vllm": VllmServer, "llamacpp": LlamaC
 
 
 def _by_position(counters: dict[str, float], name: str, drafts: int) -> list[int]:
-    """Return the counts per position; a position that never accepted has no counter."""
+    """Return the counts per draft position; a position without acceptance has no counter and counts 0."""
     return [round(counters.get(f"{name}[{position}]", 0)) for position in range(drafts)]

@@ -1,1 +1,1 @@
-"""Evaluation suites: packaged ones, the user's own files and datasets."""
+"""Evaluation suites: packaged prompts, and the user's own files and datasets."""

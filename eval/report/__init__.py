@@ -1,1 +1,1 @@
-"""Numbers to people: tables, plots, the HTML page."""
+"""Presentation of results: tables, plots, the HTML page."""

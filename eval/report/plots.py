@@ -27,14 +27,14 @@ ACCENT, SOFT, WARM = "#0b6e99", "#9fc9dc", "#c8501e"
 styled: ContextDecorator = rc_context(fname=Path(__file__).with_name("report.mplstyle"))
 """Decorator of functions that draw."""
 MAX_BINS = 8
-"""More bars are unreadable on a phone, so neighbouring bins of positions are merged."""
+"""Largest number of bars. More are unreadable on a phone, so neighbouring bins of positions are merged."""
 SPEED_LABEL = "speed, autoregressive decoding = 1"
 TRAINING = {"training_loss": "loss_", "training_acceptance": "accept_"}
-"""Figures of a run's training by file name, and the prefix of their metrics."""
+"""Figures of a training run: file name, and the prefix of the metrics that it shows."""
 LONGEST_LABEL = 20
-"""Characters of a name left of a bar; longer names are written above it."""
+"""Characters of the longest name that stands left of its bar. If a name is longer, all names stand above the bars."""
 BarRow = tuple[str, float, float | None, float | None]
-"""Name, value, and its interval or None."""
+"""Name, value, and the bounds of its interval (None: unknown)."""
 
 
 def draw_figures(
@@ -43,7 +43,7 @@ def draw_figures(
     tree: TokenTree | None,
     training_log: Sequence[dict[str, Any]] | None,
 ) -> Iterator[tuple[str, Figure]]:
-    """Yield file name and figure of everything that was measured. Arguments are those of ``write_report``."""
+    """Yield (file name, figure) for everything that was measured. The arguments are those of ``write_report``."""
     overall = evaluation["overall"]
     groups = [*evaluation["tasks"].items(), ("overall", overall)]
     if tasks := _with_speedup((name, speedup_of(group), group) for name, group in groups):
@@ -86,7 +86,7 @@ def new_axes(height: float = 3.0) -> tuple[Figure, Axes]:
 
 @styled
 def save_png(figure: Figure, path: Path) -> bytes:
-    """Write ``figure`` at 200 dots per inch, atomically; returns the PNG."""
+    """Write ``figure`` at 200 dots per inch, atomically; return the PNG's bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200)
     write_atomic(path, buffer.getvalue())
@@ -101,7 +101,7 @@ def save_training_plots(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 
 def short_name(spec: str) -> str:
-    """Return a drafter's expression with shorter names: a head's folder by its run, a corpus by its last folder."""
+    """Shorten a drafter's expression: a head's folder becomes the name of its run, a corpus its last folder."""
     spec = re.sub(r"head:(?:[^+@()]*/)?([^/+@()]+)/head\b", r"head:\1", spec)
     return re.sub(r"max_gram:(?:[^+@()]*/)?([^/+@()]+)", r"max_gram:\1", spec)
 
@@ -138,7 +138,7 @@ def interval_bars(rows: Sequence[BarRow], label: str) -> Figure:
 
 @styled
 def waterfall(explained: dict[str, Any]) -> Figure:
-    """Draw the way from the mean accepted length down to the measured speedup, one cost at a time."""
+    """Draw the steps from the mean accepted length down to the measured speedup, one cost per bar."""
     levels = explained["waterfall"]
     rows = [(level["name"], level["speedup"] - level["change"], level["speedup"]) for level in levels]
     rows[0] = (levels[0]["name"], 0.0, levels[0]["speedup"])
@@ -220,7 +220,7 @@ def ctar(by_width: dict[str, float | None]) -> Figure:
 
 @styled
 def bins(rows: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
-    """Draw mean accepted length over bins of steps, one bar each, with the bounds and the share of all steps below."""
+    """Draw the mean accepted length per bin of steps; below each bar its bounds and its share of all steps."""
     figure, axes = new_axes()
     values = [row["mean_accepted_length"] for row in rows]
     axes.bar(range(len(rows)), values, width=0.7, color=SOFT)
@@ -238,10 +238,10 @@ def bins(rows: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
 
 @styled
 def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
-    """Draw a metric for each draft position over the steps of all phases; None if no row has it.
+    """Draw a metric for each draft position over the optimiser steps of all phases; None if no row has the metric.
 
-    Rows of metrics.jsonl have "phase", "total_step", and the prefix ("loss_" or "accept_") followed by 1, 2, ... if
-    measured. Values with "held_out_" before the prefix become dots.
+    Rows of metrics.jsonl have "phase", "total_step" and, if measured, the prefix ("loss_" or "accept_") followed by
+    1, 2, ... Values with "held_out_" before the prefix become dots.
     """
     keys = {key for row in rows for key in row if key.startswith(prefix)}
     positions = sorted(int(key.removeprefix(prefix)) for key in keys if key.removeprefix(prefix).isdigit())
@@ -307,7 +307,7 @@ def draw_tree(tree: TokenTree, labels: Sequence[str] | None = None) -> Figure:
 def _label(
     axes: Axes, text: str, point: tuple[float, float], shift: tuple[float, float] = (5, 0), **align: Any
 ) -> None:
-    """Write ``text`` next to ``point``, to its right unless ``shift`` (in points) says otherwise."""
+    """Write ``text`` next to ``point``, moved by ``shift`` (in typographic points; by default to the right)."""
     axes.annotate(text, point, shift, textcoords="offset points", fontsize=10, **(align or {"va": "center"}))
 
 
@@ -322,12 +322,12 @@ def _shades(count: int) -> list[Any]:
 
 
 def _with_speedup(rows: Iterable[tuple[str, float | None, dict[str, Any]]]) -> list[BarRow]:
-    """Return the measured ones of (name, speedup, numbers), with their intervals."""
+    """Return bars with intervals for those (name, speedup, numbers) that have a speedup."""
     return [(name, value, *group["speedup"]["interval_95"]) for name, value, group in rows if value is not None]
 
 
 def _merge_bins(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge neighbours until at most ``MAX_BINS`` are left."""
+    """Merge neighbouring bins so that at most ``MAX_BINS`` remain."""
     width = -(-len(rows) // MAX_BINS)
     groups = [rows[at : at + width] for at in range(0, len(rows), width)]
     return [
@@ -352,9 +352,7 @@ def _curve(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 
 
 def _mark_phases(axes: Axes, phases: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw a line between phases, with their names. The first name ends at its phase's end, so that a short phase has
-    room.
-    """
+    """Draw lines between phases, and their names. The first name ends at its phase's end, for lack of room."""
     ends = [rows[-1]["total_step"] for rows in phases.values()]
     for end in ends[:-1]:
         axes.axvline(end, color=MUTED, linestyle=":", linewidth=1.4)

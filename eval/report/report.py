@@ -28,7 +28,7 @@ from drafthead.eval.report.tables import (
 from drafthead.models.token_tree import TokenTree
 
 REMARK_COLUMNS = ("95 %", "decode tok/s")
-"""Columns that the page shows in small print below the previous cell, so that a row fits a phone."""
+"""Columns whose values the page prints small below the previous cell, so that a row fits a phone."""
 
 
 def write_report(
@@ -46,8 +46,8 @@ def write_report(
     Args:
         folder: the run folder.
         evaluation: the contents of ``eval.json``.
-        latency: (n, seconds) of verifying n tokens in one forward; None leaves the cost plot out.
-        tree: the tree that was decoded with.
+        latency: (n, seconds) of verifying n tokens in one forward pass; None omits the cost plot.
+        tree: the draft tree that was used; None if it was not static.
         training_log: rows of ``metrics.jsonl`` with "phase", "step", "loss_1", "accept_1", ...
         title: heading of the page.
         training_data: a line about the data that the head was trained on.
@@ -107,9 +107,7 @@ def machine_line(overall: dict[str, Any]) -> str:
 
 
 def exceptions(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line for every answer that differs from autoregressive decoding's, and every missing answer; faults
-    first.
-    """
+    """Return a line for every answer that differs from autoregressive decoding, and every failed prompt; ties last."""
     methods = evaluation["overall"]["methods"]
     lines_of: dict[str, list[str]] = {"different": [], "near_ties": []}
     for method, numbers in methods.items():
@@ -129,7 +127,7 @@ def exceptions(evaluation: dict[str, Any]) -> list[str]:
 
 
 def _page_table(table: ResultTable) -> dict[str, Any]:
-    """Return columns, and rows of cells (text, remarks below it)."""
+    """Return the table for the page: each cell is (text, remarks to print small below it)."""
     rows = []
     for row in table.rows:
         cells: list[tuple[str, list[str]]] = []

@@ -1,4 +1,4 @@
-"""Answers for the console with accepted drafts in colour, alone or next to the autoregressive answer."""
+"""Answers for the console with accepted drafts in colour: one answer, or next to the autoregressive answer."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ ACCEPTED = "bold green"
 def side_by_side(
     base: BaseModel, drafter: Drafter, draft_config: DraftConfig, ids: list[int], max_new_tokens: int
 ) -> RenderableType:
-    """Decode the prompt ``ids`` greedily in both ways, and return both answers next to each other."""
+    """Decode the prompt ``ids`` greedily with and without drafts, and return both answers next to each other."""
     plain = stream(base, None, ids, max_new_tokens=max_new_tokens)
     drafted = stream(base, drafter, ids, max_new_tokens=max_new_tokens, draft_config=draft_config)
     answers = [coloured(plain), coloured(drafted)]

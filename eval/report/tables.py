@@ -1,4 +1,4 @@
-"""Tables and lines of an evaluation, shared by the terminal, Markdown, the HTML page and wandb."""
+"""Tables and text lines of an evaluation, for the terminal, Markdown, the HTML page and wandb."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 
 DEFINITIONS = (
-    "Speedup: tokens per second of speculative decoding over the fastest autoregressive decoding (AR), totals "
-    "over totals, prefill included, both timed in the same process with the prompts interleaved; the interval is a "
-    "bootstrap over prompts. Tau: the mean accepted length, tokens committed per verification, the bonus token of the "
-    "base included (autoregressive decoding: 1). Identical: answers equal to autoregressive decoding's, token for "
-    "token."
+    "Speedup: tokens per second of speculative decoding divided by those of the fastest autoregressive decoding (AR), "
+    "both as total tokens over total time, prefill included. Both were timed in the same process with the prompts "
+    "interleaved; the interval is a bootstrap over prompts. Tau: the mean accepted length, i.e. committed tokens per "
+    "verification, bonus token included (autoregressive decoding: 1). Identical: answers that equal those of "
+    "autoregressive decoding, token for token."
 )
 STOCK_LEFT_OUT = "; stock transformers was not timed (stock_baseline=false)"
 BASELINE_NAMES = {
@@ -25,9 +25,9 @@ BASELINE_NAMES = {
     "transformers_stock": "stock transformers",
 }
 METHOD_DEFINITIONS = (
-    "Spec-Bench: the speedup as that benchmark computes it, the mean over prompts of tokens per second over those of "
-    "autoregressive decoding, whose tokens are counted by tokenising its text again. Decode tok/s (small on a page, "
-    "under tok/s): without reading the prompt."
+    "Spec-Bench: the speedup as that benchmark computes it, from means over prompts of tokens per second; the tokens "
+    "of autoregressive decoding are counted by tokenising its text again. Decode tok/s (printed small below tok/s): "
+    "without the prefill."
 )
 
 
@@ -40,11 +40,11 @@ FORMATS = {
     "tokens": "{:,}",
     "same top-1": "{:.2f} %",
 }
-"""Format of a number by its column; others are written as they are."""
+"""Format of a number by its column; other values are written unchanged (floats with four digits)."""
 
 
 def cell_text(column: str, value: Any) -> str:
-    """Return the text of a value: a dash for None, and low–high for a pair."""
+    """Return the text of a value in ``column``: a dash for None, and low–high for an interval."""
     if isinstance(value, (list, tuple)):
         return "–" if None in value else "–".join(f"{end:.2f}" for end in value)
     default = "{:.4g}" if isinstance(value, float) else "{}"
@@ -53,17 +53,17 @@ def cell_text(column: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Rows of text. A warning or remark is in parentheses at the end of a cell."""
+    """A table of text cells. A warning or remark stands in parentheses at the end of a cell."""
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     has_total: bool
-    """The last row is over all tasks."""
+    """The last row holds the results over all tasks."""
 
     @classmethod
     def of(cls, title: str, rows: Sequence[Mapping[str, Any]], has_total: bool = False) -> Self:
-        """Return a table of rows of values by column. The first row has all columns."""
+        """Return a table from rows that map column names to values. The first row must have all columns."""
         columns = tuple(rows[0])
         return cls(
             title, columns, [tuple(cell_text(name, row.get(name)) for name in columns) for row in rows], has_total
@@ -75,7 +75,7 @@ class ResultTable:
         return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
     def console(self) -> Table:
-        """Return the table for a terminal of 80 columns, with fewer speeds per method."""
+        """Return the table for a terminal of 80 columns, without the column "decode tok/s"."""
         table = Table(title=self.title)
         shown = [n for n, name in enumerate(self.columns) if name != "decode tok/s"]
         for n in shown:
@@ -94,7 +94,7 @@ class ResultTable:
 
 
 def task_table(evaluation: dict[str, Any]) -> ResultTable:
-    """Return the headline's method by task, then over all."""
+    """Return the headline method's results per task, then over all tasks."""
     rows = [
         {
             "task": name,
@@ -111,7 +111,7 @@ def task_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def method_table(evaluation: dict[str, Any]) -> ResultTable:
-    """Return every method over all prompts, then autoregressive decoding."""
+    """Return every method's results over all prompts, then those of autoregressive decoding."""
     overall = evaluation["overall"]
     rows = [
         {
@@ -134,7 +134,7 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
-    """Return the speedup of every method by task, then over all."""
+    """Return every method's speedup per task, then over all tasks."""
     rows = [
         {"task": name} | {m: cell_text("speedup", speedup_of(group, m)) for m in evaluation["overall"]["methods"]}
         for name, group in _groups(evaluation)
@@ -143,13 +143,13 @@ def speedup_table(evaluation: dict[str, Any]) -> ResultTable:
 
 
 def result_tables(evaluation: dict[str, Any]) -> list[ResultTable]:
-    """Return the tables by task, by method, and by both if there are several methods."""
+    """Return the tables per task and per method and, if there are several methods, per task and method."""
     tables = (task_table, method_table, speedup_table)[: 2 + (len(evaluation["overall"]["methods"]) > 1)]
     return [table(evaluation) for table in tables]
 
 
 def quality_table(quality: dict[str, Any]) -> ResultTable:
-    """Return ``quality.json`` as a table of the tuned and the original base."""
+    """Return ``quality.json`` as a table that compares the tuned base with the original base."""
     rows = [
         {
             "on": kind,
@@ -166,7 +166,7 @@ def quality_table(quality: dict[str, Any]) -> ResultTable:
 
 
 def markdown_table(evaluation: dict[str, Any]) -> str:
-    """Return the results for a model card: tables, the rule, and the prompts without an answer."""
+    """Return the results for a model card: tables, the rule, engines, and failed prompts."""
     parts = [f"{table.title}:\n\n{table.markdown()}" for table in result_tables(evaluation)]
     parts.append(f"{sentence(rule_line(evaluation))}\n")
     for lines in (engine_lines(evaluation), failures(evaluation)):
@@ -175,12 +175,12 @@ def markdown_table(evaluation: dict[str, Any]) -> str:
 
 
 def console_table(evaluation: dict[str, Any]) -> RenderableType:
-    """Return the results per task, and per method if several ran."""
+    """Return the table per task and, if several methods ran, the table per method."""
     return Group(*(table.console() for table in result_tables(evaluation)[:-1]))
 
 
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
-    """Return lines below the tables: speeds, acceptance by draft position, accuracy of the heads, equality."""
+    """Return the lines to print below the tables: speeds, acceptance by draft position, accuracies, equality."""
     overall = evaluation["overall"]
     speeds = [
         f"{number(speed, '{:.1f}')} ({BASELINE_NAMES[name]})"
@@ -219,14 +219,14 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
 
 
 def span_lines(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line on acceptance in thinking, answers and tool calls, if there are several of them."""
+    """Return a line about acceptance in thinking, answers and tool calls, if answers have more than one of them."""
     spans = evaluation.get("by_span", [])
     parts = [f"{s['span']} {number(s['mean_accepted_length'])} ({s['tokens']:,} tokens)" for s in spans]
     return [f"mean accepted length by part of the answers: {', '.join(parts)}"] if len(parts) > 1 else []
 
 
 def sentence(text: str) -> str:
-    """Return ``text`` with a capital letter and a full stop."""
+    """Return ``text`` with a capital first letter and a full stop."""
     return f"{text[0].upper()}{text[1:]}."
 
 
@@ -236,13 +236,13 @@ def number(value: float | None, pattern: str = "{:.2f}") -> str:
 
 
 def identical(numbers: dict[str, Any]) -> str:
-    """Return how many answers equal autoregressive decoding's; a dash if they were not compared."""
+    """Return the share of answers that equal autoregressive ones ("79 of 80"); a dash if they were not compared."""
     outputs = numbers.get("identical_outputs")
     return f"{outputs['same']} of {outputs['of']}" if outputs else "–"
 
 
 def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
-    """Return the warning next to every speedup under a lossy rule, which only the headline's method uses; else None."""
+    """Return the warning to print next to speedups of a lossy rule; None for methods other than the headline method."""
     rule = evaluation["rule"]
     if rule["lossless"] or method not in (None, evaluation["headline"]):
         return None
@@ -250,7 +250,7 @@ def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
 
 
 def rule_line(evaluation: dict[str, Any]) -> str:
-    """Return rule, sampler and tree of the headline method in words."""
+    """Return a line that names the headline method's rule, sampler and tree."""
     rule, tree = evaluation["rule"], evaluation["tree"]
     effect = "lossless"
     if not rule["lossless"]:
@@ -263,7 +263,7 @@ def rule_line(evaluation: dict[str, Any]) -> str:
 
 
 def failures(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line for every prompt without an answer."""
+    """Return a line for every failed prompt."""
     return [f"failed: prompt {f['prompt']} ({f['task']}): {f['message']}" for f in evaluation["failed"]]
 
 

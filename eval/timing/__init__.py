@@ -1,1 +1,1 @@
-"""Methods in one interleaved, resumable timing."""
+"""Interleaved, resumable timing of several methods."""

@@ -1,4 +1,4 @@
-"""Wall-clock time against autoregressive decoding, in one process, with the prompts interleaved."""
+"""Wall-clock times of several decoders in one process, interleaved prompt by prompt."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +20,15 @@ PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]
 
 @dataclass(frozen=True)
 class TimedResults:
-    """Every turn of every prompt, answered with every method. Lists are over the turns, in the suite's order."""
+    """Every turn of every prompt, answered with every method. Lists have one item per turn, in the suite's order."""
 
     prompts: list[EvalPrompt]
     turns: list[int]
-    """From 0."""
+    """Turn of the conversation, from 0."""
     ids: list[list[int]]
-    """The prompt ids of each turn; empty if they could not be built."""
+    """Prompt ids of each turn; empty if they could not be built."""
     results: dict[str, list[DecodeResult]]
-    """Results per decoder. A turn that any decoder refused is ``FailedDecode`` in all, to keep totals comparable."""
+    """Results per decoder. If one decoder failed at a turn, the turn is ``FailedDecode`` in all, for equal totals."""
     order: list[int]
     """Numbers of the prompts in the order of the run."""
     resumed: int = 0
@@ -46,22 +46,22 @@ def run_interleaved(
     on_progress: Callable[[int, int], None],
     made_of: Mapping[str, str] | None = None,
 ) -> TimedResults:
-    """Decode every turn with every decoder, one after the other, so that a drift of the machine affects all equally.
+    """Decode every turn with every decoder in turn, so that a drift of the machine's speed affects all equally.
 
     Prompts run in a random order, and decoders in a random order within each turn. Before anything is measured, every
-    decoder answers the first prompt once. Later turns follow the answers of "autoregressive", whichever decoder is
-    timed, so that all read the same context.
+    decoder answers the first prompt once. Later turns follow the answers of "autoregressive" for every decoder, so that
+    all decoders read the same context.
 
     Args:
-        prompts: the suite.
-        build: returns a turn's prompt ids.
-        decoders: by name; one must be "autoregressive".
-        log: JSONL file that gets every finished (turn, decoder) at once; None: memory only. A turn is skipped if the
-            log has it from all decoders. Otherwise all decode it again, so that compared times come from one process.
-            A log identifies prompts, decoders' names and marks, so use one file per head, tree and settings.
-        seed: determines the orders.
-        on_progress: called with the number of finished (turn, decoder) pairs and of all pairs.
-        made_of: mark per decoder, such as a hash of weights. Results with another mark are not used.
+        prompts: the prompts of the suite.
+        build: function that returns a turn's prompt ids.
+        decoders: decoders by name; one must be "autoregressive".
+        log: JSONL file to which every finished (turn, decoder) is appended at once; None: memory only. A turn is
+            skipped if the log has results of all decoders. Otherwise all decode it again, so that compared times come
+            from one process. The log does not record settings, so use one file per head, tree and settings.
+        seed: seed of the random orders.
+        on_progress: called with the number of finished (turn, decoder) pairs and the number of all pairs.
+        made_of: a mark per decoder, such as a hash of weights. Logged results with another mark are not used.
     """
     wait_for_huge_pages()
     order = list(range(len(prompts)))
@@ -93,7 +93,7 @@ def run_interleaved(
 
 
 class _Run:
-    """Decoders, and how far their interleaved run has come."""
+    """State of an interleaved run: decoders, log and progress."""
 
     def __init__(self, decoders: dict[str, Decoder], log: ResultLog, progress: Callable[[int], None]) -> None:
         self.decoders, self.log, self._progress = decoders, log, progress
@@ -113,7 +113,7 @@ class _Run:
     ) -> tuple[list[int], dict[str, DecodeResult]]:
         """Return a turn's ids and results, decoded in the order of ``names`` unless the log has them all.
 
-        With an ``error`` nothing is decoded. A failure of one decoder is the result of all.
+        If there is an ``error``, nothing is decoded. If one decoder fails, the turn counts as failed for all.
         """
         ids: list[int] = []
         try:

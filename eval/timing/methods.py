@@ -21,7 +21,7 @@ from drafthead.models.drafters.expression import parse_drafter
 from drafthead.models.token_tree import TokenTree
 
 TRANSFORMERS = "hf_"
-"""Prefix of methods that transformers runs."""
+"""Prefix of the names of transformers' own speculative methods."""
 
 
 def check_methods(specs: list[str]) -> None:
@@ -32,7 +32,7 @@ def check_methods(specs: list[str]) -> None:
 
 
 def _transformers_method(spec: str) -> tuple[str, str] | None:
-    """Return kind and number or name of one of transformers' own methods; None for our drafters."""
+    """Split the name of a method of transformers' own into kind and number or model; return None for our drafters."""
     kind, _, detail = spec.partition(":")
     if kind == "hf_prompt_lookup" and (not detail or (detail.isdigit() and int(detail) > 0)):
         return kind, detail
@@ -40,11 +40,11 @@ def _transformers_method(spec: str) -> tuple[str, str] | None:
 
 
 class Method(NamedTuple):
-    """A way to answer."""
+    """A decoder to time, and its mark."""
 
     answer: Decoder
     made_of: str = ""
-    """Hash of weights and trees that may change while the name stays."""
+    """Hash of weights and trees, which may change although the method's name stays equal."""
 
 
 def methods(
@@ -55,9 +55,10 @@ def methods(
     head: Drafter,
     candidates: Mapping[str, tuple[Drafter, DraftConfig]] = MappingProxyType({}),
 ) -> dict[str, Method]:
-    """Return all kinds of autoregressive decoding, ``drafter`` and the config's baselines, by the summary's names.
+    """Return all autoregressive baselines, ``drafter``, ``candidates`` and the config's baselines, by name.
 
-    ``head`` is what that name means in ``config.baselines``. ``candidates`` are more drafters under the same rule.
+    ``head`` is the drafter that "head" means in ``config.baselines``. ``candidates`` are more drafters with the same
+    rule.
     """
     exact = replace(config, rule=EXACT)
     compared = {
@@ -71,7 +72,7 @@ def methods(
 
 
 def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
-    """Return the started engines, each with the head and without, and our own chain with the head that they serve."""
+    """Return the engines with the head and without it, and our decoder, which drafts a chain with the served head."""
     engines = {name: Method(answer, served.marks[name]) for name, answer in served.methods.items()}
     if served.head is not None:
         chain = DraftConfig(tree=TokenTree.chain(served.drafts))
@@ -80,13 +81,13 @@ def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -
 
 
 def prompt_seed(config: EvalConfig, ids: list[int]) -> int:
-    """Return the seed of a prompt: prompts need independent random numbers for the bootstrap."""
+    """Return the seed of one prompt. Each prompt has its own, because the bootstrap assumes independent answers."""
     digest = hashlib.sha256(repr((config.seed, ids)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
 
 def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig | None, config: EvalConfig) -> Method:
-    """Return our loop, speculative with a drafter."""
+    """Return our decoding loop as a method; it is autoregressive if ``drafter`` is None."""
 
     def answer(ids: list[int]) -> DecodeResult:
         """Decode one prompt."""
@@ -106,7 +107,7 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
 
 
 def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Method:
-    """Return transformers' own ``generate``, speculative with ``speculation``."""
+    """Return transformers' ``generate`` as a method; ``speculation`` holds arguments that make it speculative."""
     new, sampler = config.max_new_tokens, config.sampler
     return Method(lambda ids: transformers_generate(base, ids, new, sampler, prompt_seed(config, ids), **speculation))
 

@@ -1,4 +1,4 @@
-"""Log of finished decodings on disk, so that an interrupted evaluation resumes."""
+"""Log of finished decodings on disk, from which an interrupted evaluation resumes."""
 
 import hashlib
 import json
@@ -16,32 +16,30 @@ from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 @dataclass(frozen=True, kw_only=True)
 class FailedDecode(DecodeResult):
-    """Stands for an answer that bad input prevented: no tokens, no steps, no time."""
+    """Result of a prompt that could not be answered: no tokens, no steps, no time."""
 
     error: str
-    """The reason why this prompt failed, in this decoder or another."""
+    """Reason why the prompt failed, with this decoder or another."""
 
 
 def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
-    """Return a hash of a turn's prompt ids (turns count from 0). Task, number and turn distinguish equal ids in a
-    suite.
-    """
+    """Return a hash of a turn's ids, and of task, number and turn (from 0), because ids may occur twice in a suite."""
     # The first turn's number is not hashed, so that single-turn logs are independent of turns.
     identity = [prompt.task, prompt.number, ids, *([turn] if turn else [])]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 class ResultLog:
-    """Results by (prompt key, decoder name), one JSON line each; of two lines with one key the later counts.
+    """Results by (prompt key, decoder name), one JSON line each. A later line replaces an earlier one with its key.
 
-    A decoder's name must distinguish everything that one log may hold: method, batch size, sampler.
+    All methods, batch sizes and samplers that share a log must have different decoder names.
     """
 
     def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:
         """Read the JSONL file ``path``; None keeps results in memory only.
 
-        An incomplete last line, left by a kill, is cut off. Failures are not read, so they are tried again. Results
-        with another mark in ``made_of`` (such as a hash of weights) than their decoder's are not read either.
+        An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again. Results
+        whose mark (such as a hash of weights) differs from their decoder's mark in ``made_of`` are not read either.
         """
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}

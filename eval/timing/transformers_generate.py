@@ -1,4 +1,4 @@
-"""Baselines by transformers' own ``generate``, over our modules and stock ones, and its speculative methods."""
+"""Baselines that run transformers' ``generate``: over our modules, over stock modules, and its speculative methods."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,11 +41,11 @@ def transformers_generate(
     model: Any = None,
     **speculation: Any,
 ) -> DecodeResult:
-    """Run transformers' ``generate`` over the base's (prepacked) modules or another ``model``, greedily by default.
+    """Run transformers' ``generate`` over the base's (prepacked) modules or over ``model``, greedily by default.
 
-    ``speculation`` makes it speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``. Only the accepted
-    tokens of such a method are known, not its drafts, so its steps have depth 0 and no acceptance rates. Tokens that
-    its first pass accepts together with the prompt count as prefill.
+    Arguments in ``speculation`` make it speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``. Only the
+    accepted tokens of such a method are known, not its drafts, so its steps have depth 0 and no acceptance rates.
+    Tokens that the first pass accepts together with the prompt count as prefill.
     """
     inputs = torch.tensor([ids], device=base.device)
     clock = _StepClock()
@@ -91,9 +91,7 @@ def _settings(base: BaseModel, max_new_tokens: int, sampler: Sampler) -> Generat
 
 @contextmanager
 def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Set exactly these settings for a call. Missing ones would come from the model's own config, such as a repetition
-    penalty.
-    """
+    """Replace the model's generation config during a call, because ``generate`` would fill in values from it."""
     original = model.generation_config
     model.generation_config = config
     try:

@@ -309,7 +309,7 @@ def text_accept_probs(
     """
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(
-            f"{type(drafter).__name__} drafts tokens without probabilities, so only the acceptance of its own tree "
+            f"{type(drafter).__name__} drafts without distributions, so only the acceptance of the tree that it drafts "
             "can be simulated; simulate one tree at a time"
         )
     depth = min(config.depth or drafter.depth, drafter.depth)
