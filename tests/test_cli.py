@@ -100,6 +100,7 @@ def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.Capt
         ("certify", ["only="], "only= has no value"),
         ("certify", ["only=[x"], "only=.x cannot be read"),
         ("certify", ["=5"], "'=5' names no setting"),
+        ("certify", ["only=nonsense"], "'nonsense'"),
         ("train", ["recipe=medusa_smollm2", "mode=estimate", "out="], "out must be the name of a folder"),
         ("train", ["recipe=medusa_smollm2", "mode=estimate", "data.folder="], "data.folder must be the name of"),
         ("eval", ["head=/nowhere/head"], "no draft head at /nowhere/head: give a run's head folder .*or a Hub"),

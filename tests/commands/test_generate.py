@@ -12,6 +12,8 @@ from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.chat import prompt_ids, user_turn
 from support import TinyBase, call
 
+ODD = {"typical_p": 1e-6}
+"""Leaves one token, whose information is nearest to the entropy: sampling is certain, and differs from greedy decoding."""
 SETTINGS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "no settings": ({}, [], {}),
     "greedy": (
@@ -19,7 +21,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
         [],
         {},
     ),
-    "sampled": ({"do_sample": True, "top_k": 1, "repetition_penalty": 1.3}, [], {}),
+    "sampled": ({"do_sample": True, "repetition_penalty": 1.3, **ODD}, [], {}),
     "greedy by the user": ({"do_sample": True, "temperature": 9.0}, ["sampler.temperature=0"], {"do_sample": False}),
     "penalty by the user": (
         {"repetition_penalty": 1.5},
@@ -28,8 +30,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
     "sampled by the user": (
         {"suppress_tokens": [7]},
-        ["sampler.temperature=0.5", "sampler.top_k=1"],
-        {"do_sample": True, "top_k": 1},
+        ["sampler.temperature=0.5", "sampler.typical_p=1e-6"],
+        {"do_sample": True, "temperature": 0.5, **ODD},
     ),
 }
 
@@ -48,7 +50,9 @@ def test_the_text_is_that_of_stock_generate(
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), tiny_tokenizer()
     ids = torch.tensor([prompt_ids(tokenizer, user_turn("hello hello"))])
     eos = sorted({299, tokenizer.eos_token_id})
-    answer = model.generate(ids, max_new_tokens=24, eos_token_id=eos, pad_token_id=0, **arguments)[0, ids.shape[1] :]
+    how = {"max_new_tokens": 24, "eos_token_id": eos, "pad_token_id": 0, **arguments}
+    answer, greedy = (model.generate(ids, **how | more)[0, ids.shape[1] :] for more in ({}, {"do_sample": False}))
+    assert torch.equal(answer, greedy) == (not name.startswith("sampled"))
     # rich leaves out control characters
     expected = re.sub("[\x07\x08\x0b\x0c\r]", "", tokenizer.decode(answer, skip_special_tokens=True))
     assert shown.startswith(expected + "\n") and "and the same text: speedup" in shown

@@ -1,27 +1,24 @@
-"""The certificate passes what is exact, and finds every seeded fault."""
+"""The certificate passes what is exact, and finds what is biased by as much as by hand."""
 
 import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from drafthead.eval.lossless import certify
 from drafthead.eval.lossless.cases import Case, cases, counterexamples
-from drafthead.eval.lossless.enumerate import committed, total_variation
-from drafthead.eval.lossless.tabular_lm import Draft, TableDraft, TabularLM, combined_draft
+from drafthead.eval.lossless.enumerate import committed
+from drafthead.eval.lossless.tabular_lm import Draft, TableDraft, TabularLM
 from drafthead.models.decoding import acceptance as verify
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.token_tree import NO_CHILD, TokenTree
+from drafthead.models.token_tree import TokenTree
 from support import call
 
 RAW = Sampler(temperature=1.0)
@@ -56,82 +53,6 @@ def static(widths: list[int], draft_sampling: DraftSampling, seed: int) -> tuple
     target = TabularLM.random(5, tree.depth, seed)
     draft_config = DraftConfig(tree=tree, draft_sampling=draft_sampling, sampler=RAW)
     return target, TableDraft(table=target.near(seed + 1, 1.5), draft_config=draft_config)
-
-
-def two_chains(seed: int) -> tuple[TabularLM, Draft]:
-    target, first = static([1], WITH, seed)
-    return target, partial(combined_draft, [first, replace(first, table=target.near(seed + 2, 1.5))])
-
-
-def bias(draft: Draft, target: TabularLM) -> float:
-    return total_variation(committed(draft, target, RAW, EXACT, 1), target.probs(RAW))
-
-
-def candidate_tokens(proposal: Proposal) -> Tensor:
-    """[B, N, S] the token of every candidate."""
-    children = proposal.shape.children.expand(len(proposal.tokens), -1, -1)
-    return proposal.tokens.gather(1, children.flatten(1)).view(children.shape)
-
-
-def with_children(proposal: Proposal, children: Tensor) -> Proposal:
-    return replace(proposal, shape=replace(proposal.shape, children=children, tree=None))
-
-
-def duplicates_dropped(proposal: Proposal) -> Proposal:
-    tokens = candidate_tokens(proposal)
-    again = (tokens[..., :, None] == tokens[..., None, :]).tril(-1).any(-1)
-    return with_children(proposal, proposal.shape.children.masked_fill(again, NO_CHILD))
-
-
-def by_score(proposal: Proposal, kept: int = 3) -> Proposal:
-    """Candidates of the root in the order of q."""
-    assert proposal.probs is not None
-    scores = proposal.probs[:, 0].gather(1, candidate_tokens(proposal)[:, 0])
-    children = proposal.shape.children.expand(len(scores), -1, -1).clone()
-    children[:, 0] = children[:, 0].gather(1, scores.argsort(1, descending=True))
-    children[:, 0, kept:] = NO_CHILD
-    return with_children(proposal, children)
-
-
-def softened(proposal: Proposal) -> Proposal:
-    assert proposal.probs is not None
-    return replace(proposal, probs=(proposal.probs**0.7) / (proposal.probs**0.7).sum(-1, keepdim=True))
-
-
-def one_distribution(proposal: Proposal) -> Proposal:
-    assert proposal.prob_index is not None
-    return replace(proposal, prob_index=proposal.prob_index.clamp(max=0))
-
-
-def argmax_with_probs(proposal: Proposal) -> Proposal:
-    """Drafts the likeliest token, tested with probabilities that it was not drawn from."""
-    probs = torch.full((len(proposal.tokens), 1, 5), 0.2, dtype=torch.float64)
-    index = torch.zeros(1, 2, 1, dtype=torch.int64)
-    return replace(proposal, draft_sampling=WITH, probs=probs, prob_index=index)
-
-
-three, three_without = partial(static, [3], WITH), partial(static, [3], WITHOUT)
-BUGS: dict[str, tuple[Callable[[int], tuple[TabularLM, Draft]], Callable[[Proposal], Proposal], float]] = {
-    "without replacement, not renormalised": (three_without, lambda p: replace(p, draft_sampling=WITH), 0.02),
-    "a repeated candidate dropped": (three, duplicates_dropped, 0.005),
-    "tried in the order of q": (three, by_score, 0.02),
-    "the best two of three by q": (three, lambda p: by_score(p, 2), 0.02),
-    "probs that were not sampled": (three, softened, 0.005),
-    "argmax drafts with probs": (partial(static, [1], DraftSampling.TOP_K), argmax_with_probs, 0.1),
-    "combined, a repeated candidate dropped": (two_chains, duplicates_dropped, 0.003),
-    "combined, the other's distribution": (two_chains, one_distribution, 0.003),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bias_is_seen(bug: str) -> None:
-    make, change, at_least = BUGS[bug]
-    biases: list[float] = []
-    for seed in range(0, 30, 3):
-        target, draft = make(seed)
-        assert bias(draft, target) < 1e-12
-        biases.append(bias(tampered(draft, change), target))
-    assert np.mean(biases) > at_least, "bias goes unnoticed"
 
 
 def candidates_by_hand(p: np.ndarray, candidates: list[tuple[int, np.ndarray]]) -> np.ndarray:
@@ -215,8 +136,3 @@ def test_command_fails_with_a_biased_rule(monkeypatch: pytest.MonkeyPatch, capsy
     with pytest.raises(SystemExit) as stopped:
         call("certify", "only=<3>")
     assert stopped.value.code == 1 and "FAILED" in capsys.readouterr().out
-
-
-def test_unknown_words() -> None:
-    with pytest.raises(SystemExit, match="error: .*'nonsense'"):
-        call("certify", "only=nonsense")

@@ -86,9 +86,3 @@ def test_tables_name_the_limits(limits: QualityLimits, failures: int, says: str)
     assert (quality_json["passed"], len(quality_json["failures"])) == (not failures, failures)
     assert quality_table(quality_json).rows[0] == ("text", "1,000", "20.000", "21.000", "1.0500", "93.00 %", "0.0200")
     assert quality_line(quality_json) == says
-
-
-@pytest.mark.parametrize(("key", "value"), [("max_perplexity_ratio", 0.0), ("min_greedy_match_rate", 1.5)])
-def test_limits_of_limits(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{key} must be"):
-        QualityLimits(**{key: value})

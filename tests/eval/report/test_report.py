@@ -213,6 +213,15 @@ def test_console_tables_fit_80_columns(compared: dict[str, Any]) -> None:
     assert any(line.startswith("rule: typical, lossy: total variation 0.31 ") for line in lines)
 
 
+def test_acceptance_by_part_of_the_answers_is_a_line(compared: dict[str, Any], tmp_path: Path) -> None:
+    spans = [{"span": "thinking", "mean_accepted_length": 2.5, "tokens": 1234}]
+    spans += [{"span": "answer", "mean_accepted_length": None, "tokens": 5}]
+    line = "mean accepted length by part of the answers: thinking 2.50 (1,234 tokens), answer – (5 tokens)"
+    for shown, by_span in ((True, spans), (False, spans[:1])):
+        found = compared | {"by_span": by_span}
+        assert (line in tables.console_lines(found)) == (f"<p>M{line[1:]}.</p>" in page_of(tmp_path, found)) == shown
+
+
 def test_many_exceptions_wait_behind_a_click(compared: dict[str, Any], tmp_path: Path) -> None:
     changed = copy.deepcopy(compared)
     entry = changed["overall"]["methods"]["prompt_lookup"]["identical_outputs"]["different"][0]
