@@ -13,7 +13,7 @@ from drafthead.data.text.chat import prompt_ids, user_turn
 from support import TinyBase, call
 
 ODD = {"typical_p": 1e-6}
-"""Leaves one token, whose information is nearest to the entropy: sampling is certain, and differs from greedy decoding."""
+"""Keeps only the token whose information is nearest to the entropy: samples are certain, and differ from the argmax."""
 SETTINGS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     "no settings": ({}, [], {}),
     "greedy": (

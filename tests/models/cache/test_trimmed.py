@@ -29,9 +29,6 @@ from support import fitted, random_ids, rows_of
 Script = Callable[[str], ModuleType]
 BaseOf = Callable[..., BaseModel]
 WINDOW, CAPACITY, NEW = 8, 160, 40
-TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0)])
-PATHS = ([0], [0, 2], [0, 1, 3], [0, 1, 3, 5], [0, 2, 4, 6])
-"""Paths of ``TREE`` by its nodes."""
 NAMES = ("gemma3_text", "mistral", "llama4_text_chunk", "gemma4")
 """Windows between full layers, in all layers, chunks, and layers of several sizes."""
 LIKE_GEMMA_3 = [*["sliding_attention"] * 5, "full_attention"]
@@ -62,43 +59,6 @@ def held_bytes(cache: TreeCache) -> int:
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows", [[2], [0, 1, 2]], ids=["one row", "rows"])
-def test_logits_are_those_over_a_whole_cache(name: str, rows: list[int], base_of: BaseOf) -> None:
-    """Trees across the window's edge, with paths of every length; rows that end, and are read again."""
-    base, prompts = base_of(name), PROMPTS
-    caches = [base.new_cache(CAPACITY, nodes, len(rows)) for nodes in (len(TREE), None)]
-
-    def read(row: int, prompt: list[int]) -> None:
-        for each in caches:
-            each.row(row).crop([0])
-        found, expected = (base.forward(torch.tensor([prompt]), each.row(row)).final for each in caches)
-        assert_close(found, expected)
-
-    for row, prompt in enumerate(rows):
-        read(row, prompts[prompt])
-    for step in range(30):
-        if step == 12:
-            caches[0].row(0).crop([0])
-            caches[1].row(0).crop([0])
-        if step == 15:
-            read(0, prompts[2][:33])
-        if step == 22 and len(rows) > 1:
-            rows = [2, 1]
-            for each in caches:
-                each.select(rows)
-        tokens = torch.tensor([random_ids(len(TREE), 100 * row + step) for row in rows])
-        logits, expected = (base.verify_logits(tokens, TREE.shape, each)[1] for each in caches)
-        assert_close(logits, expected)
-        paths = [PATHS[(step * (row + 1)) % len(PATHS)] for row in rows]
-        nodes = torch.tensor([path + [0] * (4 - len(path)) for path in paths])
-        for each in caches:
-            each.commit_path(nodes, [len(path) for path in paths])
-    assert caches[0].lengths == caches[1].lengths and all(row.dropped for row in caches[0].layers[0][0].rows)  # type: ignore[index]
-    assert held_bytes(caches[0]) < 0.6 * held_bytes(caches[1])
 
 
 EXPANSION = DraftConfig(tree=TokenTree.expansion([2, 2]))

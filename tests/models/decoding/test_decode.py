@@ -23,15 +23,6 @@ def trained_head(base: BaseModel, plain: list[int]) -> MedusaHead:
     return leaning(MedusaConfig(num_draft_tokens=3).build(base), [(PROMPT + plain, len(PROMPT))], size=30)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma", "gpt_bigcode"])
-def test_plain_decoding_is_transformers_generate(tiny_base: TinyBase, architecture: str) -> None:
-    base = tiny_base(architecture)
-    plain = decode(base, None, PROMPT, max_new_tokens=30, ignore_eos=True)
-    ids = torch.tensor([PROMPT])
-    out = base.model.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert plain.tokens == out[0, len(PROMPT) :].tolist()
-
-
 def test_the_transformers_baseline_is_greedy_whatever_the_model_asks_for(tiny_base: TinyBase) -> None:
     base = tiny_base()
     plain = decode(base, None, PROMPT, max_new_tokens=30)
@@ -66,25 +57,6 @@ def test_eos_inside_a_block(tiny_base: TinyBase) -> None:
         base.model.generation_config.eos_token_id = eos
         result = decode(base, head, PROMPT, max_new_tokens=40, draft_config=DraftConfig(tree=TREE))
         assert result.tokens == plain[: plain.index(eos) + 1]
-
-
-def test_verified_states_equal_reading_token_by_token(tiny_base: TinyBase) -> None:
-    """The tree mask, the positions and the compaction of the cache, to float32 rounding."""
-    base = tiny_base()
-    tree = TREE
-    tokens = torch.tensor([[7, *range(30, 30 + len(tree) - 1)]])
-    cache = base.new_cache(40)
-    base.forward(torch.tensor([PROMPT]), cache)
-    hidden = base.verify(tokens, tree.shape, cache).final
-    for node, path in enumerate(tree.paths):
-        nodes = [tree.paths.index(path[:d]) for d in range(len(path) + 1)]
-        chain = base.forward(torch.tensor([PROMPT + tokens[0, nodes].tolist()]), base.new_cache(40)).final
-        torch.testing.assert_close(hidden[0, node], chain[0, -1], rtol=1e-4, atol=1e-5)
-    path = torch.tensor([0, *(tree.paths.index((2, 3, 1)[:d]) for d in (1, 2, 3))])
-    cache.commit_path(path[None], [4])
-    follow = base.forward(torch.tensor([[11]]), cache).final
-    chain = base.forward(torch.tensor([PROMPT + tokens[0, path].tolist() + [11]]), base.new_cache(40)).final
-    torch.testing.assert_close(follow[0, -1], chain[0, -1], rtol=1e-4, atol=1e-5)
 
 
 def test_bad_prompts(tiny_base: TinyBase) -> None:

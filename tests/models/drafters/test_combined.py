@@ -11,7 +11,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.loop import decode
 from drafthead.models.drafters.combined import CombinedDrafter, combine, union
-from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
+from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
@@ -20,7 +20,6 @@ from support import Context, TinyBase, drafted_paths
 Path = tuple[int, ...]
 Trials = dict[Path, list[tuple[Path, int]]]
 """Per path its trials in order: the path of the child, and the row of the distributions."""
-PROMPTS = [[5, 6, 7] * 4, [9], list(range(40, 70))]
 VOCABULARY = 3
 
 
@@ -125,13 +124,6 @@ def test_a_small_union_gives_the_likeliest_nodes_of_the_first(tiny_base: TinyBas
     assert paths == set(trials(Context.of(alone).read(committed).draft(last, draft_config), 0)) - {()}
     nothing_found = Context.of(merged).read(committed).draft(torch.tensor([9]), draft_config)
     assert len(nothing_found.shape) == min(room, len(tree))
-
-
-def test_the_target_in_it_is_always_right(tiny_base: TinyBase) -> None:
-    base = tiny_base()
-    merged = CombinedDrafter([early_exit(base, 1, num_tokens=2), ModelDrafter(base, num_tokens=4), PromptLookup(3)])
-    result = decode(base, merged, PROMPTS[0], max_new_tokens=31, ignore_eos=True)
-    assert [step.accepted for step in result.steps] == [4] * 6
 
 
 def test_a_head_of_another_base_is_refused(tiny_base: TinyBase) -> None:

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
+from drafthead.models.heads.eagle3 import published_layers
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.targets import DraftTargets
 from plain_heads import drafted_block, of_head, unit
-from support import Context, TinyBase, assert_parity, chain_levels, noisy_head, random_ids, row_of
+from support import TinyBase, assert_parity, noisy_head, random_ids, row_of
 
 VARIANTS = {
     "dspark": {},
@@ -116,7 +116,8 @@ def test_a_few_places_are_trained(tiny_base: TinyBase) -> None:
 
 
 def test_taps_and_mask_token() -> None:
-    """DeepSpec's formula, in our count (1 is the first layer's output)."""
+    """DeepSpec's formula and that of EAGLE-3's authors, in our count (1 is the first layer's output)."""
+    assert published_layers(32) == (2, 16, 29) and published_layers(3) == (2, 1, 0)
     assert spread_layers(36, 5) == (2, 10, 18, 26, 34) and spread_layers(30, 1) == (16,)
     assert spread_layers(1, 2) == (1, 1) and spread_layers(3, 2) == (1, 2)  # smaller than any published base
 
@@ -148,18 +149,6 @@ def test_layers_start_as_the_bases_last(tiny_base: TinyBase) -> None:
     keys, _ = attention.keys_values(head.fuse(hidden.layers), batch.position_ids)  # type: ignore[arg-type]
     expected = stock.self_attn.k_proj(stock.input_layernorm(hidden.layers))
     assert float((keys.norm() / expected.norm()).detach()) == pytest.approx(1.0, abs=0.2)
-
-
-def test_paths_have_distributions_of_their_own(tiny_base: TinyBase) -> None:
-    """With a Markov head every parent has one; without, a level shares one."""
-    base = tiny_base()
-    text = random_ids(10)
-    hidden: HiddenStates = base.forward(torch.tensor([text]), base.new_cache(64), spec=new_head(base).spec)
-    for rank, width in ((8, 2), (0, 1)):
-        head = new_head(base, markov_rank=rank)
-        context = Context.of(head).read(torch.tensor([text]), hidden)
-        _, actual = context.logits([*chain_levels([3]), (torch.tensor([[4, 5]]), torch.tensor([[0, 0]]))])
-        assert actual.shape == (1, width, 300) and (width == 1 or not torch.allclose(actual[0, 0], actual[0, 1]))
 
 
 def test_dpace_weighs_by_how_far_drafts_get(tiny_base: TinyBase) -> None:

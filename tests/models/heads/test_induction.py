@@ -82,16 +82,6 @@ def test_an_untrained_head_copies_what_stood_there_before(tiny_base: TinyBase, k
     assert share[64] > 0.8 > 0.2 > share[0], share
 
 
-def test_the_text_is_where_it_copies_from(tiny_base: TinyBase) -> None:
-    """The second of two documents in a row does not see the first."""
-    base = tiny_base()
-    head = WITH_INDUCTION["hydra"].build(base).eval()
-    first, second = random_ids(12), random_ids(12)[:8]
-    alone, beside = row_of([second]), row_of([first, second])
-    ranks = [head.candidate_ranks(batch, base.hidden_states(batch, head.spec), 40)[0] for batch in (alone, beside)]
-    assert torch.equal(ranks[0][:8], ranks[1][12:20])
-
-
 @pytest.mark.parametrize("kind", WITH_INDUCTION)
 def test_no_format_has_one(tiny_base: TinyBase, kind: str) -> None:
     head = WITH_INDUCTION[kind].build(tiny_base())

@@ -15,7 +15,7 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec
 from drafthead.models.base.base_model import meta_base
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.draft_lm import DraftLMConfig
-from drafthead.models.heads.eagle3 import Eagle3Config, published_layers
+from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
@@ -268,16 +268,6 @@ def test_start_of_an_mlp_speculator(tiny_base: TinyBase, cell: str, tied: bool) 
             assert abs(float(parameter.detach().mean())) < 0.1 * expected**-0.5
     first = [float(p.detach().flatten()[0]) for p in head.parameters() if p.ndim == 2]
     assert len(set(first)) == len(first) > 3, "starts are independent"
-
-
-def test_published_layers_are_hidden_states(tiny_base: TinyBase) -> None:
-    """EAGLE-3's code keeps what goes into its layers 2, L // 2 and L - 3, counted from 0."""
-    assert published_layers(32) == (2, 16, 29) and published_layers(3) == (2, 1, 0)
-    base, ids = tiny_base(), random_ids(9)
-    head = Eagle3Config(layers=[2, 1, 0]).build(base)
-    with torch.no_grad():
-        inputs = [states(base, ids)[n] for n in head.spec.layers]
-    torch.testing.assert_close(base.hidden_states(row_of([ids], padding=0), head.spec).layers, torch.cat(inputs, -1))
 
 
 def test_fewer_steps_are_trained_than_drafted(tiny_base: TinyBase) -> None:

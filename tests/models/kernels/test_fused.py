@@ -8,17 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.models.base.base_model import BaseModel, tune_for_cpu
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
-from drafthead.models.heads.parts.attention_layer import HeadMLP, HeadRMSNorm
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.kernels.attention import document_mask, grouped_sdpa
-from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules, rotate
+from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, fuse_modules
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, row_of, stacked
 
@@ -130,21 +128,6 @@ def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
     assert record.products == 4 * base.num_layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["packed", "as_is"])
-@pytest.mark.parametrize("rows", [(1, 1), (1, 2), (2, 3)], ids=str)
-@torch.no_grad()
-def test_parts_of_a_heads_own_layer(tiny_base: TinyBase, rows: tuple[int, int], dtype: torch.dtype) -> None:
-    """Modules compute the same if weights cannot be packed."""
-    torch.manual_seed(0)
-    base = tiny_base()
-    width = base.hidden_size
-    norm, mlp = HeadRMSNorm(base).to(dtype), HeadMLP(base, 40).to(dtype)
-    norm.weight += torch.randn(width)
-    x = torch.randn(*rows, width, dtype=dtype)
-    torch.testing.assert_close(FusedRMSNorm(norm)(x), norm(x))
-    torch.testing.assert_close(FusedMLP(mlp)(x), mlp(x))
-
-
 @pytest.mark.parametrize(
     ("config", "products"),
     [(HydraConfig(prefix_layer=True), 4), (Eagle3Config(), 4), (KangarooConfig(exit_layer=1), 2)],
@@ -158,18 +141,6 @@ def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, pro
         session.context.commit(torch.randn(1, 3, width), [3])
     assert record.products == products
     assert not any("rms_norm" in call for call in record.calls)
-
-
-def test_rotation_and_its_gradient() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 5, 3, 8, dtype=torch.float64, requires_grad=True)
-    angle = torch.randn(2, 5, 4, dtype=torch.float64).repeat(1, 1, 2)
-    turns = angle.cos(), angle.sin()
-    expected = apply_rotary_pos_emb(x, x, *turns, unsqueeze_dim=2)[0]
-    torch.testing.assert_close(rotate(x, *turns), expected)
-    direction = torch.randn_like(x)
-    actual, same = (torch.autograd.grad((out * direction).sum(), x)[0] for out in (rotate(x, *turns), expected))
-    torch.testing.assert_close(actual, same)
 
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, -1, -1], [0, 1, 1, 1, 1, 1, 1, 2]])

@@ -35,13 +35,6 @@ def test_kept_positions_by_hand() -> None:
             Policy.parse(wrong)
 
 
-def test_positions_are_those_of_the_longer_cache(tiny_base: TinyBase) -> None:
-    whole = tiny_base().new_cache(80)
-    tiny_base().forward(torch.tensor([PROMPT[:50]]), whole)
-    few = whole.selected(Policy("recent").places(8, whole.keys[:, 0, :, :50], None), room=4)
-    assert few.positions(torch.zeros(1, 1, dtype=torch.int64)).tolist() == [[50]] and few.keys.shape[3] == 12
-
-
 @pytest.mark.parametrize(
     ("architecture", "policy"),
     [("llama", "recent"), ("llama", "sinks:4"), ("llama", "retrieval:4"), ("gemma", "retrieval:4")],
