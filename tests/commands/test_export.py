@@ -179,13 +179,3 @@ def test_an_import_says_what_is_wrong_with_its_source(saved: Path, tiny_base: Ti
             call("import", f"from={tmp_path / 'published'}", "base=/nowhere", f"out={out}")
         assert "\n" not in str(stop.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "list", "published", "run"]
-
-
-def test_an_import_without_sizes_that_fit_is_refused(saved: Path, tiny_base: TinyBase, tmp_path: Path) -> None:
-    base = tiny_base()
-    MedusaFormat().export(fitted(base), tmp_path / "published")
-    shape = {**base.config.shape, "vocab_size": 280}
-    keys = [f"base.shape={json.dumps(shape).replace(chr(34), '')}", "base.random=true", "base.tokenizer=builtin:tiny"]
-    with pytest.raises(SystemExit, match=r"1.weight is \(300, 32\)"):
-        call("import", f"from={tmp_path / 'published'}", *keys, f"out={tmp_path / 'o'}")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["published", "run"]

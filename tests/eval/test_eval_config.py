@@ -3,12 +3,9 @@
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize, initialize_config_module
 
-from drafthead.commands import eval as command
-from drafthead.data.utils.compose import parse
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.config import EvalConfig, EvalRunConfig
+from drafthead.eval.config import EvalConfig
 from drafthead.eval.timing.methods import check_methods
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
 from drafthead.models.drafters.combined import CombinedDrafter
@@ -19,7 +16,6 @@ from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
-from drafthead.train import config as train_config
 from support import TinyBase
 
 
@@ -147,16 +143,3 @@ def test_drafters_that_cannot_be_put_together(tiny_base: TinyBase, spec: str, me
     hydra = HydraConfig(num_draft_tokens=3).build(tiny_base())
     with pytest.raises(UserError, match=message):
         build_drafter(parse_drafter(spec), hydra.base, hydra, EvalConfig().draft_config(hydra))
-
-
-def test_nested_settings_can_be_overridden_on_the_command_line() -> None:
-    """Frozen dataclasses are read-only nodes to Hydra, unless the schema opens them."""
-    assert train_config, "its import registers the schema of train.yaml"
-    overrides = ["head=x", "sampler.temperature=0.7", "rule.name=typical", "tree=expansion:1-1-3"]
-    assert command, "its import registers the settings of eval"
-    with initialize(config_path=None, version_base="1.3"):
-        config = parse(compose("eval", overrides=overrides), EvalRunConfig)
-    assert (config.sampler.temperature, config.rule.name) == (0.7, "typical")
-    with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        run = compose("train", overrides=["recipe=medusa_smollm2", "eval.sampler.temperature=0.7"])
-    assert run.eval.sampler.temperature == 0.7

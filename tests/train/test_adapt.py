@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json_lines
 from drafthead.eval.trees.answers import read_hidden_states
-from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.draft_lm import DraftLMConfig
@@ -20,7 +20,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
-from drafthead.train.adapt import OnlineConfig, OnlineLearner, first_undrafted, frozen_copy, replayed
+from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, replayed
 from drafthead.train.trainer.optim import OptimConfig
 from support import TinyBase, call, noisy_head, p_value_of_answers, probs_of_answers, random_ids, randomised, small_head
 
@@ -40,16 +40,6 @@ def make_heads(tiny_base: TinyBase) -> dict[str, DraftHead]:
         "kangaroo": KangarooConfig(num_draft_tokens=3, exit_layer=1, confidence_threshold=0.0).build(base).eval(),
         "eagle3": noisy_head(Eagle3Config(num_draft_tokens=4, ttt_steps=4), base, 0.03),
     }
-
-
-def test_where_a_step_left_its_drafts() -> None:
-    tree = TokenTree.from_paths([(0,), (1,), (0, 0)])  # nodes 1 and 2, and 3 below 1
-    proposal = Proposal(tokens=torch.tensor([[9, 5, 6, 7]]), shape=tree.shape, draft_sampling=DraftSampling.TOP_K)
-    assert first_undrafted(proposal, [], 10) == (11, 1, (6, 5))
-    assert first_undrafted(proposal, [5], 10) == (12, 2, (7,))
-    assert first_undrafted(proposal, [6], 10) is None, "nothing was drafted below it"
-    assert first_undrafted(proposal, [5, 7], 10) is None
-    assert first_undrafted(proposal, [4, 4], 10) == (11, 1, (6, 5)), "another drafter's tokens were accepted"
 
 
 @pytest.mark.parametrize("name", ["hydra", "hydra++", "draft_lm", "kangaroo", "eagle3"])

@@ -33,13 +33,13 @@ def test_golden_losses(tmp_path: Path, head: str) -> None:
     ("recipe", "options", "stops"),
     [
         ("medusa2_smollm2", JOINT, (6, 9)),  # before the phase that trains the base, and in its midst
-        ("medusa_smollm2", STREAM, (3,)),
+        ("medusa_smollm2", (*STREAM, "phases.pretrain.optim.name=muon"), (3, 12)),
         pytest.param("mlp_speculator_smollm2", (), (12,), marks=pytest.mark.slow),
     ],
-    ids=["medusa2", "stream", "mlp_speculator"],
+    ids=["medusa2", "stream and muon", "mlp_speculator"],
 )
 def test_resuming_changes_no_bit(tmp_path: Path, recipe: str, options: tuple[str, ...], stops: tuple[int, ...]) -> None:
-    """Beside the runs of test_killed_runs.py: a base that is trained along, a stream, and another head."""
+    """Beside the runs of test_killed_runs.py: a base that is trained along, a stream, Muon, another head."""
     options = (*options, TRAINED, "checkpoint.every_steps=3", "checkpoint.keep=20")
     whole = train(tmp_path / "whole", recipe, *options)
     for stop in stops:

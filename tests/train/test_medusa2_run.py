@@ -19,7 +19,6 @@ SHORT = (
     *("phases.joint.steps=6", "phases.pretrain.steps=2", "phases.distill.steps=4"),
     *("eval.limit=1", "eval.max_new_tokens=8"),
 )
-PLAIN_MEDUSA = ("head=medusa", "~head.base_loss", "~head.heads_weight", "~head.heads_schedule")
 LOOSE = ("quality_limits.max_perplexity_ratio=null", "quality_limits.min_greedy_match_rate=null")
 
 
@@ -65,19 +64,3 @@ def test_text_for_measuring_the_base_is_not_trained_on(tmp_path: Path) -> None:
     assert [*trained["input_ids"], *unseen["input_ids"]] == list(everything["input_ids"])
     heads_alone = open_phase(corpora, "pretrain", run.phases["pretrain"], HiddenStatesSpec()).rows
     assert len(heads_alone) == len(everything)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (PLAIN_MEDUSA, "phases.joint.train_base .*MedusaConfig"),
-        (("phases.joint.train_base=false",), "quality_limits"),
-        (("phases.distill.train_base=true", "phases.joint.train_base=false"), "phases.joint .*phases.distill"),
-        (("base.adapter=some/folder",), "base.adapter=some/folder .*phases.joint.train_base"),
-        (("quality_limits.min_greedy_match_rate=2",), "min_greedy_match_rate .* 2"),
-        (("head.base_loss=mse",), "head.base_loss"),
-    ],
-)
-def test_bad_settings(overrides: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=says):
-        load(tmp_path, *overrides)

@@ -149,11 +149,9 @@ def test_builtin() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"kind": "csv", "name": "x"}, "kind must be one of hf, jsonl"),
         ({"kind": "jsonl"}, "name is missing; set it"),
         ({"kind": "embedded", "name": "x"}, "must be one of passages, python_stdlib, questions, .*got 'x'"),
         ({"kind": "text", "name": "x", "subset": "y"}, "subset is for kind 'hf' only"),
-        ({"kind": "text", "name": "x", "weight": 0.0}, "weight must be above 0"),
     ],
 )
 def test_limits(settings: dict[str, Any], says: str) -> None:

@@ -138,13 +138,6 @@ def test_phases_follow_one_another_although_steps_start_again() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["1", "2", "held out"]
 
 
-def test_curves_of_training_are_files_of_their_own(tmp_path: Path) -> None:
-    plots.save_training_plots(LOG, tmp_path / "plots")
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"training_loss.png", "training_acceptance.png"}
-    plots.save_training_plots([], tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-
-
 def test_the_chosen_tree_is_marked_on_the_cost_curve() -> None:
     lines = plots.cost(LATENCY, 10, None).axes[0].get_lines()
     curve, mark = (line for line in lines if len(line.get_xdata()) in (1, 3))

@@ -14,11 +14,9 @@ from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import CacheShape, TreeCache
-from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DynamicTree
-from drafthead.models.decoding.loop import DecodeLoop, DecodingSequence, decode_batch
+from drafthead.models.decoding.loop import decode_batch
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.kangaroo import KangarooConfig
@@ -121,20 +119,6 @@ def test_texts_are_those_over_whole_caches(name: str, kind: str, base_of: BaseOf
     assert kind == "lookup" or sum(step.accepted for row in (*together, *alone) for step in row.steps) > 0
     sampled = decoded(base, drafter, draft_config=draft_config, sampler=SAMPLER)
     assert [row.tokens for row in sampled] == seeded[:3]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_shared_beginning_and_replaced_rows(name: str, base_of: BaseOf) -> None:
-    """Prompts that begin alike, of which three take over the rows of others."""
-    base = base_of(name)
-    prompts = [PROMPTS[2] + random_ids(n, n) for n in (2, 31, 9, 17, 5)]
-    eos_ids = frozenset(range(0, 300, 25))
-    config = DecodeConfig(draft_config=ROOT_ONLY, sampler=Sampler(), rule=AcceptanceRule(), eos_ids=eos_ids)
-    loop = DecodeLoop(base=base, drafter=None, config=config, max_new_tokens=NEW, batch_size=2, capacity=CAPACITY)
-    for row in loop.run([DecodingSequence(number=n, prompt=prompt, seed=n) for n, prompt in enumerate(prompts)]):
-        ids, last = row.prompt + row.answer, len(row.prompt) - 1
-        hidden = base.forward(torch.tensor([ids[:-1]]), base.new_cache(len(ids))).final[0, last:]
-        assert base.logits(hidden).argmax(-1).tolist() == row.answer
 
 
 def test_what_was_dropped_cannot_come_back(base_of: BaseOf) -> None:

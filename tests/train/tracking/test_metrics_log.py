@@ -17,23 +17,6 @@ def logged(path: Path) -> list[int]:
     return [json.loads(line)["total_step"] for line in path.read_text().splitlines()]
 
 
-def test_resume_drops_rows_past_the_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
-    log = MetricsLog(path)
-    log.truncate(0)
-    assert log.rows() == [] and not path.exists()
-    for step in (1, 2, 3, 4):
-        log.write(row(step))
-    resumed = MetricsLog(path)
-    resumed.truncate(2)
-    for step in (3, 4, 5):
-        resumed.write(row(step))
-    assert logged(path) == [1, 2, 3, 4, 5]
-    assert resumed.rows()[1] == row(2)
-    resumed.truncate(0)
-    assert resumed.rows() == [], "a fresh run"
-
-
 def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write(row(1))

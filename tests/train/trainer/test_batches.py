@@ -1,9 +1,8 @@
-"""Rows are read one micro-batch ahead, and come out in the requested order."""
+"""Rows are read one micro-batch ahead."""
 
 import threading
 
 import datasets
-import pytest
 import torch
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
@@ -11,28 +10,14 @@ from drafthead.train.trainer.batches import PhaseData
 from support import TinyBase
 
 
-@pytest.fixture
-def data(tiny_base: TinyBase) -> PhaseData:
+def test_the_next_rows_are_read_meanwhile_and_no_more(tiny_base: TinyBase) -> None:
     rows = {
         "input_ids": [[n + 3] * 16 for n in range(6)],
         "position_ids": [list(range(16))] * 6,
         "document_ids": [[0] * 16] * 6,
         "loss_mask": [[True] * 16] * 6,
     }
-    return PhaseData(datasets.Dataset.from_dict(rows), tiny_base(), HiddenStatesSpec(), None)
-
-
-def test_the_stream_is_what_load_gives(data: PhaseData) -> None:
-    requests = [[0, 5], [3], [1, 1, 2]]
-    for numbers, (batch, base_hidden) in zip(requests, data.stream(iter(requests)), strict=True):
-        again, states = data.load(numbers)
-        assert torch.equal(batch.input_ids, again.input_ids) and batch.input_ids[:, 0].tolist() == [
-            n + 3 for n in numbers
-        ]
-        assert torch.equal(base_hidden.final, states.final)
-
-
-def test_the_next_rows_are_read_meanwhile_and_no_more(data: PhaseData) -> None:
+    data = PhaseData(datasets.Dataset.from_dict(rows), tiny_base(), HiddenStatesSpec(), None)
     original_read, asked, done = data.read, [], threading.Semaphore(0)
 
     def watched(numbers: list[int]) -> tuple[TrainBatch, torch.Tensor | None]:

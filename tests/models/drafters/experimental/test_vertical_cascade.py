@@ -6,17 +6,15 @@ The distribution of sampled text is tested here for every drafter that samples f
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch
-from drafthead.models.decoding.random_source import DRAFT, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
-from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade, inner_seeds
+from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, assert_distributed, assert_same_in_any_batch
@@ -53,14 +51,6 @@ def test_a_row_draws_the_same_whatever_its_neighbours(tiny_base: TinyBase) -> No
     drafter = two_deep(early_exit(base, 2).model, base)
     settings = {"max_new_tokens": 24, "draft_config": sampled(CHAIN), "sampler": SAMPLER, "ignore_eos": True}
     assert_same_in_any_batch(base, drafter, PROMPTS, **settings)
-
-
-def test_seeds_inside_are_those_of_row_and_step(tiny_base: TinyBase) -> None:
-    last = torch.zeros(2, dtype=torch.int64)
-    sources = [PerRowRng([1, 2], [position] * 2, DRAFT, torch.device("cpu")) for position in (3, 4)]
-    seeds = [seed for source in sources for seed in inner_seeds(last, source)]
-    assert len(set(seeds)) == 4 and min(seeds) > 2**40
-    assert inner_seeds(last[:1], PerRowRng([2], [4], DRAFT, torch.device("cpu"))) == seeds[3:]
 
 
 DRAFTERS: dict[str, tuple[Callable[[BaseModel, BaseModel], Drafter], DraftConfig]] = {
