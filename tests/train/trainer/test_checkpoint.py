@@ -25,10 +25,10 @@ STATE = TrainState(phase=1, step=3, global_step=7, processes=2, losses=[0.1, Non
 
 
 class Run:
-    """A layer in training."""
+    """Two layers in training."""
 
     def __init__(self) -> None:
-        self.head = nn.Sequential(nn.Linear(4, 8))
+        self.head = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
         self.optimizer = build_optimizer(self.head.parameters(), OptimConfig(lr=0.1))
 
     def step(self) -> None:
