@@ -57,8 +57,8 @@ class BaseConfig:
     dtype: Dtype = "auto"
     """Dtype of the weights. ``auto`` is float32 on a CPU and bfloat16 on a GPU."""
     max_context: Annotated[int, Field(ge=16)] | None = None
-    """Longest context, in tokens. With null, the model's own limit or, if shorter, the length from which its rotary
-    embedding changes."""
+    """Longest context, in tokens. With null, the model's own limit or, if shorter, the longest context that can be
+    decoded exactly."""
     prepack: bool = True
     """Repack the weights of linear layers on a CPU, which speeds up products of a few rows."""
     kernels: Literal["auto", "packed"] = "auto"

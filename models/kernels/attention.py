@@ -2,7 +2,7 @@
 
 transformers' own ``sdpa`` repeats the keys and values of grouped-query models in every masked pass. At batch 48 this
 costs five times the attention itself (``docs/dev/log.md``). A keyword that would change the result and is not
-implemented here is an error, so a base with any other attention is refused at load.
+implemented here raises an error, so bases with another kind of attention are refused at load.
 
 Shape legend: B batch, H query heads, G key/value heads, T queries, S keys, E head width, F width of values.
 """
@@ -29,7 +29,7 @@ HARMLESS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits"),
     )
 )
-"""Keywords without effect here: our mask already applies the window, and attention is always causal."""
+"""Keywords without effect here: the mask already applies the window, and attention is always causal."""
 MAX_SCORES = 2**26
 """Most attention scores in memory at once when they are computed explicitly."""
 _captured: list[Tensor] | None = None
@@ -37,7 +37,7 @@ _captured: list[Tensor] | None = None
 
 @contextmanager
 def captured_queries() -> Iterator[list[Tensor]]:
-    """Collect the rotated queries [B, H, T, E] of every layer, in order, of the passes in this block."""
+    """Collect each layer's queries [B, H, T, E] after the rotary embedding, for all calls inside the ``with`` block."""
     global _captured
     _captured = []
     try:
@@ -62,17 +62,17 @@ def grouped_sdpa(
     """Return the attention [B, T, H, F] of queries [B, H, T, E] over keys [B, G, S, E] and values [B, G, S, F].
 
     Args:
-        module: the layer, named in messages.
+        module: the attention layer, whose model type messages name.
         query: [B, H, T, E].
         key: [B, G, S, E].
         value: [B, G, S, F].
         attention_mask: additive, [B or 1, 1, T, S]; None: causal.
         dropout: probability of dropping an attention weight.
-        scaling: factor of the scores; None: 1 / sqrt(E).
+        scaling: factor that multiplies the scores; None: 1 / sqrt(E).
         s_aux: [H] sinks: a logit per head that takes part in the softmax and has no value (gpt-oss).
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         is_causal: False is refused.
-        kwargs: refused unless ``HARMLESS`` or None.
+        kwargs: other keywords of transformers; refused unless ``HARMLESS`` or None.
 
     Raises:
         UserError: the layer uses a keyword that is not implemented here.
@@ -121,7 +121,7 @@ def _explicit(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """Return ``grouped_sdpa`` as [B, H, T, F], with explicit scores, for a block of queries at a time."""
+    """Compute ``grouped_sdpa`` as [B, H, T, F] from explicit scores, one block of queries at a time."""
     rows, heads, queries, width = query.shape
     groups, keys = key.shape[1:3]
     if mask is None and queries > 1:
@@ -148,8 +148,8 @@ def _explicit(
 def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the additive mask [B, 1, T, T] in which a token sees itself and earlier tokens of its document.
 
-    ``document_ids`` is [B, T]. On a CPU the mask also carries the document lengths, which our attention uses instead.
-    If a model changes the mask, the copy has no lengths and the mask itself is used.
+    ``document_ids`` is [B, T]. On a CPU the mask also has the document lengths as an attribute, and our attention uses
+    these instead. If a model changes the mask, the copy has no such attribute, and the mask itself is used.
     """
     time, device = document_ids.shape[1], document_ids.device
     seen = document_ids[:, :, None] == document_ids[:, None, :]
@@ -161,7 +161,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask [B, 1, T, S] of the keys that queries see, bool [B, T, S]."""
+    """Convert a bool mask [B, T, S], True for keys that a query sees, to an additive mask [B, 1, T, S]."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
 

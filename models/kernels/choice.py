@@ -1,4 +1,4 @@
-"""Choice of the fastest kernel for 1 to 32 rows on this CPU, and of dtypes with fewer bits if they are faster.
+"""Choice of the fastest kernel for products of 1 to 32 rows on this CPU, and of smaller dtypes if they are faster.
 
 Everything is measured at the first load of a base and stored for later loads.
 """
@@ -30,37 +30,37 @@ from drafthead.models.kernels.linear import (
 WORTH_MEASURING = 2**23
 """Fewest weights of a base for which kernels are measured. Smaller bases fit into the CPU's caches."""
 REPEATS, LONG_SECONDS = 3, 20.0
-"""Measurements of every pass. A large base stops after two of them if this many seconds have passed."""
+"""Measurements of every pass, and seconds after which the measurement of a large base stops with two of them."""
 COPY_SHARE = 1 / 8
-"""Share of the machine's memory that packed copies may take although compiled ones serve few rows.
+"""Largest share of the machine's memory for packed copies of weights that have a compiled copy too.
 
-The packed product is up to a tenth faster for hundreds of rows.
+They are kept because the packed product is up to a tenth faster for hundreds of rows.
 """
 PLAIN_ROWS = 4
 """Most rows for which the plain product is measured; for more, it is never the fastest."""
 MARGIN = 0.97
-"""Largest time of another kernel, relative to the default one, so that noise does not change the choice.
+"""Another kernel must take less than this share of the default kernel's time, so that noise does not decide.
 
 The default is the compiled kernel if there is one.
 """
 READ_ROWS, DRAFT_ROWS = 256, 4
-"""Rows of the two products that may use fewer bits: reading hidden states to train on, and drafting."""
+"""Rows with which smaller dtypes are timed: for computing hidden states to train on, and for drafting."""
 ROUNDING_MARGIN = 0.8
-"""Largest time of a product with about one percent of rounding error, relative to the exact one."""
+"""A product with about one percent of rounding error must take less than this share of the exact one's time."""
 Pass = Callable[[int], object]
-"""A pass of the base over a number of rows."""
+"""A function that runs the base on this number of tokens (rows of its products)."""
 
 
 def worth_measuring(model: nn.Module) -> bool:
-    """Return True if the base has enough weights for the choice to matter."""
+    """Return True if the base has so many weights that the choice of kernels matters."""
     return sum(p.numel() for p in model.parameters() if can_prepack(p)) >= WORTH_MEASURING
 
 
 def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: object) -> None:
-    """Fill ``table`` with the fastest kernel for every number of rows, and free the weights that no kernel reads.
+    """Fill ``table`` with the fastest kernel for every number of rows, and free copies of weights for other kernels.
 
-    These are packed or compiled copies for kernels that were not chosen. The choice is stored on this machine under a
-    key with ``shape``, the sizes of the products, so that a resumed run computes what it did before.
+    ``run`` runs the base, and ``shape`` identifies the sizes of its products. The choice is stored on this machine, so
+    that a resumed run computes what it did before.
     """
     compiles = skinny_library() is not None
     key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]
@@ -83,7 +83,7 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
 
 
 def _restore(table: KernelTable, path: Path) -> bool:
-    """Fill ``table`` with the stored choice, and return False if its file is missing or damaged."""
+    """Fill ``table`` with the stored choice and return True; return False if its file is missing or damaged."""
     try:
         stored = read_checksummed_json(path)
         kernels, drafts_in = {n: Kernel(stored[str(n)]) for n in MEASURED_ROWS}, stored["drafts_in"]
@@ -130,9 +130,10 @@ def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
 def _fastest(
     module: nn.Module, rows: int, dtypes: Iterable[torch.dtype], before: Callable[[], object] = lambda: None
 ) -> torch.dtype | None:
-    """Return the last of ``dtypes`` that is faster than float32 and the ones before it, or None.
+    """Return the fastest of ``dtypes``, or None if none is clearly faster than float32 (``ROUNDING_MARGIN``).
 
-    The largest layer is timed with ``rows`` rows, and ``before`` runs before every comparison.
+    Each must be clearly faster than the one chosen before it. The largest layer is timed with ``rows`` rows, and
+    ``before`` is called before every comparison.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, PrepackedLinear)]
     if not layers:

@@ -1,6 +1,6 @@
 """Matrix products for a few rows, bound by reading the weight: ``skinny.cpp``, compiled for this CPU at first use.
 
-Needs Linux and a C++ compiler (``CXX``, else ``g++``). Without them torch's products are used.
+This needs Linux and a C++ compiler (``CXX``, else ``g++``). Without them, torch's products are used.
 
 Shape legend: N outputs, K inputs.
 """
@@ -29,7 +29,7 @@ FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp")
 BUILD_SECONDS = 60
 """Time limit of one compiler call."""
 TOLERANCE = 1e-4
-"""Largest relative error of a build that is used."""
+"""Largest relative error with which a compiled library is accepted."""
 
 
 class CompiledWeight:
@@ -73,12 +73,12 @@ class CompiledWeight:
         """Return ``x @ weight.T + bias``, float32: [..., K] -> [..., N].
 
         Raises:
-            RuntimeError: ``x`` is not a float32 tensor [..., K] on the CPU, as from ``F.linear``.
+            RuntimeError: ``x`` is not a float32 tensor [..., K] on the CPU (the same type of error as ``F.linear``'s).
         """
         # The library receives bare addresses, so it would read and write past the end of a tensor of another size.
         if not x.is_cpu or x.dtype != torch.float32 or x.ndim == 0 or x.shape[-1] != self._inputs:
             raise RuntimeError(
-                f"expected an input of dtype float32 on the device cpu, whose shapes end in {self._inputs}; got "
+                f"expected an input of dtype float32 on the device cpu, with shapes [..., {self._inputs}]; got "
                 f"{x.dtype} on {x.device} with shape {list(x.shape)}"
             )
         x = x.contiguous()
@@ -97,7 +97,7 @@ class CompiledWeight:
 def skinny_library() -> ctypes.CDLL | None:
     """Return the compiled library, or None if there is no compiler, the build fails, or a test product is wrong.
 
-    The build is stored on disk for later processes on the same CPU.
+    The library is stored on disk for later processes on the same CPU.
     """
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if sys.platform != "linux" or shutil.which(compiler[0]) is None:
@@ -139,7 +139,7 @@ def skinny_library() -> ctypes.CDLL | None:
 
 
 def _cpu_features() -> str:
-    """Return the CPU's instruction sets: CPUs of one name differ in them."""
+    """Return the CPU's instruction sets, in which CPUs with the same name may differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Graphs (CUDA, XPU) of functions with fixed shapes: one launch instead of hundreds.
 
 A graph replays kernels on the addresses that they were captured with. A function is therefore captured once per
-combination of shapes and reads its inputs from private buffers. It may use other memory only if that memory stays
-in place, and it must not read a value back to the host. Without CUDA, or after a failed capture, the same function
+combination of shapes and reads its inputs from private buffers. Other memory that it uses must stay at the same
+address, and it must not copy a value to the host. Without CUDA, or after a failed capture, the same function
 runs eagerly, so tokens do not depend on graphs. XPU's graphs follow torch's documentation and are untested.
 """
 
@@ -19,7 +19,7 @@ Outputs = tuple[Tensor, ...]
 WARM_UP = 3
 """Runs on the capture's stream before the capture: some libraries initialise themselves when first used."""
 EAGER_CALLS_BEFORE_GRAPH = 1
-"""Calls that run eagerly first: a shape that occurs once is not worth a capture."""
+"""Calls that run eagerly before a capture, because a shape that occurs once is not worth a capture."""
 
 
 class GraphBackend:
@@ -118,7 +118,10 @@ class StaticCalls:
         self._calls: dict[object, StaticCall] = {}
 
     def __call__(self, key: object, function: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
-        """Return ``function(*inputs)``. Anything else that it depends on is constant, or in ``key``."""
+        """Return ``function(*inputs)``, captured once per ``key`` and shapes of ``inputs``.
+
+        Anything else that the result depends on must be part of ``key``, or stay constant.
+        """
         key = (key, *(i.shape for i in inputs))
         call = self._calls.get(key)
         if call is None:

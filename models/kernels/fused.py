@@ -21,8 +21,8 @@ from drafthead.models.kernels.private_apis import is_gemma_norm, stock_part
 class FusedRMSNorm(nn.Module):
     """RMSNorm in four operations for float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``.
 
-    There ``F.rms_norm`` runs a dozen operations, as the stock module does. Other devices have a kernel for it, and
-    lower precisions need its float32.
+    ``F.rms_norm`` would run a dozen operations on a CPU, like the stock module. It is used on other devices, which have
+    a kernel for it, and in lower precisions, which need its float32 arithmetic.
     """
 
     def __init__(self, norm: Any) -> None:
@@ -103,7 +103,7 @@ class FusedAttention(nn.Module):
 
 
 def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
-    """Return the rotary position embedding, pairing the first half of a head with the second as transformers does."""
+    """Apply rotary position embeddings, pairing the first half of a head with the second as transformers does."""
     first, second = x_BTHE.chunk(2, -1)
     sin_first, sin_second = sin_BTE.unsqueeze(2).chunk(2, -1)
     out = x_BTHE * cos_BTE.unsqueeze(2)
@@ -115,7 +115,10 @@ def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
 
 
 def _can_join(module: nn.Module, *names: str) -> bool:
-    """Return True if these children are plain linear layers that can be packed as one: all with a bias, or none."""
+    """Return True if the children ``names`` are plain linear layers that can be packed as one layer.
+
+    All of them must have a bias, or none.
+    """
     children: list[Any] = [getattr(module, name, None) for name in names]
     plain = all(type(child) is nn.Linear and can_prepack(child.weight) for child in children)
     return plain and len({child.bias is None for child in children}) == 1
@@ -125,7 +128,7 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
     """Replace stock attention, MLP and norm modules below ``module`` by fused ones, in place.
 
     Their weights are stored as ``dtype`` (None: unchanged), and the original ones are released. Other modules are left
-    for ``prepack_linears``. Returns the number of ``nn.Linear`` layers replaced.
+    to ``prepack_linears``. Return the number of ``nn.Linear`` layers that were replaced.
     """
     replaced = 0
     for name, stock in list(module.named_children()):
@@ -155,8 +158,8 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
 def fresh_copy(layer: nn.Module, config: Any, layer_idx: int, source: int | None = None) -> nn.Module:
     """Return a trainable float32 stock decoder layer with the weights of a base's ``layer``, fused or not.
 
-    ``layer_idx`` is its index in the new stack, and caches use it. ``source`` is the index of ``layer`` in the base if
-    it differs: the config decides by it what kind of layer to build.
+    ``layer_idx`` is the new layer's index, under which it uses a cache. ``source`` is the index of ``layer`` in the
+    base (None: ``layer_idx``), by which the config chooses the kind of layer, such as sliding-window attention.
     """
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))  # packed layers have no parameters
     with torch.device(device):
@@ -194,7 +197,7 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
 
 
 def _fill(linears: list[Any], packed: nn.Module) -> None:
-    """Split the outputs of a packed layer among the ``linears`` that it replaced."""
+    """Copy the weight and bias of a packed layer back into the ``linears`` that it replaced."""
     assert isinstance(packed, PrepackedLinear)
     bias = torch.zeros(packed.out_features) if packed._bias is None else packed._bias
     rows, start = packed.dense(), 0

@@ -1,4 +1,4 @@
-"""Memory in huge pages: without them, address translation adds a twentieth to a pass that reads weights.
+"""Weights in huge pages: with small pages, address translation makes a forward pass a twentieth slower.
 
 Gathering small pages into huge ones takes up to four seconds for SmolLM2, so a thread does it while loading continues.
 """
@@ -20,22 +20,22 @@ MADV_COLLAPSE = 25
 def use_huge_pages(address: int, size: int, owner: object) -> None:
     """Ask Linux to back ``size`` bytes from ``address`` by huge pages, in the background; do nothing elsewhere.
 
-    The kernel may decline. Neighbouring data on the same huge pages is included. ``owner`` is kept alive until then,
-    so that the memory is not freed and used for something else meanwhile.
+    Linux may decline. Neighbouring data on the same huge pages is included. ``owner`` is kept alive until the region
+    is processed, so that its memory is not freed before.
     """
     if sys.platform == "linux":
         _regions().put((address, size, owner))
 
 
 def wait_for_huge_pages() -> None:
-    """Return when all regions have been processed, so that a measurement is not disturbed."""
+    """Wait until all regions are processed, so that this work does not disturb a measurement."""
     if sys.platform == "linux":
         _regions().join()
 
 
 @cache
 def _regions() -> "Queue[tuple[int, int, object]]":
-    """Return the queue of regions, and start the thread that processes them."""
+    """Return the queue of regions; the first call starts the thread that processes them."""
     regions: Queue[tuple[int, int, object]] = Queue()
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -1,9 +1,9 @@
 """Linear layers packed for few input rows on a CPU.
 
-Decoding and verification multiply 1 to 64 rows by every weight of the base, so a product should cost one read of the
-weight. ``F.linear`` uses a general GEMM and takes about 1.7 times as long from two rows on. On some CPUs, oneDNN over
-weights in its blocked layout reaches the bound. The product in ``compiled.py`` comes near it on all CPUs tried.
-``choice.py`` measures at load which is fastest for how many rows.
+Decoding and verification multiply 1 to 64 rows by every weight of the base, so a product should take only as long as
+reading the weight from memory. ``F.linear`` uses a general GEMM and takes about 1.7 times as long from two rows on. On
+some CPUs, oneDNN reaches this bound with weights in its blocked layout. The product in ``compiled.py`` comes near it on
+all CPUs tried. ``choice.py`` measures at load which product is fastest for each number of rows.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class PackedCopies(nn.Module):
-    """What a module makes of its weights for inference, by key; a submodule without weights.
+    """Copies of a module's weights for inference, by key; itself a submodule without weights.
 
     ``.train()``, ``.eval()``, ``.to()``, ``.float()`` and ``load_state_dict`` of the module drop all copies.
     """
@@ -35,14 +35,14 @@ class PackedCopies(nn.Module):
         self._copies: dict[object, Any] = {}
 
     def get(self, key: object, make: Callable[[], T]) -> T:
-        """Return the copy of this key, which ``make`` returns if there is none."""
+        """Return the copy stored under ``key``; if there is none, store what ``make`` returns."""
         if key not in self._copies:
             self._copies[key] = make()
         made: T = self._copies[key]
         return made
 
     def inference(self, dtype: torch.dtype | None = None) -> Self:
-        """Return this object: an inference copy of the module shares it."""
+        """Return self, because an inference copy of the module shares this object."""
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -60,7 +60,7 @@ class PackedCopies(nn.Module):
 
 
 ROWS_HINT = 8
-"""Input rows that oneDNN chooses its layout for; all numbers from 2 on give the same layout."""
+"""Number of input rows for which oneDNN chooses its layout of a weight; all from 2 on give the same layout."""
 DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 """Dtypes for copies of a head's weights, by name."""
 
@@ -86,9 +86,9 @@ class KernelTable:
     def __init__(self) -> None:
         self.by_rows: dict[int, Kernel] = dict.fromkeys(MEASURED_ROWS, Kernel.PACKED)
         self.bfloat16_reads = False
-        """True if bfloat16 products compute the hidden states to train on, which need not be exact."""
+        """True if hidden states to train on, which need not be exact, are computed by bfloat16 products."""
         self.drafts_in: torch.dtype | None = None
-        """Dtype for the copies of weights that heads draft with (``head.draft_dtype=auto``); None: no copies."""
+        """Dtype of the copies of a head's weights for drafting (``head.draft_dtype=auto``); None: no copies."""
 
     def __str__(self) -> str:
         reads = "; hidden states to train on by bfloat16 products" if self.bfloat16_reads else ""
@@ -102,7 +102,7 @@ class KernelTable:
         return ", ".join(runs) + missing + reads + drafts
 
     def kernel(self, rows: int) -> Kernel:
-        """Return the kernel for ``rows`` rows: above the measured numbers, the packed one."""
+        """Return the kernel for ``rows`` input rows; for more rows than were measured, the packed one."""
         return next((kernel for n, kernel in self.by_rows.items() if rows <= n), Kernel.PACKED)
 
 
@@ -121,7 +121,7 @@ class PrepackedLinear(nn.Module):
     ) -> None:
         """Pack a float32 ``weight`` as ``dtype``: float32, or bfloat16, which also rounds inputs and outputs.
 
-        With a ``table``, the weight is stored once for every kernel to compare, until ``keep`` is called.
+        With a ``table``, the weight is stored once for each kernel that is compared, until ``keep`` is called.
         """
         super().__init__()
         self._dtype = dtype
@@ -148,7 +148,7 @@ class PrepackedLinear(nn.Module):
         return product.to(x.dtype)
 
     def kernel(self, rows: int) -> Kernel:
-        """Return the kernel that multiplies ``rows`` rows: the table's choice, if the weight is stored for it."""
+        """Return the kernel for ``rows`` input rows: the table's choice, if the weight is stored for that kernel."""
         kernel = self._table.kernel(rows)
         if self._packed is None or (kernel is Kernel.COMPILED and self._compiled is not None):
             return Kernel.COMPILED
@@ -169,9 +169,9 @@ class PrepackedLinear(nn.Module):
         return self if dtype in (None, self._dtype) else inference_linear(self.dense(), self._bias, dtype)
 
     def keep(self, kernels: set[Kernel]) -> None:
-        """Release the copies of the weight that none of ``kernels`` reads.
+        """Release the copies of the weight that none of ``kernels`` uses.
 
-        The packed copy stays for more rows than were measured, unless the compiled copy serves every number.
+        The packed copy stays, for more rows than were measured, unless ``kernels`` is the compiled one alone.
         """
         if Kernel.PLAIN not in kernels:
             self._weight = None
@@ -200,7 +200,7 @@ def _onednn(operator: str) -> Any:
 
 
 class DtypeLinear(nn.Module):
-    """An inference-only linear layer whose product takes and returns one dtype."""
+    """An inference-only linear layer that casts inputs to the dtype of its ``product``, and outputs back."""
 
     def __init__(self, product: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         super().__init__()
@@ -214,11 +214,11 @@ class DtypeLinear(nn.Module):
 def inference_linear(
     weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None, table: KernelTable | None = None
 ) -> nn.Module:
-    """Return a layer with this weight ([out, in]) and no gradient, packed for few rows if possible.
+    """Return an inference-only layer with this weight [out, in], packed for few rows if possible.
 
-    ``dtype`` is what it computes in: by default the weight's own, also if int8 is asked for but was not compiled. With
-    int8, each output has a scale, and errors are about one percent; inputs are not rounded, so the result of a row does
-    not depend on its batch. ``table`` chooses the kernel by the number of rows.
+    It computes in ``dtype``, by default the weight's. int8 has one scale per output and errors of about one percent;
+    inputs are not rounded, so the result of a row does not depend on its batch. If int8 cannot be used here, the
+    weight's dtype is used. ``table`` chooses the kernel by the number of rows.
     """
     if dtype == torch.int8:
         if can_prepack(weight) and (library := skinny_library()):
@@ -232,20 +232,20 @@ def inference_linear(
 
 
 def packs_bfloat16() -> bool:
-    """Return True if this CPU multiplies bfloat16."""
+    """Return True if oneDNN has bfloat16 products on this CPU."""
     supported = _onednn("_is_mkldnn_bf16_supported")
     return supported is not None and bool(supported())
 
 
 def reads_in(layer: nn.Module) -> torch.dtype:
-    """Return the input dtype of a linear layer; a packed one has no ``weight`` and takes float32."""
+    """Return the input dtype of a linear layer: the weight's, or float32 for a packed layer."""
     return layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
 
 
 def joined_linear(
     linears: list[nn.Linear], dtype: torch.dtype | None = None, table: KernelTable | None = None
 ) -> nn.Module:
-    """Return one ``inference_linear`` that concatenates the outputs of ``linears``; all have a bias, or none."""
+    """Join ``linears`` into one ``inference_linear`` with concatenated outputs; all must have a bias, or none."""
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return inference_linear(torch.cat([linear.weight for linear in linears]), bias, dtype, table)
 
@@ -253,8 +253,8 @@ def joined_linear(
 def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Replace every ``nn.Linear`` below ``module`` by a prepacked layer, in place, and return their number.
 
-    ``dtype`` is what they compute in, by default float32. The original weights are released unless something else
-    holds them, such as a tied embedding.
+    The layers compute in ``dtype``, by default float32. Original weights are released unless something else holds
+    them, such as a tied embedding.
     """
     replaced = 0
     if type(module).__name__.endswith(("Router", "Gate")):
@@ -271,8 +271,8 @@ def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: 
 def inference_copy(module: Any, dtype: torch.dtype | None = None) -> Any:
     """Return a copy of ``module`` in evaluation mode, with linear layers packed for few rows.
 
-    A module with a method ``inference(dtype)`` is replaced by its result. Packed weights are copies in ``dtype`` (None:
-    their own dtype), and other weights are shared. The copy is invalid as soon as a packed weight changes.
+    A submodule with a method ``inference(dtype)`` is replaced by its result. Packed weights are copies in ``dtype``
+    (None: their own dtype), and other weights are shared. Make a new copy after a packed weight has changed.
     """
     if type(module) is nn.Linear:
         return inference_linear(module.weight, module.bias, dtype)

@@ -1,4 +1,4 @@
-"""Every name that this project uses although torch or transformers does not document it, and what happens without it.
+"""The undocumented names of torch and transformers that this project uses, and what happens if one is missing.
 
 A release may drop such a name without notice, so ``pyproject.toml`` bounds both versions. Names with a fallback are
 looked up at first use, never at import. ``tests/models/kernels/test_private_apis.py`` compares this list with the
@@ -43,7 +43,7 @@ PRIVATE_NAMES = {
     "transformers.generation.streamers.BaseStreamer": "required: transformers' generate cannot be timed",
     "transformers.convert_slow_tokenizer.bytes_to_unicode": "required: the tiny test model cannot be built",
 }
-"""By full name, ``fallback`` or ``required``, and the consequence when the name is missing."""
+"""Full name -> ``fallback`` or ``required``, with the consequence if the name is missing."""
 
 
 @cache
@@ -62,8 +62,8 @@ def look_up(name: str) -> Any | None:
 def stock_part(module: nn.Module) -> str | None:
     """Return ``Attention``, ``MLP`` or ``RMSNorm`` if ``module`` is exactly this class of a family that can be fused.
 
-    Classes are compared by name, so that no module of another family is imported. A subclass may compute something
-    else, and gives None.
+    Classes are compared by name, so that no module of another family is imported. Subclasses give None, because they
+    may compute something else.
     """
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     if PRIVATE_NAMES.get(name) != _UNFUSED:
