@@ -1,6 +1,6 @@
-"""Attention, MLP and norm of layers that a head trains itself; weights have the names of Llama checkpoints.
+"""Attention, MLP and norm of a head's own decoder layers. Their weights have the names of Llama checkpoints.
 
-``inference`` of each returns its form for drafting: packed copies of the weights, fewer and larger products.
+The method ``inference`` of each module returns its fast version for drafting, with packed copies of the weights.
 
 Shape legend: B batch, T time, H query heads, G key/value heads, E head width, I input width, D base width.
 """
@@ -27,11 +27,12 @@ from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNor
 from drafthead.models.kernels.linear import can_prepack
 
 Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
-"""(inputs [B, P, I], positions [B, P], mask, cache) -> [B, P, D]; writes one layer's keys and values into the cache."""
+"""A layer in drafting: maps inputs [B, T, I], positions [B, T], an additive mask and a cache to outputs [B, T, D], and
+writes its keys and values into the cache."""
 
 
 class HeadAttention(nn.Module):
-    """Grouped-query attention without biases, of the base's sizes and with its rotary embedding."""
+    """Grouped-query attention without biases, with the base's numbers of heads, head width and rotary embedding."""
 
     def __init__(
         self, base: BaseModel, input_width: int | None = None, qk_norm: bool = False, layer_idx: int = 0
@@ -39,10 +40,10 @@ class HeadAttention(nn.Module):
         """Create the weights in float32 on the base's device.
 
         Args:
-            base: model whose sizes and rotary embedding are used.
-            input_width: width of the inputs; None: the base's.
-            qk_norm: norm every head's queries and keys before rotation (Qwen3).
-            layer_idx: index of this layer in its cache.
+            base: the frozen base.
+            input_width: width I of the inputs; None: the base's hidden size.
+            qk_norm: normalise the queries and keys of each attention head before rotation, as Qwen3 does.
+            layer_idx: index of this layer in the cache that its head drafts with.
         """
         super().__init__()
         if getattr(base.model.model, "rotary_emb", None) is None:
@@ -89,13 +90,13 @@ class HeadAttention(nn.Module):
         return rotate(key, *self.rotation(x, positions)).transpose(1, 2), value.transpose(1, 2)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
-        """Return the projected attention of inputs ``x`` [B, T, I]: [B, T, D].
+        """Return attention with its output projection, [B, T, D].
 
         Args:
-            x: inputs.
+            x: [B, T, I] inputs.
             positions: [B, T] int64.
             mask: [B, 1, T, keys] additive, or None if every query sees all keys.
-            cache: cache with these T positions reserved; None in training.
+            cache: cache in which T positions were reserved by ``begin``; None in training.
         """
         query, key, value = self.states(x, positions)
         if cache is not None:
@@ -103,12 +104,12 @@ class HeadAttention(nn.Module):
         return self.output(query, key, value, mask)
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the projected attention of given queries, keys and values: [B, T, D]."""
+        """Return attention of given queries, keys and values, with its output projection: [B, T, D]."""
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
         return self.join(out)
 
     def output_of_blocks(self, query: Tensor, *context_and_blocks: Tensor | None) -> Tensor:
-        """Return the projected attention of blocks, [B, S P, D]; the arguments are those of ``attend_block``.
+        """Return ``attend_block`` with the output projection: [B, S P, D], for P queries at each of S anchors.
 
         Scores are recomputed in the backward pass. Otherwise every layer would store S P x T per attention head.
         """
@@ -116,12 +117,12 @@ class HeadAttention(nn.Module):
         return self.join(out.flatten(2, 3))
 
     def join(self, attended: Tensor) -> Tensor:
-        """Project the outputs of all attention heads: [B, H, T, E] -> [B, T, D]."""
+        """Apply the output projection to all attention heads: [B, H, T, E] -> [B, T, D]."""
         projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
     def inference(self, dtype: torch.dtype | None = None) -> Layer:
-        """Return ``forward`` with weights packed as ``dtype`` (None: unchanged), if the CPU can pack them."""
+        """Return ``forward`` with weights packed in ``dtype`` (None: their own dtype, if this CPU can pack it)."""
         if dtype is None and not can_prepack(self.q_proj.weight):
             return self.forward
         fused = FusedAttention(self, dtype)
@@ -138,7 +139,7 @@ class HeadRMSNorm(nn.RMSNorm):
         super().__init__(width or base.hidden_size, norm_eps(base), device=base.device)
 
     def inference(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return the norm in fewer operations; its weight keeps its dtype."""
+        """Return an equal norm of fewer operations; its weight keeps its dtype."""
         return FusedRMSNorm(self)
 
 
@@ -162,12 +163,12 @@ class HeadMLP(nn.Module):
         return down
 
     def inference(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return the MLP with gate and up as one product."""
+        """Return an equal MLP that computes gate and up in one product, with weights packed in ``dtype``."""
         return FusedMLP(self, dtype)
 
 
 def _rotary(base: BaseModel, heads: int, head_dim: int) -> nn.Module:
-    """Return the base's rotary embedding if it rotates like Llama's, else a new one of Llama's kind."""
+    """Return the base's rotary embedding if it rotates like Llama's, else a new Llama rotary embedding."""
     if rotates_like_llama(base, head_dim):
         stock: nn.Module = base.model.model.rotary_emb
         return stock
@@ -186,7 +187,8 @@ def _rotary(base: BaseModel, heads: int, head_dim: int) -> nn.Module:
 def rotates_like_llama(base: BaseModel, head_dim: int) -> bool:
     """Return True if the base's rotary embedding rotates like Llama's.
 
-    Others rotate a part of a head, pair neighbours, return complex numbers, or differ between kinds of layers.
+    Other models rotate only some channels, pair neighbouring channels, return complex numbers, or rotate differently in
+    layers with and without a sliding window.
     """
     try:
         probe = torch.zeros(1, 1, base.hidden_size, dtype=base.dtype, device=base.device)
@@ -201,9 +203,9 @@ def rotates_like_llama(base: BaseModel, head_dim: int) -> bool:
 
 
 def head_rope(base: BaseModel) -> dict[str, Any]:
-    """Return the rotary settings of a head's layer: the base's if it rotates like Llama's, otherwise theta alone.
+    """Return the ``rope_parameters`` of a head's layers: the base's if it rotates like Llama, else only its theta.
 
-    If kinds of layers differ, theta is that of the layers with full attention.
+    If the base's layers have different thetas, it is that of the layers with full attention.
     """
     config = base.model.config
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -225,7 +227,7 @@ class HeadDecoderLayer(nn.Module):
         layer_idx: int = 0,
         input_width: int | None = None,
     ) -> None:
-        """Create the layer with an MLP of width ``inner`` (None: the base's); see ``HeadAttention`` for the rest."""
+        """Create a layer; ``inner`` is the MLP's inner width (None: the base's). See also ``HeadAttention``."""
         super().__init__()
         self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base, input_width, qk_norm, layer_idx)
@@ -248,7 +250,7 @@ class HeadDecoderLayer(nn.Module):
         return normed
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return the term that the attention's output is added to, [B, T, D], from the layer's input."""
+        """Return the tensor to which the attention's output is added, [B, T, D], from the layer's input [B, T, I]."""
         return x
 
     def add_mlp(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -259,10 +261,10 @@ class HeadDecoderLayer(nn.Module):
 
 
 class AnchorContext:
-    """Attention of the draft positions of all anchors at once: in training what ``LayerCache`` is in drafting.
+    """Attention of the draft positions of all anchors at once, in training; drafting uses ``LayerCache``.
 
-    The context is read causally. The draft positions of an anchor see the context up to it and each other. With ``a0``
-    the query at anchor t = 1 of position 0, and ``a1, a2`` the positions after it::
+    A draft position sees the context up to its anchor and draft positions of the same anchor, here up to itself. The
+    context sees itself causally. For the anchor t = 1, with draft positions a0 (at the anchor itself), a1 and a2::
 
         keys:   context 0  1  2  3    a1 a2
         a0              x  x  .  .    .  .
@@ -275,9 +277,9 @@ class AnchorContext:
         self.rows = torch.arange(len(self.anchors), device=self.anchors.device)[:, None]
         self.positions = batch.position_ids
         self.mask = document_mask(batch.document_ids, dtype)
-        """[B, 1, T, T] additive: the context."""
+        """[B, 1, T, T] additive mask of the context's tokens over the context."""
         self.seen = self.mask[:, 0][self.rows, self.anchors][:, None]
-        """[B, 1, S, T] additive: the context of each anchor."""
+        """[B, 1, S, T] additive mask of the anchors over the context."""
 
     @property
     def flat(self) -> Tensor:
@@ -289,10 +291,11 @@ class AnchorContext:
         return values[self.rows, self.anchors]
 
     def start(self, layer: HeadDecoderLayer, inputs: Tensor) -> Callable[[Tensor], Tensor]:
-        """Read the context's ``inputs`` [B, T, I] with ``layer``; return its step along the draft positions.
+        """Run ``layer`` over the context's ``inputs`` [B, T, I], and return the function ``attend`` for ``advance``.
 
-        Each call of the step maps the inputs of the next position at all anchors, [B, S, I] -> [B, S, D]. The first is
-        for the anchors themselves. Their queries are known from the context, so its inputs only feed the residual.
+        The first call of that function computes draft position 0 at all anchors, the second call position 1, and so
+        on: [B, S, I] -> [B, S, D]. Position 0 stands in the context, so its queries, keys and values are those of the
+        context. The inputs of the first call are only read by the residual connection.
         """
         query, key, value = layer.states(inputs, self.positions)
         query = self.at_anchors(query.transpose(1, 2)).transpose(1, 2)
@@ -311,7 +314,7 @@ class AnchorContext:
         return step
 
     def block_positions(self, offsets: Tensor) -> Tensor:
-        """Return positions [B, S P] of the blocks whose slots are ``offsets`` [P] after their anchors."""
+        """Return the positions [B, S P] of blocks with P entries per anchor, each ``offsets`` [P] after its anchor."""
         return (self.at_anchors(self.positions)[..., None] + offsets).flatten(1, 2)
 
     def read_block(
@@ -321,11 +324,11 @@ class AnchorContext:
 
         Args:
             layer: the layer.
-            x: its inputs.
-            key: [B, G, T, E] of the context, and so is ``value``.
-            value: see ``key``.
+            x: its inputs at the blocks.
+            key: [B, G, T, E] keys of the context.
+            value: [B, G, T, E] values of the context.
             positions: [B, S P] int64.
-            seen: [P, P] bool, the slots of its block that a slot sees.
+            seen: [P, P] bool mask within a block: row i has the entries that entry i sees.
         """
         query, *block = (torch.unflatten(states, 2, (-1, len(seen))) for states in layer.states(x, positions))
         return layer.add_mlp(x, layer.self_attn.output_of_blocks(query, key, value, self.seen, *block, seen))
@@ -340,11 +343,11 @@ def attend_block(
     values: Tensor,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention of draft positions, which see the context and the draft positions of the same anchor.
+    """Return the attention of draft positions over the context and over the draft positions of the same anchor.
 
-    The keys of a query are the context's T and its own block's Q: one softmax over T + Q scores. The two products
-    stay apart because the context's keys are shared by all anchors, while each block's keys serve one anchor.
-    Example: T = 3, anchors at t = 0 and 1, blocks of Q = 2, causal ``seen``. The queries of the second block see::
+    Each query has T + Q keys, those of the context and those of its own block, and one softmax over all of them. The
+    two products are computed apart, because all anchors share the context's keys, while a block's keys serve one
+    anchor. Example: T = 3, anchors t = 0 and t = 1, blocks of Q = 2, causal ``seen``. The second block's queries see::
 
         context  block of t = 0   block of t = 1
         x x .        . .              x .
@@ -354,10 +357,10 @@ def attend_block(
         query: [B, H, S, P, E], P queries at each of S anchors.
         context_key: [B, G, T, E].
         context_value: [B, G, T, E].
-        mask: [B, 1, S, T] additive, which context an anchor sees.
+        mask: [B, 1, S, T] additive mask of the anchors over the context.
         keys: [B, G, S, Q, E] of the Q draft positions of each anchor.
         values: [B, G, S, Q, E].
-        seen: [P, Q] bool, which draft positions a query sees; None: all.
+        seen: [P, Q] bool mask of a block's queries over its keys; None: every query sees all of them.
 
     Returns:
         [B, H, S, P, E].
@@ -379,16 +382,17 @@ def attend_block(
 
 
 def norm_scale(base: BaseModel) -> Tensor:
-    """Return the scale [D] of the base's final norm: the norm of ones, in any convention (Gemma's is off by one)."""
+    """Return the scale [D] of the base's final norm: its output for ones, because Gemma stores the scale minus 1."""
     scale: Tensor = base.model.model.norm(torch.ones_like(base.embedding[0])).float()
     return scale
 
 
 @torch.no_grad()
 def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseModel, deepest: int, is_final: bool) -> None:
-    """Start ``fc`` as the state number ``deepest`` of its inputs, and ``norm`` as the base's final norm.
+    """Initialise ``fc`` to select one of its concatenated input states, and ``norm`` to the base's final norm.
 
-    A final state (``is_final``) has been normed once already, so that ``norm`` starts as the state's size.
+    ``deepest`` is the number of that state. If it is the base's final state (``is_final``), it has already passed the
+    final norm, and ``norm`` starts with one scale for all channels, which keeps the state's size.
     """
     width, scale = base.hidden_size, norm_scale(base)
     fc.weight.zero_()

@@ -1,4 +1,4 @@
-"""The files of a saved head: finding, reading and checking them before a head is built."""
+"""The files of a saved head: writing them, and finding, reading and checking them before a head is built."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +27,8 @@ from drafthead.models.token_tree import TokenTree
 FORMAT = 2
 """Version of ``config.json``."""
 EXTRA_PARAMETERS = 10_000_000
-"""Parameters that a config may describe beyond twice those in its file. The margin covers tensors copied from the
-base; the bound stops a config that would exhaust memory."""
+"""A config may describe at most twice the parameters of the weights file plus this number, for tensors that a new head
+copies from the base. The bound rejects a config that would exhaust memory."""
 TREES = "tree.json"
 CUSTOM_GENERATE = {
     "custom_generate/generate.py": '"""Speculative decoding with the draft head of this repository or folder."""\n\n'
@@ -72,7 +72,10 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 
 def check_parameters(folder: Path, described: Callable[[], int], weights: dict[str, Tensor]) -> None:
-    """Reject settings that describe far more parameters than the file has, before memory is allocated for them."""
+    """Reject a head whose settings describe far more parameters than its file has, before memory is allocated.
+
+    ``described`` counts the parameters by the settings of ``config.json``; ``weights`` are the file's tensors.
+    """
     try:
         count = described()
     except UserError:
@@ -161,7 +164,7 @@ def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
 
 
 def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a saved head; ``checksum`` is the expected sha256 of the file, if the config states it."""
+    """Read and check ``model.safetensors``; ``checksum`` is its expected sha256, or None if the config has none."""
     path = safe_join(folder, "model.safetensors")
     if not path.exists():
         refuse_pickles(folder, [file.name for file in folder.iterdir()])
@@ -178,7 +181,7 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
 
 
 def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
-    """Return the ids of a saved head's draft vocabulary, [W] int64, or None if it drafts over the whole vocabulary."""
+    """Return the base's ids of a saved head's draft vocabulary, [W] int64; None if it is the whole vocabulary."""
     count = config["draft_vocab"]
     if count is None:
         return None
@@ -194,7 +197,7 @@ def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], 
 
 
 def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabulary", remedy: str = "") -> None:
-    """Reject draft ids [W] that are none, repeated, or outside the base's [0, ``vocab_size``)."""
+    """Reject a draft vocabulary ``ids`` [W] that is empty, repeats an id, or has ids outside [0, ``vocab_size``)."""
     if len(ids) == 0 or int(ids.max()) >= vocab_size or int(ids.min()) < 0:
         raise UserError(f"{name} must have ids in [0, {vocab_size}), got {ids.tolist()[:4]}...{remedy}")
     if (repeated := len(ids) - len(set(ids.tolist()))) > 0:
@@ -202,7 +205,7 @@ def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabul
 
 
 def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
-    """Reject a ``base`` that differs from the identity of the base that the head was ``trained`` for."""
+    """Reject a base other than the one that the head was trained for, whose identity is ``trained``."""
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         if trained.get(key) != actual[key]:

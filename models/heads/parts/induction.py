@@ -1,13 +1,15 @@
-"""An induction head (Olsson et al., 2209.11895) for draft heads: predicts what followed the last two tokens before.
+"""An induction head (Olsson et al., 2209.11895): drafts the token that followed earlier occurrences of the last two.
 
-It attends from the last two tokens of a path to every pair of neighbours in the context, and copies the code of the
-token after the pair. A low-rank projection adds that code to the draft logits. In the context ``a b c ... a b``, the
-path ``a b`` scores ``c`` by both of its tokens.
+A path is the committed text followed by drafts. From the last two tokens of a path, the head attends to every
+pair of neighbours in the context and copies the code (a vector of r numbers) of the token after the pair. A low-rank
+projection adds that code to the draft logits. In the context ``a b c ... a b``, both tokens of the path ``a b`` match,
+so ``c`` gets the highest score.
 
-An attention layer learns to copy late (``docs/dev/log.md``), while this head copies from the start. Codes are random
-projections of the base's embeddings, so a token's code matches itself and hardly any other. The output projection
-starts as the codes of the draft vocabulary. A sink takes the weight if nothing matches. The head reads ids
-alone, so the context needs no pass, and every node of a tree has its own prediction.
+An attention layer learns to copy late (``docs/dev/log.md``), while this head copies from the start: codes are random
+projections of the base's embeddings, so the code of a token matches itself and hardly any other code. The output
+projection starts as the codes of the draft vocabulary. If nothing matches, the attention goes to a sink, which copies
+nothing. The head reads token ids only. It therefore needs no forward pass over the context, and every node of a tree
+has a prediction of its own.
 
 Shape legend: B rows, T tokens of the context, S anchors, F frontier nodes, n targets, D width, r rank, W draft
 vocabulary, V target vocabulary.
@@ -27,27 +29,27 @@ from drafthead.models.decoding.drafter import last_valid, take_rows
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
 
 SHARPNESS = (16.0, 6.0)
-"""Initial scores of a match with the last token, and with the token before it."""
+"""Initial attention scores of a match of the last token, and of the token before it."""
 SINK = 10.0
-"""Initial score of the sink: below a match, above the chance similarity of other tokens' codes."""
+"""Initial attention score of the sink: below a match, above the chance similarity of different tokens' codes."""
 BOOST = 8.0
-"""Initial increase of the draft logit of the token that followed a match."""
+"""Initial increase of the logit of a copied token."""
 INITIAL_ROOM = 256
-"""Spare positions of a new cache, added to twice the length of the prompt."""
+"""Spare positions when the cache is enlarged, added to twice the number of its tokens."""
 LAST, BEFORE, COPIED = range(3)
-"""Index of a token's three codes: as the last token, as the one before it, and as the copied token."""
+"""Indices of a token's three codes: as the last token of a path, as the token before it, and as the copied token."""
 
 
 class InductionHead(nn.Module):
-    """Attention from a path's last two tokens over every pair of the context and the token after it."""
+    """Attention from a path's last two tokens to pairs of tokens in the context. A pair's value is the next token."""
 
     def __init__(self, base: BaseModel, rank: int) -> None:
-        """Create codes of ``rank`` numbers; the sink's score is a projection of a state of the base's width."""
+        """Create a head whose codes have ``rank`` numbers. The sink's score is a projection of a hidden state."""
         super().__init__()
         width, device = base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
         self.table: Tensor | None = None
-        """[V, 3, r] codes of all ids; only in an inference copy."""
+        """[V, 3, r] the codes of all token ids; None except in an inference copy."""
         self.codes_proj = nn.Linear(width, 3 * rank, device=device)
         self.sink = nn.Linear(width, 1, device=device)
         self.sharpness = nn.Parameter(torch.tensor(SHARPNESS, device=device))
@@ -64,7 +66,7 @@ class InductionHead(nn.Module):
         return self.codes_proj.out_features // 3
 
     def inference(self, dtype: torch.dtype | None = None) -> "InductionHead":
-        """Return a copy with the codes of all ids in a table."""
+        """Return a copy that looks codes up in ``table`` instead of computing them."""
         twin = copy(self)
         with torch.no_grad():
             ids = torch.arange(len(self._embedding[0]), device=self.sharpness.device)
@@ -72,7 +74,7 @@ class InductionHead(nn.Module):
         return twin
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the base's embeddings at unit RMS: [...] -> [..., D]."""
+        """Return the base's embeddings of ``tokens``, each scaled to RMS 1: [...] -> [..., D]."""
         embedded = F.embedding(tokens, self._embedding[0]).to(self.sharpness.dtype)
         return F.rms_norm(embedded, embedded.shape[-1:])
 
@@ -84,7 +86,10 @@ class InductionHead(nn.Module):
 
     @torch.no_grad()
     def start_projection(self, d2t: Tensor, scale: float) -> Tensor:
-        """Return the initial output projection [W, r], whose product will be multiplied by ``scale``."""
+        """Return the initial low-rank projection [W, r]: the codes of the draft tokens.
+
+        Its product is later multiplied by the base's logit ``scale``, which the result compensates.
+        """
         return self.codes(d2t)[:, COPIED] * (BOOST / (self.rank * scale))
 
     def forward(
@@ -95,12 +100,13 @@ class InductionHead(nn.Module):
         Args:
             last: [B, F, 3, r] codes of the paths' last tokens.
             before: [B, F, 3, r] codes of the tokens before them.
-            state: [B, F, D] input of the sink's score.
+            state: [B, F, D] hidden states from which the sink's score is computed.
             context: [B, T, 3, r] codes of the context.
-            seen: [B, F or 1, T] bool mask of the tokens that may be copied; the first token is never copied.
-            paired: [B or 1, T] bool mask of the tokens that follow two tokens of their document.
+            seen: [B, F or 1, T] bool: True for tokens that may be copied. The first token is never copied.
+            paired: [B or 1, T] bool: True for tokens with at least two tokens of their document before them.
         """
-        # Column j - 1 scores copying token j: token j - 1 against the last one, and token j - 2 against the one before.
+        # Column j - 1 is the score of copying token j. It compares token j - 1 with the path's last token, and token
+        # j - 2 with the token before the last.
         one, two = self.sharpness / self.rank
         scores = (one * last[..., LAST, :]) @ context[:, :-1, LAST].transpose(1, 2)
         pairs = (two * before[..., BEFORE, :]) @ context[:, :-2, BEFORE].transpose(1, 2)
@@ -110,7 +116,7 @@ class InductionHead(nn.Module):
         return weights @ context[:, 1:, COPIED]
 
     def at_targets(self, batch: TrainBatch, states: list[Tensor], draft_targets: DraftTargets) -> Tensor:
-        """Return the copied codes for every target, [K, n, r]; the sink of position k reads ``states[k]`` [B, T, D]."""
+        """Return the copied codes at every target, [K, n, r]; ``states[k]`` [B, T, D] gives the sink's score there."""
         if len(draft_targets.target_idx) == 0:
             return states[0].new_zeros(len(states), 0, self.rank)
         anchors, slots = anchors_of(draft_targets, batch.input_ids)
@@ -130,21 +136,21 @@ class InductionHead(nn.Module):
 
 
 class InductionContext:
-    """Keys and values of the committed tokens of some rows, and the reading of one step's nodes level by level.
+    """The induction head in drafting: keys and values of the committed tokens, read for one tree level after the other.
 
-    ``keys @ query`` gives the sum of both scores in one product. The key of position j is the LAST code of token
-    j - 1, the BEFORE code of token j - 2 and a 0; its value is the COPIED code of token j::
+    One product ``keys @ query`` gives the sum of both scores. The key of position j is the LAST code of token j - 1,
+    the BEFORE code of token j - 2 and a 0. Its value is the COPIED code of token j. For the tokens ``a b c d``::
 
         position       0       1            2            3
         key      [0, 0, 1]  [a, 0, 0]   [b, a, 0]   [c, b, 0]
         value          0       b            c            d
 
-    Position 0 is the sink: its last column picks the sink's score from the query, and its value is zero. The result
-    is that of ``InductionHead.forward``, in fewer operations.
+    Position 0 is the sink. The 1 in its key selects the sink's score, the last number of the query; its value is zero.
+    The result equals that of ``InductionHead.forward``, in fewer operations.
     """
 
     def __init__(self, head: InductionHead, rows: int) -> None:
-        """Start without tokens; ``head`` is an inference copy."""
+        """Create an empty context for ``rows`` rows; ``head`` is an inference copy."""
         self._head, self._lengths = head, [0] * rows
         self._keys = self._values = head.sharpness.new_zeros(rows, 0, 0)
         self._before = self._sinks = self._keys
@@ -157,7 +163,7 @@ class InductionContext:
         if max(self._lengths) + new + 2 > self._keys.shape[1]:
             self._grow(2 * (max(self._lengths) + new) + INITIAL_ROOM)
         codes, (one, two) = head.codes(tokens), head.sharpness / rank
-        # What does not count lands behind the row's new length, and the next tokens overwrite it.
+        # Tokens beyond a row's count are written behind its new length, and the next tokens overwrite them.
         row = torch.arange(rows, device=tokens.device)[:, None]
         at = on_device(self._lengths, tokens.device)[:, None] + torch.arange(new, device=tokens.device)
         self._keys[row, at + 1, :rank] = codes[..., LAST, :] * one
@@ -182,8 +188,9 @@ class InductionContext:
             self._before = self._head.codes(last_valid(self._tokens, lengths))[:, None, BEFORE]
 
     def start(self, states: Tensor) -> None:
-        """Start a step; ``states`` [B, n, D] are the inputs of the sink's score on each level, the last one for all
-        deeper levels.
+        """Start a decode step. The sink's score on level i is computed from ``states[:, i]`` of [B, n, D].
+
+        Levels after the n-th use the last state.
         """
         self._sinks, self._above, self._level = self._head.sink(states), self._before, 0
         self._mask: Tensor | None = None
@@ -193,7 +200,7 @@ class InductionContext:
             self._mask = torch.where(padded, -torch.inf, 0.0).to(self._keys.dtype)[:, None]
 
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return the codes copied after a level's nodes, [B, F, r].
+        """Return the copied codes that predict the children of a level's nodes, [B, F, r].
 
         Args:
             tokens: [B, F] int64.

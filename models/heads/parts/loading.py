@@ -61,8 +61,8 @@ def load_base_and_head(
 ) -> tuple[BaseModel, DraftHead]:
     """Load a head from a folder or a Hub repository, and its base, onto ``device`` (see :func:`load_base`).
 
-    ``base`` has settings that override the saved ones. If it has no name and is not random, the base that the head
-    was trained for is loaded.
+    ``base`` has settings of the base that override those saved with the head. If they name no base, the base that the
+    head was trained for is loaded.
     """
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]
@@ -115,7 +115,7 @@ def head_types() -> list[str]:
 
 
 def config_class(head_type: str) -> type[DraftHeadConfig]:
-    """Return the settings class of a head type; only modules under ``models/heads/`` can be named."""
+    """Return the settings class of ``head_type``, the name of a module under ``models/heads/``."""
     if head_type not in head_types():
         raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
     module = import_module(f"{PACKAGE}.{head_type}")
@@ -125,7 +125,7 @@ def config_class(head_type: str) -> type[DraftHeadConfig]:
 
 
 def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
-    """Return the checked settings of a head from ``{head_type: medusa, num_draft_tokens: 3, ...}``."""
+    """Check a head's settings, ``{head_type: medusa, num_draft_tokens: 3, ...}``, and return them as its config."""
     settings = {**node}
     kind = config_class(str(settings.pop("head_type", "")))
     known = [field.name for field in fields(kind)]

@@ -1,9 +1,9 @@
 """Losses of draft heads, computed in chunks so that a [tokens, vocabulary] matrix never exists as a whole.
 
-q is the head's distribution and p the base's, both over the draft vocabulary; ``alpha = sum_v min(p_v, q_v)`` at each
-target. p is renormalised over that vocabulary, because the base's mass outside it would cost its whole projection.
-So alpha is the acceptance rate of speculative sampling given that the base's token can be drafted. It is an upper
-bound of the true rate, and q = p maximises both.
+At each target, q is the head's distribution and p the base's, both over the draft vocabulary. p is renormalised over
+that vocabulary, because computing the base's mass outside it would cost its whole projection. ``alpha = sum_v min(p_v,
+q_v)`` is the probability that speculative sampling accepts the draft, if the base's own token can be drafted. alpha is
+therefore an upper bound of the true acceptance rate. q = p maximises both.
 
 Shape legend: K draft positions, n targets, c targets of a chunk, D width, W draft vocabulary.
 """
@@ -23,16 +23,17 @@ from drafthead.data.utils.settings import NonNegativeFloat, settings
 from drafthead.models.base.lm_head import LMHead
 
 SHARPNESS = 3.0
-"""eta of the adaptive mixture, the best value in the LK paper."""
+"""eta of the loss ``lk_adaptive``: the best value in the LK paper (2602.23881)."""
 FLOOR = 1e-30
-"""Lower bound of alpha as a divisor. In float32, a sure base and a sure head that disagree have an alpha of 0."""
+"""Lower bound of alpha where it divides. If base and head are sure of different tokens, alpha is 0 in float32."""
 STATS = ("accept", "ce", "count", "overlap", "known")
-"""Sums per draft position: top-1 hits, cross-entropies of in-vocabulary targets, targets, min(p, q), and in-vocabulary
-targets. min(p, q) is nan in training, because the metric would cost two passes over the logits."""
+"""Sums over the targets of a draft position: ``accept``, targets that are the head's likeliest token; ``ce``,
+cross-entropies of the targets in the draft vocabulary; ``count``, targets; ``overlap``, alpha; ``known``, targets in
+the draft vocabulary. ``overlap`` is nan in training, because it would cost two more passes over the logits."""
 TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk", "lk_adaptive")
 DPACE = "dpace"
 DPACE_FLOOR = 0.5
-"""alpha of D-PACE: the lower bound of a position's probability, so that later positions have weight from the start."""
+"""Lower bound of a draft position's probability in D-PACE (its alpha): later positions have weight from the start."""
 
 
 CHUNK_BYTES = {"cpu": 4 * 2**20, "accelerator": 64 * 2**20}
@@ -55,15 +56,16 @@ class LossConfig:
     jsd: NonNegativeFloat = 0.0
     """Weight of the Jensen-Shannon divergence, (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
     tv: NonNegativeFloat = 0.0
-    """Weight of the total variation, 1 - alpha with the acceptance probability alpha. Its gradient vanishes if alpha is
-    small, so it does not suit an untrained head."""
+    """Weight of the total variation, 1 - alpha. alpha = sum_v min(p_v, q_v) is the probability that a draft sampled
+    from q is accepted. The gradient vanishes if alpha is small, so this loss does not suit an untrained head."""
     lk: NonNegativeFloat = 0.0
     """Weight of -log(alpha) (LK, 2602.23881). Its gradient is that of ``tv`` divided by alpha and does not vanish."""
     lk_adaptive: NonNegativeFloat = 0.0
-    """Weight of s KL + (1 - s) TV with s = exp(-3 alpha) held constant (2602.23881). The weight s is computed per
-    target; the authors' code uses the batch's mean alpha."""
+    """Weight of s KL + (1 - s) TV, with s = exp(-3 alpha) not differentiated (2602.23881). s is computed for each
+    target; the authors' code uses the mean alpha of the batch."""
     confidence: NonNegativeFloat = 1.0
-    """Weight of the cross-entropy of a confidence head (DSpark) against alpha. Other heads ignore it."""
+    """Weight of a confidence head's cross-entropy (DSpark). Its label is alpha, the probability that the draft is
+    accepted. Heads without a confidence head ignore it."""
     decay: float | int | str = 0.8
     """Weight of draft position k is ``decay ** k``, with ``decay`` in (0, 1], or ``dpace`` (D-PACE). Positions count
     from 1 (Medusa, 2401.10774). ``dpace`` weighs each position by what it adds to the accepted length, according to the
@@ -92,11 +94,15 @@ class LossConfig:
 
     @property
     def needs_target_probs(self) -> bool:
-        """True if a term compares with the base's distribution."""
+        """True if a term of the loss needs the base's distribution p."""
         return self.kl > 0 or self.reverse_kl > 0 or self.jsd > 0 or self.reads_alpha
 
     def weights_of(self, depth: int) -> list[float]:
-        """Return the weight of each of ``depth`` draft positions; UserError if ``depth_weights`` has more or fewer."""
+        """Return the weight of each of ``depth`` draft positions.
+
+        Raises:
+            UserError: ``depth_weights`` has another number of weights.
+        """
         if self.depth_weights is None:
             # D-PACE's own weights, which differ between targets, are applied instead.
             return [1.0 if isinstance(self.decay, str) else self.decay**k for k in range(1, depth + 1)]
@@ -126,10 +132,10 @@ class TargetDistribution:
 
 
 class LossChunk:
-    """One draft position's logits z on a chunk of targets, with the loss and its analytic gradient.
+    """The logits z of one draft position at a chunk of targets, with the loss and its analytic gradient.
 
-    All terms but the reverse KL and the Jensen-Shannon divergence have gradients by z that are linear in four rows,
-    so each target needs only one factor per row::
+    Except for the reverse KL and the Jensen-Shannon divergence, the gradient of every term by z is a sum of four rows:
+    q, p, the one-hot target and s. Each target needs only one factor for each row::
 
         term                              d term / d z            factors of q, p, onehot, s
         CE   = lse - z[target]            q - onehot              +1,           -1
@@ -142,7 +148,14 @@ class LossChunk:
     """
 
     def __init__(self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
-        """Take the ``product`` [c, W] before scale and cap, the draft ``ids`` [c] (-1: unknown) and ``valid`` [c]."""
+        """Compute the softmax of a chunk.
+
+        Args:
+            head: the projection that gave ``product``.
+            product: [c, W] logits before scale and soft-cap.
+            ids: [c] int64 draft ids of the targets, -1 for targets outside the draft vocabulary.
+            valid: [c] bool, False for targets that do not count.
+        """
         self.head = head
         self.logits = _wide(head.scale_and_cap(product))
         self.weights = valid.to(self.logits.dtype)
@@ -155,11 +168,11 @@ class LossChunk:
         self.lse = self.max_logits + self.exp_sums.log()
 
     def weigh(self, factors: Tensor) -> None:
-        """Multiply each target's loss by ``factors`` [c]; call it after ``stats``, which are not weighted."""
+        """Multiply each target's loss by ``factors`` [c]. Call it after ``stats``, because metrics are not weighted."""
         self.weights, self.ce_weights = self.weights * factors, self.ce_weights * factors
 
     def stats(self, target: TargetDistribution | None) -> Tensor:
-        """Return the ``STATS`` of the chunk, [len(STATS)] float32."""
+        """Return the ``STATS`` of the chunk, [len(STATS)]; the overlap is nan without a ``target``."""
         hits = (self.target_logits >= self.max_logits) * self.ce_weights
         overlap = self.logits.new_full((), torch.nan)
         if target is not None:
@@ -174,12 +187,12 @@ class LossChunk:
         """Return the summed loss without the position's weight, and its gradients.
 
         Args:
-            target: the base's distribution; None if no term compares with it.
+            target: the base's distribution; None if no term needs it.
             config: weights of the terms.
-            confidence: [c] logits of the predicted alpha, which add their cross-entropy against alpha.
+            confidence: [c] logits of a confidence head; their cross-entropy with the label alpha is added to the loss.
 
         Returns:
-            The loss, the gradient by the product ([c, W], the logits' dtype), and the gradient by ``confidence``.
+            The loss, its gradient by ``product`` ([c, W], in the logits' dtype), and its gradient by ``confidence``.
         """
         on_onehot = config.ce * self.ce_weights
         loss = (on_onehot * (self.lse - self.target_logits)).sum()
@@ -222,10 +235,10 @@ class LossChunk:
         return loss, self._through_cap(gradient), by_confidence
 
     def _mode_seeking(self, target: TargetDistribution, config: LossConfig) -> tuple[Tensor, Tensor]:
-        """Return loss and gradient [c, W] of the reverse KL and the Jensen-Shannon divergence.
+        """Return the summed reverse KL and Jensen-Shannon divergence, and their gradient [c, W] by the logits.
 
-        If a divergence has the slope s_v by q_v, its gradient by the logits is ``q (s - sum q s)``. Constants in s
-        cancel, so ``log(q / p)`` stands for the reverse KL's ``log(q / p) + 1``.
+        If s_v is the derivative of a divergence by q_v, its gradient by the logits is ``q (s - sum q s)``. A constant
+        added to s cancels. The derivative of the reverse KL, ``log(q / p) + 1``, is therefore used without the 1.
         """
         log_q = self.logits - self.lse[:, None]
         q = log_q.exp()
@@ -241,7 +254,7 @@ class LossChunk:
         return (self.weights * value).sum(), gradient * self.weights[:, None]
 
     def _s_and_alpha(self, target: TargetDistribution) -> tuple[Tensor, Tensor]:
-        """Return ``s = q [q < p]`` [c, W] and alpha [c]; turns the exponentials into q to save a matrix."""
+        """Return ``s = q [q < p]`` [c, W] and alpha [c]. ``self.exps`` is overwritten by q, to save a matrix."""
         q = self.exps.div_(self.exp_sums[:, None])
         self.exp_sums = torch.ones_like(self.exp_sums)
         smaller = torch.minimum(q, target.probs)
@@ -249,7 +262,10 @@ class LossChunk:
         return smaller.mul_(q < target.probs), alpha
 
     def _through_cap(self, gradient: Tensor) -> Tensor:
-        """Apply the chain rule through soft-cap and scale: d cap tanh(x / cap) = 1 - (logit / cap)^2."""
+        """Return the gradient by ``product`` from the gradient by the logits, through soft-cap and scale.
+
+        The derivative of the soft-cap ``cap tanh(x / cap)`` is ``1 - (logit / cap)^2``.
+        """
         if self.head.softcap is not None:
             gradient = gradient * (1 - (self.logits / self.head.softcap) ** 2)
         return gradient * self.head.scale if self.head.scale != 1.0 else gradient
@@ -270,29 +286,29 @@ class Labels:
     """Labels of the K draft positions at n targets."""
 
     ids: Tensor
-    """[n] int64 index in the draft vocabulary, -1 for a token outside it."""
+    """[n] int64 draft id of each target, -1 for a token outside the draft vocabulary."""
     valid: Tensor
     """[K, n] bool: position k is trained and measured on this target."""
     weights: Tensor | None = None
     """[K, n] float weight of each prediction in the loss; None: all 1."""
     anchor_idx: Tensor | None = None
-    """[K, n] int64 flat index of the anchor that position k predicts each target from; D-PACE needs it."""
+    """[K, n] int64 flat index of the anchor from which position k predicts each target; only D-PACE needs it."""
     positions: int = 0
-    """Number of tokens in the batch, which is above all of ``anchor_idx``."""
+    """Number of tokens in the batch, an upper bound of ``anchor_idx``."""
     target_hidden: Tensor | None
-    """[n, D] the base's ``h`` one token before each target; None if only ``ce`` is computed."""
+    """[n, D] the base's ``h`` one token before each target, which gives p; None if no term needs p."""
     target_lm_head: LMHead | None
     """The base's output head over the draft vocabulary."""
 
     def distribution(self, rows: slice) -> TargetDistribution | None:
-        """Return the base's distribution at a chunk of targets, or None if it is not known."""
+        """Return the base's distribution at a chunk of targets, or None without ``target_hidden``."""
         if self.target_lm_head is None or self.target_hidden is None:
             return None
         return TargetDistribution.of(self.target_lm_head, self.target_hidden[rows])
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:
-    """Return the number of targets per chunk for a draft vocabulary of that size."""
+    """Return the number of targets per chunk for a draft vocabulary of ``vocabulary`` tokens."""
     return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["accelerator"]) // (4 * vocabulary))
 
 
@@ -305,14 +321,14 @@ def heads_loss(
     confidence: Tensor | None = None,
     position_weights: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``sum_k w_k loss_k`` over n targets, with gradients by ``hidden`` and the projections' weights.
+    """Return ``sum_k w_k loss_k``, summed over n targets, and the sums for the metrics.
 
     The gradients are computed in the forward pass, chunk by chunk. Nothing of size [n, W] is stored, so memory does
     not grow with n * W.
 
     Args:
-        hidden: [K, n, D] inputs of the projections, aligned with the targets.
-        heads: K projections, or one object K times if they share it.
+        hidden: [K, n, D] inputs of the projections at the targets.
+        heads: the projection of each of the K draft positions; an object may occur several times.
         targets: labels.
         config: weights of the terms.
         rows: targets per chunk; by default as many as ``CHUNK_BYTES`` of logits hold.
@@ -324,7 +340,7 @@ def heads_loss(
         [K, len(STATS)] float32.
 
     Raises:
-        ValueError: a term compares with the base's distribution, and the targets do not have it.
+        ValueError: the loss needs the base's distribution, but ``targets`` has no ``target_hidden``.
     """
     confidence = confidence if config.confidence else None
     if (config.needs_target_probs or confidence is not None) and (
@@ -357,14 +373,14 @@ def _true_probs(hidden: Tensor, heads: Sequence[LMHead], targets: Labels, rows: 
 def dpace_weights(probs: Tensor, targets: Labels) -> Tensor:
     """Return D-PACE's weights [K, n] from the probabilities [K, n] of the true tokens.
 
-    The expected accepted length of a draft is ``q_1 + q_1 q_2 + ...``; position j gets the part of the sum that
-    contains q_j, divided by K. For q = (0.8, 0.5, 0.5) the products are 0.8, 0.4 and 0.2, and the weights 1.4 / 3,
-    0.6 / 3 and 0.2 / 3. Probabilities are first mapped from [0, 1] to [``DPACE_FLOOR``, 1].
+    The expected number of accepted drafts is ``q_1 + q_1 q_2 + ...``. The weight of position j is the sum of the
+    products that contain q_j, divided by K. Example: for q = (0.8, 0.5, 0.5), the products are 0.8, 0.4 and 0.2, and
+    the weights are 1.4 / 3, 0.6 / 3 and 0.2 / 3. Probabilities are first mapped from [0, 1] to [``DPACE_FLOOR``, 1].
     """
     assert targets.anchor_idx is not None
     depth, anchor_idx = len(probs), targets.anchor_idx
     floored = (1 - DPACE_FLOOR) * probs + DPACE_FLOOR
-    # By anchor, because a product runs over the positions of one anchor, whose targets are different tokens.
+    # Ordered by anchor: a product multiplies the positions of one anchor, whose targets are different tokens.
     by_anchor = probs.new_zeros(depth, targets.positions + 1)
     by_anchor.scatter_(1, torch.where(targets.valid, anchor_idx, targets.positions), floored)
     reached = by_anchor.cumprod(0)
@@ -373,7 +389,7 @@ def dpace_weights(probs: Tensor, targets: Labels) -> Tensor:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """A loss whose forward pass computes value and gradients, which the backward pass only scales."""
+    """A loss whose forward pass also computes the gradients; the backward pass only scales them."""
 
     @staticmethod
     def forward(
@@ -442,13 +458,15 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 _METRICS = (("loss", "ce", "known"), ("accept", "accept", "count"), ("overlap", "overlap", "count"))
-"""Name of a metric, its sum and its count. A target outside the draft vocabulary has no cross-entropy."""
+"""Each metric's name and the ``STATS`` that are its numerator and denominator. A target outside the draft vocabulary
+has no cross-entropy."""
 
 
 def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
     """Return the loss with metrics per draft position from ``STATS`` [K, len(STATS)].
 
-    The metrics are loss_k, accept_k (top-1 hits) and, outside training, overlap_k.
+    For each position k (from 1): ``loss_k``, the cross-entropy; ``accept_k``, the share of targets that are the head's
+    likeliest token; and, except in training, ``overlap_k``, the mean alpha.
     """
     column = dict(zip(STATS, wide(stats).unbind(1), strict=True))
     names, pairs = [], []

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class ResBlock(nn.Module):
-    """Residual block ``x + SiLU(W [x; condition] + b)``; W and b start at zero, and the condition is optional."""
+    """Residual block ``x + SiLU(W [x; condition] + b)``, or without the condition. W and b start at zero."""
 
     def __init__(self, width: int, conditioned: bool = False) -> None:
         super().__init__()
@@ -17,12 +17,13 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        """Map ``x`` [..., D] to [..., D]; a conditioned block needs ``condition`` [..., D]."""
+        """Map ``x`` [..., D] to [..., D]; pass ``condition`` [..., D] if the block was created with ``conditioned``."""
         return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], -1)))
 
 
 class Blocks(nn.ModuleList):
-    """Residual blocks of one head; the first can be conditioned. Tied: one block, applied ``count`` times."""
+    """``count`` residual blocks of one head. With ``conditioned``, the first reads a condition too; with ``tied``, one
+    block is applied ``count`` times."""
 
     def __init__(self, width: int, count: int, conditioned: bool = False, tied: bool = False) -> None:
         super().__init__(ResBlock(width, conditioned and i == 0) for i in range(1 if tied else count))
@@ -33,7 +34,7 @@ class Blocks(nn.ModuleList):
         return [cast(ResBlock, self[index]) for index in self._order]
 
     def inference(self, dtype: torch.dtype | None = None) -> "Blocks":
-        """Return the blocks unchanged: ``MedusaHead`` packs the blocks of all heads together."""
+        """Return the blocks unchanged, because ``MedusaHead`` packs the blocks of all heads together."""
         return self
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:

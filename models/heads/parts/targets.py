@@ -1,8 +1,8 @@
 """Training targets of a head and the anchors that they are predicted from; shared by all heads.
 
-The anchor of draft position k is the position t whose ``h_t`` the draft starts from; its target is ``x_{t+1+k}``.
-Losses need predictions in the order of targets, so that the base's distribution at a token is computed once for all
-draft positions. Heads compute at anchors. ``DraftTargets`` translates between the two.
+An anchor is a position t of the text from whose ``h_t`` a head drafts. The target of draft position k at that anchor
+is ``x_{t+1+k}``. Heads compute their predictions anchor by anchor. Losses need the predictions in the order of targets,
+because the base's distribution at a target is computed once for all draft positions. ``DraftTargets`` translates.
 
 Shape legend: B batch, T time, S anchors of a row, K draft positions, n targets, D width, W draft vocabulary.
 """
@@ -19,7 +19,7 @@ from drafthead.models.heads.parts.losses import Labels, chunk_rows
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTargets:
-    """Targets of a batch, with the anchor of every draft position; indices are flat (row * T + t).
+    """Targets of a batch, with the anchor from which each draft position predicts them. Indices are flat: row * T + t.
 
     Example: the row is ``a b c d`` and K = 2. The target ``c`` is predicted by position 1 from ``a`` (t = 0). The
     target ``d`` is predicted by position 1 from ``b`` (t = 1) and by position 2 from ``a``.
@@ -30,18 +30,19 @@ class DraftTargets:
     valid: Tensor
     """[K, n] bool: position k is trained on this target."""
     anchor_idx: Tensor
-    """[K, n] int64 flat index of the anchor t; any index in range where ``valid`` is false."""
+    """[K, n] int64 flat index of the anchor t. Where ``valid`` is false, it is an arbitrary index within the batch."""
     weights: Tensor | None = None
     """[K, n] float weight of each prediction; None: all 1."""
     host: "DraftTargets | None" = None
-    """The targets in host memory that these were copied from; lists of anchors are made there, without a wait."""
+    """The same targets in host memory, if this object is a copy on a device. Anchors are listed there, because that
+    would make the host wait for the device."""
 
     @classmethod
     def of(cls, batch: TrainBatch, depth: int) -> "DraftTargets":
         """Return every token of the batch that at least one of ``depth`` draft positions is trained to predict.
 
-        If the batch has weights, only predictions with a positive weight count. Positions deeper than the weights
-        have none. A head with one prediction for all positions (``depth`` 1) takes a token's largest weight.
+        If the batch has weights, predictions with weight 0 are left out, and so are positions beyond the weights. With
+        ``depth`` 1 (a head that predicts a token once for all positions), a token has the largest of its weights.
         """
         if batch.host is not None:
             return cls.of(batch.host, depth).to(batch.input_ids.device)
@@ -83,7 +84,7 @@ class DraftTargets:
         )
 
     def to(self, device: torch.device) -> "DraftTargets":
-        """Return the targets on ``device``; the copy is not waited for."""
+        """Return a copy on ``device``, without waiting for it."""
         if device == self.target_idx.device:
             return self
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -91,22 +92,25 @@ class DraftTargets:
 
     @property
     def anchors(self) -> Tensor:
-        """Flat indices of the anchors from which some position is trained, ascending."""
+        """Flat indices of the anchors of all valid predictions, ascending, each once."""
         host = self.host or self
         anchors: Tensor = torch.unique(host.anchor_idx[host.valid])
         return anchors.to(self.target_idx.device, non_blocking=True)
 
     def before_targets(self, values: Tensor) -> Tensor:
-        """Return values [B, T, D] one token before each target, the same for all positions: [K, n, D]."""
+        """Return ``values`` [B, T, D] one token before each target, repeated for all draft positions: [K, n, D]."""
         return values.flatten(0, 1)[self.target_idx - 1].expand(len(self.valid), -1, -1)
 
     def to_anchors(self, values: Tensor, k: int, shape: tuple[int, ...]) -> Tensor:
-        """Return values [n, D] of position k's targets at their anchors, [B, T, D], and zeros elsewhere."""
+        """Move ``values`` [n, D] from the targets of position k to their anchors: [B, T, D], zeros elsewhere."""
         flat = values.new_zeros(shape[0] * shape[1], values.shape[-1])
         return flat.index_add(0, self.anchor_idx[k], torch.where(self.valid[k, :, None], values, 0.0)).view(*shape, -1)
 
     def labels(self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead) -> Labels:
-        """Return the labels for the loss, with the base's hidden states one token before each."""
+        """Return the labels for the loss, with the base's hidden state one token before each target.
+
+        ``t2d`` [V] maps target ids to draft ids, -1 for ids outside the draft vocabulary.
+        """
         return Labels(
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
             valid=self.valid,
@@ -119,9 +123,13 @@ class DraftTargets:
 
 
 def rank_of(hidden: Tensor, head: LMHead, target_ids: Tensor, top: int) -> Tensor:
-    """Return how many candidates are likelier than the target, at most ``top``, [n] int64.
+    """Return the rank of each target: the number of likelier draft tokens, at most ``top``, [n] int64.
 
-    ``target_ids`` [n] int64 index the draft vocabulary; the rank of -1 is ``top``.
+    Args:
+        hidden: [n, D] inputs of ``head``.
+        head: the projection to the draft vocabulary.
+        target_ids: [n] int64 draft ids of the targets; -1, outside the draft vocabulary, has the rank ``top``.
+        top: largest rank that is told apart.
     """
     ranks = [target_ids.new_zeros(0)]
     size = chunk_rows(head.weight.shape[0], hidden.device.type)
@@ -134,21 +142,21 @@ def rank_of(hidden: Tensor, head: LMHead, target_ids: Tensor, top: int) -> Tenso
 
 
 def has_next(documents: Tensor) -> Tensor:
-    """Return a mask, [B, T] bool, of the tokens that another token of the same document follows."""
+    """Return a mask [B, T] bool: True for tokens that are followed by another token of the same document."""
     followed = torch.zeros_like(documents, dtype=torch.bool)
     followed[:, :-1] = (documents[:, :-1] == documents[:, 1:]) & (documents[:, :-1] != NO_DOCUMENT)
     return followed
 
 
 def anchors_of(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the anchors of each row and a map from flat indices to flat anchors.
+    """Return the anchors of each row, and the map from a position of the batch to its place in that list.
 
-    Rows with fewer anchors than the longest are padded with other positions, whose results are not used. Example:
-    of two rows of four tokens, the first has the anchors 0 and 2, and the second has 1. They give [[0, 2], [1, 0]], and
-    the flat anchor of flat index 5 (row 1, t = 1) is 2.
+    Rows with fewer than S anchors are padded with other positions, whose results are not used. Example: of two rows of
+    four tokens, the first has the anchors 0 and 2, and the second has the anchor 1. The anchors are [[0, 2], [1, 0]],
+    flattened 0 2 1 0. The map of flat index 5 (row 1, t = 1) is 2, its index in the flattened anchors.
 
     Returns:
-        [B, S] int64 positions in the rows, and [B * T] int64 indices into the flattened [B * S] anchors.
+        [B, S] int64 positions of the anchors in their rows, and [B * T] int64 indices into the flattened anchors.
     """
     rows, time = ids.shape
     host = draft_targets.host or draft_targets
