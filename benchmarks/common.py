@@ -38,12 +38,24 @@ def listed(option: str, text: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def numbers(option: str, text: str) -> list[int]:
-    """Return the numbers in a comma-separated list; reject anything but whole numbers above 0."""
-    values = text.split(",")
-    if not all(value.isdigit() and int(value) for value in values):
-        raise UserError(f"--{option} needs whole numbers of at least 1, separated by commas, got {text}")
-    return [int(value) for value in values]
+def numbers(option: str, text: str, kind: Callable[[str], Any] = int, least: float = 1) -> list[Any]:
+    """Return the numbers in a comma-separated list; reject those below ``least``."""
+    try:
+        values = [kind(value) for value in text.split(",")]
+    except ValueError:
+        raise UserError(f"--{option} needs numbers, separated by commas, got {text}") from None
+    if min(values) < least:
+        raise UserError(f"--{option} must be at least {least:g}, got {text}")
+    return values
+
+
+def filled(page: Path, marks: tuple[str, str], text: str) -> str:
+    """Return the content of ``page`` with ``text`` between its two ``marks``."""
+    before, _, rest = page.read_text().partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not end:
+        raise UserError(f"{page} has no lines {marks[0].strip()} and {marks[1].strip()} to write between")
+    return f"{before}{marks[0]}{text}{end}{after}"
 
 
 def save_record(arguments: Namespace, benchmark: str, results: dict[str, Any]) -> None:
@@ -63,19 +75,13 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 @torch.inference_mode()
-def generated(
-    model: Any, prompts: Sequence[list[int]], new: int, eos: int | None = None, **settings: Any
-) -> list[list[int]]:
-    """Return the answers of transformers' batched ``generate``, greedy by default, padded on the left.
-
-    Without ``eos`` every answer has ``new`` tokens.
-    """
-    pad, width = eos or 0, max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
+def generated(model: Any, prompts: Sequence[list[int]], new: int) -> list[list[int]]:
+    """Return ``new`` greedy tokens after each prompt by transformers' batched ``generate``, padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    least = {"min_new_tokens": new} if eos is None else {}
-    given = {"eos_token_id": eos, "pad_token_id": pad, "do_sample": False, **least, **settings}
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, **given)
+    lengths = {"min_new_tokens": new, "max_new_tokens": new}
+    out = model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0, **lengths)
     answers: list[list[int]] = out[:, width:].tolist()
     return answers
 

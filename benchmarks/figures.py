@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import entry_point, parser
+from common import entry_point, filled, parser
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import same_color
@@ -33,6 +33,8 @@ DRAFTS = (4.6, 6.5, 8.4)
 """x of the draft positions; the base's positions are left of them."""
 READ = (0.4, 2.2)
 """x of the base's last two positions."""
+WIDE_X = (READ[0] + DRAFTS[-1]) / 2
+"""x of boxes over all positions."""
 
 
 class Sketch:
@@ -63,12 +65,16 @@ class Sketch:
         """Write ``text`` at (x, y)."""
         self.axes.text(x, y, text, **{"color": TEXT, "fontsize": 9.5, "ha": "center", "va": "center", **style})
 
+    def up(self, x: float, y: int) -> None:
+        """Draw an arrow from the box at height ``y`` to the one above it."""
+        self.arrow((x, y + 0.28), (x, y + 0.72))
+
     def base(self, label: str = "base, frozen", colour: str = FROZEN, states: str = "$h_{AT}$") -> None:
         """Draw the base over its last two positions, and the token that it chose."""
         for x, at in zip(READ, ("t-1", "t"), strict=True):
             self.box(x, 0, f"$x_{{{at}}}$", TOKEN, 0.9)
-            self.arrow((x, 0.27), (x, 0.72))
-            self.arrow((x, 1.28), (x, 1.72))
+            self.up(x, 0)
+            self.up(x, 1)
             self.box(x, 2, states.replace("AT", at), FROZEN, 1.1)
         self.box(sum(READ) / 2, 1, label, colour, 3.0)
 
@@ -78,6 +84,37 @@ class Sketch:
             self.box(x, 4, f"$x_{{t+{n + 2}}}$", TOKEN, 1.0)
         if last:
             self.box(DRAFTS[0], 0, "$x_{t+1}$", TOKEN, 1.0)
+
+    def read_token(self, n: int) -> None:
+        """Draw the arrow from the token before draft position ``n`` to the part of the head that reads it."""
+        if n:
+            self.arrow((DRAFTS[n - 1] + 0.5, 3.9), (DRAFTS[n] - 0.5, 3.28), TOKEN)
+        else:
+            self.arrow((DRAFTS[0], 0.27), (DRAFTS[0], 2.72), TOKEN)
+
+    def recurrent(self, part: str) -> None:
+        """Draw the part of the head that passes a state from position to position and reads one token in each."""
+        before = (READ[1] + 0.5, 2.05)
+        for n, x in enumerate(DRAFTS):
+            self.box(x, 3, part, TRAINED)
+            self.arrow(before, (x - 0.7, 3))
+            self.up(x, 3)
+            self.read_token(n)
+            before = (x + 0.7, 3)
+
+    def language_model(self, *layers: tuple[str, str, float]) -> None:
+        """Draw ``layers`` (text, colour, shift) below the drafts, over all tokens; drafts are read as tokens again."""
+        bottom, xs = 2 - len(layers), (*READ, *DRAFTS)
+        for y, (text, colour, shift) in enumerate(layers, start=bottom + 1):
+            self.box(WIDE_X, y, text, colour, 9.4, shift=shift)
+        for n, (x, at) in enumerate(zip(xs, ("t-1", "t", "t+1", "t+2", "t+3"), strict=True)):
+            self.box(x, bottom, f"$x_{{{at}}}$", TOKEN, 1.0)
+            for y in range(bottom, 2 + (n > 1)):
+                self.up(x, y)
+            if n > 1:
+                self.box(x, 3, f"$x_{{t+{n}}}$", TOKEN, 1.0)
+            if 1 < n < 4:
+                self.arrow((x + 0.5, 2.9), (xs[n + 1] - 0.5, bottom + 0.1), TOKEN)
 
     def done(self, note: str) -> Figure:
         """Return the figure, with ``note`` below it."""
@@ -94,7 +131,7 @@ def medusa(tuned: bool = False) -> Figure:
     for n, x in enumerate(DRAFTS):
         s.box(x, 3, f"blocks {n + 1}", TRAINED)
         s.arrow((READ[1] + 0.5, 2.05), (x - 0.3, 2.7))
-        s.arrow((x, 3.28), (x, 3.72))
+        s.up(x, 3)
     if tuned:
         return s.done("as Medusa, but the base is trained too: the output is that of the tuned base")
     return s.done("one pass: all positions read the same state, none reads a draft")
@@ -105,20 +142,17 @@ def hydra(prefix: bool = False) -> Figure:
     s = Sketch()
     s.base()
     s.drafts()
-    start = (READ[1] + 0.5, 2.05)
+    start = (READ[1] + 0.5, 3 if prefix else 2.05)
     if prefix:
-        s.box(READ[0], 3, "layer", TRAINED, 0.9)
-        s.box(READ[1], 3, "layer", TRAINED, 0.9)
         for x in READ:
-            s.arrow((x, 2.28), (x, 2.72))
+            s.box(x, 3, "layer", TRAINED, 0.9)
+            s.up(x, 2)
         s.arrow((READ[0] + 0.5, 3), (READ[1] - 0.5, 3))
-        start = (READ[1] + 0.5, 3)
     for n, x in enumerate(DRAFTS):
         s.box(x, 3, f"blocks {n + 1}", TRAINED)
-        s.arrow(start, (x - 0.72 if not n else x - 0.4, 2.9 if not n else 2.7), bend=0.0 if not n else 0.18)
-        s.arrow((x, 3.28), (x, 3.72))
-        source = (x, 0.27) if not n else (DRAFTS[n - 1] + 0.5, 3.9)
-        s.arrow(source, (x, 2.72) if not n else (x - 0.5, 3.28), TOKEN)
+        s.arrow(start, (x - 0.4, 2.7) if n else (x - 0.72, 2.9), bend=0.18 if n else 0.0)
+        s.up(x, 3)
+        s.read_token(n)
     if prefix:
         return s.done("a decoder layer over all states first; then each position reads the tokens before it")
     return s.done("each position reads the last state and the tokens before it")
@@ -129,39 +163,17 @@ def mlp_speculator() -> Figure:
     s = Sketch()
     s.base()
     s.drafts()
-    before = (READ[1] + 0.5, 2.05)
-    for n, x in enumerate(DRAFTS):
-        s.box(x, 3, "cell", TRAINED)
-        s.arrow(before, (x - 0.7, 3))
-        s.arrow((x, 3.28), (x, 3.72))
-        s.arrow((x, 0.27) if not n else (DRAFTS[n - 1] + 0.5, 3.9), (x, 2.72) if not n else (x - 0.5, 3.28), TOKEN)
-        before = (x + 0.7, 3)
+    s.recurrent("cell")
     return s.done("a state passes from position to position and reads one token in each")
 
 
 def kangaroo() -> Figure:
     """The first layers of the base and an adapter draft; verification continues behind them."""
     s = Sketch()
-    xs = (*READ, *DRAFTS)
-    s.box(sum((xs[0], xs[-1])) / 2, 1, "first layers of the base, frozen", FROZEN, 9.4, shift=-2.2)
-    s.box(sum((xs[0], xs[-1])) / 2, 2, "adapter: attention and two norms", TRAINED, 9.4, shift=-2.2)
-    names = ("x_{t-1}", "x_t", "x_{t+1}", "x_{t+2}", "x_{t+3}")
-    for n, (x, name) in enumerate(zip(xs, names, strict=True)):
-        s.box(x, 0, f"${name}$", TOKEN, 1.0)
-        s.arrow((x, 0.27), (x, 0.72))
-        s.arrow((x, 1.28), (x, 1.72))
-        if n > 1:
-            s.arrow((x, 2.28), (x, 2.72))
-            s.box(x, 3, f"$x_{{t+{n}}}$", TOKEN, 1.0)
-            if n < 4:
-                s.arrow((x + 0.5, 2.9), (xs[n + 1] - 0.5, 0.1), TOKEN)
-    s.box(
-        sum((xs[0], xs[-1])) / 2,
-        4,
-        "verification: the other layers of the base, from the states of the first",
-        FROZEN,
-        9.4,
+    s.language_model(
+        ("first layers of the base, frozen", FROZEN, -2.2), ("adapter: attention and two norms", TRAINED, -2.2)
     )
+    s.box(WIDE_X, 4, "verification: the other layers of the base, from the states of the first", FROZEN, 9.4)
     return s.done("drafts pass through the base's first layers, whose work verification uses again")
 
 
@@ -170,13 +182,7 @@ def eagle3() -> Figure:
     s = Sketch()
     s.base(states="3 states")
     s.drafts()
-    before = (READ[1] + 0.5, 2.05)
-    for n, x in enumerate(DRAFTS):
-        s.box(x, 3, "layer", TRAINED)
-        s.arrow(before, (x - 0.7, 3))
-        s.arrow((x, 3.28), (x, 3.72))
-        s.arrow((x, 0.27) if not n else (DRAFTS[n - 1] + 0.5, 3.9), (x, 2.72) if not n else (x - 0.5, 3.28), TOKEN)
-        before = (x + 0.7, 3)
+    s.recurrent("layer")
     s.arrow((READ[0], 2.28), (DRAFTS[0] - 0.7, 3.12), FROZEN, -0.2)
     s.note(READ[1] + 0.3, 3.45, "attends to all\npositions read", fontsize=8)
     return s.done("one decoder layer: first over states of three layers of the base, then over its own output")
@@ -191,12 +197,11 @@ def dspark() -> Figure:
     for n, x in enumerate(DRAFTS):
         if n:
             s.box(x, 0, "mask", TRAINED, 1.0)
+            s.read_token(n)
         s.arrow((x, 0.27), (x, 1.72))
-        s.arrow((x, 2.28), (x, 2.72))
+        s.up(x, 2)
         s.box(x, 3, "+ Markov", TRAINED)
-        s.arrow((x, 3.28), (x, 3.72))
-        if n:
-            s.arrow((DRAFTS[n - 1] + 0.5, 3.9), (x - 0.5, 3.28), TOKEN)
+        s.up(x, 3)
     s.arrow((READ[1] + 0.5, 2), (DRAFTS[0] - 0.72, 2))
     return s.done("all slots in one pass; a low-rank product of the token before corrects each of them")
 
@@ -204,16 +209,7 @@ def dspark() -> Figure:
 def draft_lm() -> Figure:
     """A small language model drafts token by token."""
     s = Sketch()
-    xs = (*READ, *DRAFTS)
-    s.box(sum((xs[0], xs[-1])) / 2, 2, "a few layers, copied from the base and trained", TRAINED, 9.4, shift=-1.6)
-    for n, (x, name) in enumerate(zip(xs, ("x_{t-1}", "x_t", "x_{t+1}", "x_{t+2}", "x_{t+3}"), strict=True)):
-        s.box(x, 1, f"${name}$", TOKEN, 1.0)
-        s.arrow((x, 1.28), (x, 1.72))
-        if n > 1:
-            s.arrow((x, 2.28), (x, 2.72))
-            s.box(x, 3, f"$x_{{t+{n}}}$", TOKEN, 1.0)
-            if n < 4:
-                s.arrow((x + 0.5, 2.9), (xs[n + 1] - 0.5, 1.1), TOKEN)
+    s.language_model(("a few layers, copied from the base and trained", TRAINED, -1.6))
     return s.done("a language model of its own, which reads tokens only")
 
 
@@ -237,7 +233,7 @@ def loop() -> Figure:
     s.box(4.45, 0.7, "3. accept what it would have written itself, and add its next token", TRAINED, 9.6)
     s.box(4.45, -0.1, "4. commit “blue because of”: three tokens for one pass", TOKEN, 9.6)
     for y in (2.25, 1.23, 0.43):
-        s.arrow((4.45, y), (4.45, y - 0.25 if y > 2 else y - 0.26))
+        s.arrow((4.45, y), (4.45, y - 0.26))
     s.axes.set(xlim=(-0.45, 9.35), ylim=(-0.5, 4.85))
     return s.figure
 
@@ -340,12 +336,6 @@ def demo_table(demo: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def filled(page: str, demo: dict[str, Any]) -> str:
-    """Return a page with the table of the demo between its marks."""
-    before, mark, rest = page.partition(MARKS[0])
-    return f"{before}{mark}{demo_table(demo)}{MARKS[1]}{rest.partition(MARKS[1])[2]}" if mark else page
-
-
 def save(figure: Figure, path: Path) -> None:
     """Write ``figure`` as SVG without a background, in colours for light and dark pages."""
     for text in figure.findobj(Text):
@@ -375,7 +365,8 @@ def main(given: list[str] | None = None) -> None:
     for name, figure in figures.items():
         save(figure, arguments.out / f"{name}.svg")
     for page in (DOCS / "results").glob("*.md"):
-        page.write_text(filled(page.read_text(), demo))
+        if MARKS[0] in page.read_text():
+            page.write_text(filled(page, MARKS, demo_table(demo)))
 
 
 if __name__ == "__main__":

@@ -6,23 +6,22 @@
     python benchmarks/heads.py --heads medusa,my_head --minutes 5 --seeds 0 --out outputs/two --json two.json
     python benchmarks/heads.py --minutes 0.02 --seeds 0 --suite builtin --out outputs/tiny --json tiny.json debug=tiny
 
-Heads are those of ``recipes/head`` and ``models/heads``; each has the settings of its recipe ``<head>_smollm2``, or
-``head=<head> phases=cpu`` without one. Stages, in order:
+Heads are those of ``recipes/head`` and ``models/heads``. Each head has the settings of its recipe ``<head>_smollm2``.
+Without a recipe it has ``head=<head> phases=cpu``. Stages, in order:
 
-1. measure: the CPU time of a training step of every phase, once per head, on one thread. A budget of minutes becomes a
-   number of steps, and the recipe's phases keep their proportions. Steps, unlike "train until the time is over", give
-   every seed the same training, let the learning rate end where the recipe ends it, and make the table reproducible:
-   with the steps of the record, another machine trains the same heads. Other processes slow CPU time, too, so every
-   step is measured in units of a small reference step right before and after it, and a unit is worth the same for all
-   heads: the median of all reference steps. Corpora, hidden states of the base, validation and checkpoints are not
-   counted.
-2. train: `drafthead train`, one thread, for every budget, seed and head. Each head's tree of --nodes nodes is chosen on
-   the dev half of the suite. The mean accepted length tau, alone and with prompt lookup in one tree, is that of
-   decoding the test half greedily. It is simulated on the base's own answers, which gives the same number. A head that
-   changed its base drafts for the answers of its own base.
-3. time: the heads of the budget that most heads have finished answer prompts of the test half with prompt lookup
-   and stock `generate`, interleaved. Only this stage needs an idle machine.
-4. table: medians and ranges over the seeds, printed, and a figure; --write also writes the tables of the pages.
+1. measure: time a training step of every phase, once per head, on one thread, in CPU seconds. A budget of minutes then
+   becomes a number of steps, and the recipe's phases keep their proportions. Fixed steps give every seed the same
+   training, let the learning rate end where the recipe ends it, and can be repeated on another machine. Other
+   processes slow CPU time too. Therefore every step is measured in units of a small reference step, which runs right
+   before and after it. A unit is worth the same for all heads: the median of all reference steps. Corpora, hidden
+   states of the base, validation and checkpoints are not counted.
+2. train: run `drafthead train` on one thread for every budget, seed and head. Then choose each head's tree of --nodes
+   nodes on the dev half of the suite, and measure the mean accepted length tau on the test half. Tau is measured with
+   the head alone, and with the head and prompt lookup in one tree. It is simulated on the base's own greedy answers,
+   which gives the number of decoding them. A head that changed its base drafts for the answers of that base.
+3. time: answer prompts of the test half with the heads of one budget, prompt lookup and stock `generate`, interleaved.
+   The budget is the one that most heads have finished. Only this stage needs an idle machine.
+4. table: print medians and ranges over the seeds, and draw a figure. --write also writes the tables of the pages.
 
 The record (--json) is written after every result. The same command continues after an interruption.
 """
@@ -33,7 +32,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -45,7 +44,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, entry_point, listed, parser, print_table
+from common import at_least, entry_point, filled, listed, numbers, parser, print_table
 from heads_table import caption, figure, markdown, rows
 
 from drafthead.data.utils.display import Display
@@ -75,7 +74,7 @@ from drafthead.train.trainer.trainer import Trainer
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "docs" / "results" / "heads.json"
 PAGES = (RECORD.with_suffix(".md"), ROOT / "README.md")
-MARKS = "<!-- made by python benchmarks/heads.py --stage table --write -->", "<!-- end -->"
+MARKS = "<!-- made by python benchmarks/heads.py --stage table --write -->\n", "<!-- end -->"
 STAGES = ("measure", "train", "time", "table")
 LOOKUP = "prompt_lookup:8:2"
 PROBE_STEPS, SLOW_PROBE_STEPS, PROBE_WARM = 8, 3, 2
@@ -227,8 +226,7 @@ class Judge:
         self.base, self.arguments = base, arguments
 
     def _answers(self, split: str) -> list[FinishedAnswer]:
-        a = self.arguments
-        limits = {"suite": a.suite, "limit": a.limit, "max_new_tokens": a.max_new_tokens}
+        limits = {key: getattr(self.arguments, key) for key in ("suite", "limit", "max_new_tokens")}
         return base_answers(self.base, **limits, split=split, keep_hidden_states=True)
 
     @cached_property
@@ -397,10 +395,8 @@ def main(given: list[str] | None = None) -> int:
     at_least(arguments, 1, "limit", "time_limit")
     stages = list(STAGES) if arguments.stage == "all" else listed("stage", arguments.stage, STAGES)
     heads = listed("heads", arguments.heads, known_heads())
-    arguments.minutes = listed_numbers("minutes", arguments.minutes, float)
-    arguments.seeds = listed_numbers("seeds", arguments.seeds, int)
-    if min(arguments.minutes) <= 0:
-        raise UserError(f"--minutes must be more than 0, got {min(arguments.minutes):g}")
+    arguments.minutes = numbers("minutes", arguments.minutes, float, least=0.01)
+    arguments.seeds = numbers("seeds", arguments.seeds, least=0)
     names = ("data", "suite", "limit", "max_new_tokens", "nodes", "overrides")
     record = Record.open(arguments.json, {name: getattr(arguments, name) for name in names})
     failed: dict[str, str] = {}
@@ -420,27 +416,10 @@ def main(given: list[str] | None = None) -> int:
         print_table(caption(record.content), rows(record.content))
         write_atomic(arguments.json.with_suffix(".svg"), figure(record.content))
         for page in PAGES if arguments.write else ():
-            write_between_marks(page, markdown(record.content))
+            write_atomic(page, filled(page, MARKS, f"{markdown(record.content)}\n"))
     for name, message in failed.items():
         print(f"left out: {name}: {message}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def listed_numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Return the numbers in a comma-separated list."""
-    try:
-        return [kind(value) for value in text.split(",")]
-    except ValueError:
-        raise UserError(f"--{option} needs numbers, separated by commas, got {text}") from None
-
-
-def write_between_marks(page: Path, text: str) -> None:
-    """Replace what stands between the marks of a page."""
-    before, mark, rest = page.read_text().partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not end:
-        raise UserError(f"{page} has no lines {MARKS[0]} and {MARKS[1]} to write between")
-    write_atomic(page, f"{before}{mark}\n{text}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def rows(record: dict[str, Any]) -> list[dict[str, str]]:
     speed, minutes = record.get("speed") or {"heads": {}}, budgets(record)
 
     def row(name: str, cells: dict[str, list[float]], accepted: list[float], times: Sequence[Any]) -> dict[str, str]:
+        """Return a row from the values of every column, the accepted shares by seed, and the speeds of both kinds."""
         shares = spread([100 * share for share in accepted], 0)
         texts = {column: spread(values) for column, values in cells.items()} | {"first draft accepted, %": shares}
         ways = ("speedup", "speedup, + lookup")
@@ -125,34 +126,39 @@ def figure(record: dict[str, Any]) -> str:
     bottom = TOP + ROW * len(heads)
 
     def x(tau: float) -> float:
+        """Return the horizontal position of a tau."""
         return round(LABEL + (tau - 1) / (right - 1) * (WIDTH - LABEL - 20), 1)
 
     def dot(at: float, y: float, kind: Kind, m: float) -> str:
+        """Return a circle for a run of ``m`` minutes."""
         shade = kind if m == minutes[-1] else f"{kind} open"
         return f'<circle class="{shade}" cx="{at}" cy="{y}" r="4.5" stroke-width="1.6"/>'
 
     def line(shade: str, at: float, more: str = "") -> str:
+        """Return a vertical line through all heads."""
         return f'<line class="{shade}" x1="{at}" x2="{at}" y1="{TOP}" y2="{bottom}"{more}/>'
 
     def text(words: str, at: float, y: float, shade: str = "muted", anchor: str = "middle") -> str:
+        """Return ``words`` at a point."""
         return f'<text class="{shade}" text-anchor="{anchor}" x="{at}" y="{y}">{escape(words)}</text>'
 
-    parts = [f'<rect class="paper" width="{WIDTH}" height="{bottom + 46}"/>']
+    shapes = [f'<rect class="paper" width="{WIDTH}" height="{bottom + 46}"/>']
     for column, kind in enumerate(KINDS):
         for row, m in enumerate(minutes):
             at, y = 20 + 300 * column, 18 + 20 * row
-            parts += [dot(at, y, kind, m), text(f"{NAMES[kind]}, {m:g} min", at + 12, y + 4.5, "ink", "start")]
+            shapes += [dot(at, y, kind, m), text(f"{NAMES[kind]}, {m:g} min", at + 12, y + 4.5, "ink", "start")]
     ticks = [1 + n / 4 for n in range(int((right - 1) * 4) + 1)]
-    parts += [part for tick in ticks for part in (line("grid", x(tick)), text(f"{tick:g}", x(tick), bottom + 18))]
+    for tick in ticks:
+        shapes += [line("grid", x(tick)), text(f"{tick:g}", x(tick), bottom + 18)]
     if record["lookup"]:
-        parts.append(line("with_lookup", x(record["lookup"]["tau"]), ' stroke-dasharray="5 4"'))
+        shapes.append(line("with_lookup", x(record["lookup"]["tau"]), ' stroke-dasharray="5 4"'))
     label = "tau: tokens per pass of the base; dashed: prompt lookup alone"
-    parts.append(text(label, (LABEL + WIDTH) / 2, bottom + 38))
+    shapes.append(text(label, (LABEL + WIDTH) / 2, bottom + 38))
     for number, head in enumerate(heads):
         y = TOP + ROW * number + ROW / 2
-        parts.append(text(head, LABEL - 12, y + 4, "ink", "end"))
+        shapes.append(text(head, LABEL - 12, y + 4, "ink", "end"))
         for kind, shift in zip(KINDS, (-6, 6), strict=True):
-            parts += [dot(x(tau), y + shift, kind, m) for m in minutes for tau in taus(record, head, m, kind)]
+            shapes += [dot(x(tau), y + shift, kind, m) for m in minutes for tau in taus(record, head, m, kind)]
     size = f'viewBox="0 0 {WIDTH} {bottom + 46}" width="{WIDTH}" height="{bottom + 46}"'
     title = "<title>Tau of every head, by training time, alone and with prompt lookup</title>"
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>{title}', STYLE, *parts, "</svg>\n"])
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>{title}', STYLE, *shapes, "</svg>\n"])

@@ -11,7 +11,7 @@ random weights, which do not change the times; a base without a shape is loaded.
   floor        tokens/s of the base alone, an upper bound for steps that compute hidden states
   parts        seconds per step for data (waiting for rows), base (hidden states), head (loss, forward and backward) and
                optimiser (reduction, clipping, update), from other steps, synchronised after every part
-  MFU          share of the device's bfloat16 peak, if known, counting only the matrix products of base and head
+  MFU          share of the device's bfloat16 peak, if known, counting only matrix products and attention
   memory       the peak of these steps, and the estimate of `mode=estimate`: allocated bytes on a GPU; on a CPU the rise
                of resident memory since the interpreter started
 """
@@ -39,7 +39,6 @@ from drafthead.data.text.packing import pack
 from drafthead.data.utils.devices import accelerator_name, device_of, peak_allocated
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.structure import attention_sizes
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import PhaseConfig, RunConfig, composed
 from drafthead.train.distributed.launcher import follow_launcher
@@ -177,25 +176,6 @@ class Bench:
         return (perf_counter() - started) / steps
 
 
-def operations_per_token(head: DraftHead, phase: PhaseConfig) -> float:
-    """Return the floating-point operations per position in matrix products, two per multiplied weight.
-
-    The base's layers count once unless hidden states are cached, with causal attention over half a row on average. If
-    the base is trained, they count twice more (forward pass and input gradients; adapters are neglected). The head's
-    trained weights count three times: forward pass and both gradients. A frozen shared projection counts twice per
-    trained draft position: forward pass and input gradient.
-    """
-    base, config = head.base.model, head.base.model.config
-    layers = sum(parameter.numel() for parameter in base.model.layers.parameters())
-    trained = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-    width = config.num_attention_heads * attention_sizes(config)[1]
-    forward = 2.0 * (layers + config.num_hidden_layers * phase.seq_len * width)
-    own_projection = head.output_head(0).weight.requires_grad
-    shared = 0 if own_projection else head.config.trained_positions * len(head.d2t) * config.hidden_size
-    passes = (not phase.store_hidden_states) + 2 * phase.train_base
-    return passes * forward + 6.0 * trained + 4.0 * shared
-
-
 def peak_operations(name: str) -> float | None:
     """Return a GPU's bfloat16 peak in operations per second, or None if its name is unknown."""
     words = name.replace("-", " ").split()
@@ -224,7 +204,7 @@ def measure(run: RunConfig, phase: str, accelerator: Accelerator, steps: int, wa
     tokens = settings.micro_batch_size * settings.seq_len * bench.micro_batches
     devices = accelerator.num_processes
     plan = Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)), accelerator.device.type)
-    operations = operations_per_token(plan.head, settings)
+    operations = plan.steps()[phase].operations / (settings.micro_batch_size * settings.seq_len)  # per position
     top = peak_operations(accelerator_name() or "")
     planned = plan.total(phase)
     return {
