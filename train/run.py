@@ -8,18 +8,15 @@ from pathlib import Path
 if not __package__:  # run as a file: look in the checkout, not in train/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from drafthead.data.utils.compose import hydra_task, run_main, say
+from drafthead.data.utils.compose import run_recipe, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.estimate.hours import print_estimate
 from drafthead.train.pipeline import run_pipeline
 
 
-@hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")
-@hydra_task
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
     if run.mode == "estimate":
@@ -49,7 +46,7 @@ once.
 
 def main(usage: str = USAGE) -> None:
     """Entry point."""
-    run_main(_main, RunConfig, usage + recipe_groups())
+    run_recipe(_main, RunConfig, usage + recipe_groups())
 
 
 def recipe_groups() -> str:

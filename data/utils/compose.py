@@ -10,6 +10,7 @@ from dataclasses import field, fields, make_dataclass
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin
 
+import hydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -105,21 +106,6 @@ def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
 
 
-def hydra_task(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
-    """Decorate a Hydra task with ``one_line_errors``.
-
-    The errors must be handled inside ``hydra.main``, which reports every exception that passes it.
-    """
-
-    def guarded(cfg: DictConfig) -> None:
-        """Run the task and report errors in one line."""
-        with one_line_errors():
-            task(cfg)
-
-    guarded.__module__, guarded.__name__ = task.__module__, task.__name__
-    return guarded
-
-
 def take_device() -> None:
     """Apply and remove ``device=NAME`` from the arguments; every command accepts it."""
     for argument in [argument for argument in sys.argv[1:] if argument.startswith("device=")]:
@@ -130,9 +116,9 @@ def take_device() -> None:
             choose_device(argument.removeprefix("device="))
 
 
-def run_main(main: Callable[[], None], cls: type[Any], usage: str = "") -> None:
-    """Run a Hydra entry point whose settings are checked by ``cls``; ``--help`` prints ``usage`` and the settings."""
-    if usage and {"--help", "-h"} & {*sys.argv[1:]}:
+def run_recipe(task: Callable[[DictConfig], None], cls: type[Any], usage: str) -> None:
+    """Run ``task`` on the recipe that Hydra composes; ``--help`` prints ``usage`` and the settings of ``cls``."""
+    if {"--help", "-h"} & {*sys.argv[1:]}:
         sys.stdout.write(help_text(usage, cls))
         raise SystemExit(0)
     for argument in sys.argv[1:]:
@@ -142,8 +128,15 @@ def run_main(main: Callable[[], None], cls: type[Any], usage: str = "") -> None:
     sys.argv[1:] = [f"++{argument}" if re.match(r"[\w.]+=\{", argument) else argument for argument in sys.argv[1:]]
     take_device()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra ends the process itself, with its own traceback
+
+    def guarded(cfg: DictConfig) -> None:
+        """Run the task. Its errors are handled here, because Hydra reports every exception that leaves a task."""
+        with one_line_errors():
+            task(cfg)
+
+    guarded.__module__ = task.__module__
     with one_line_errors(cls):
-        main()
+        hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")(guarded)()
 
 
 _NOISE = ("reference_type", "object_type", "full_key", "See https", "To append to your", "Config search", "provider=")

@@ -9,21 +9,17 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
-from drafthead.data.utils.compose import hydra_task, one_line_errors, parse, run_main, schema, take_device
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.compose import one_line_errors, parse, schema, take_device
+from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import make_folder
 from drafthead.data.utils.help import help_text
 from drafthead.data.utils.settings import default_of, types_of
 
 T = TypeVar("T")
 Task = Callable[[T], None]
-
-_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--info", "-i", "--config-dir", "-cd")
-"""Hydra's options that take the next argument."""
 
 
 class Registered(NamedTuple):
@@ -52,23 +48,9 @@ def command(
     """
     keys = spelled or {}
     REGISTERED[name] = Registered(cls, {field: key for key, field in keys.items()})
-    settings_class: Any = cls  # functools.cache takes hashable arguments, which type[T] is not to mypy
-    hidden = {"run": {"dir": "."}, "sweep": {"dir": f"outputs/{name}"}, "output_subdir": None}
-    defaults = [f"{name}_schema", "_self_", {"override hydra/job_logging": "none"}]
-    store = ConfigStore.instance()
-    store.store(name=f"{name}_schema", node=schema(settings_class))
-    store.store(name=name, node={"defaults": defaults, "hydra": hidden})
 
     def decorate(task: Task[T]) -> Callable[[], None]:
         """Return the entry point that runs ``task``."""
-
-        @hydra_task
-        def checked(cfg: DictConfig) -> None:
-            """Run ``task`` on checked settings."""
-            task(parse(cfg, cls))
-
-        checked.__module__ = task.__module__
-        composed = hydra.main(version_base="1.3", config_path=None, config_name=name)(checked)
 
         def main() -> None:
             """Entry point."""
@@ -77,9 +59,13 @@ def command(
             if {"--help", "-h"} & {*arguments} or (not arguments and required(cls)):
                 sys.stdout.write(help_text(usage, cls, REGISTERED[name].spelled))
                 raise SystemExit(0)
-            with one_line_errors():
-                sys.argv[1:] = _overrides(arguments, cls, keys, words)
-            run_main(composed, cls)
+            with one_line_errors(cls):
+                only_prints = arguments[-2:] == ["--cfg", "job"]
+                cfg = _composed(arguments[:-2] if only_prints else arguments, cls, keys, words)
+                if only_prints:
+                    sys.stdout.write(OmegaConf.to_yaml(cfg))
+                else:
+                    task(parse(cfg, cls))
 
         return main
 
@@ -91,44 +77,36 @@ def required(cls: type[Any]) -> list[str]:
     return [f.name for f in fields(cls) if default_of(f) is MISSING]
 
 
-def _overrides(arguments: list[str], cls: Any, spelled: dict[str, str], words: str) -> list[str]:
-    """Return arguments as typed by users as Hydra's overrides and options."""
-    types = {name: str(kind) for name, kind in types_of(cls).items()} | dict.fromkeys(spelled, "str")
-    overrides, options, text = list[str](), list[str](), list[str]()
-    for before, argument in zip(["", *arguments], arguments, strict=False):
+def _composed(arguments: list[str], cls: Any, spelled: dict[str, str], words: str) -> DictConfig:
+    """Return the defaults of ``cls``, changed by arguments as users type them; values are YAML."""
+    given, text = OmegaConf.create(), list[str]()
+    for argument in arguments:
         key, equals, value = argument.partition("=")
-        is_setting = key.split(".")[0] in types or re.fullmatch(r"[+~]*[a-z_.]+=\S*", argument)
-        is_option = argument.startswith("-") and not (words and re.match(r"-([^\w-]|$)", argument))
-        if is_option or before in _WITH_VALUE:
-            options.append(argument)
-        elif words and not (equals and is_setting):
+        is_setting = key.split(".")[0] in {*types_of(cls), *spelled} or re.fullmatch(r"[a-z_.]+=\S*", argument)
+        if words and not (equals and is_setting):
             text.append(argument)
-        elif not equals and not key.startswith("~"):
+        elif not equals:
             raise UserError(f"{argument!r} is not a setting; settings are key=value, see --help")
-        elif equals and not value.strip():
+        elif not key:
+            raise UserError(f"{argument!r} names no setting; settings are key=value, see --help")
+        elif not value.strip():
             raise UserError(f"{argument} has no value; give one ({argument}VALUE), see --help")
         else:
             key = {"base": "base.name", **spelled}.get(key, key)
-            if value.startswith("{") or types.get(key.split(".")[0], "").startswith("dict"):
-                key = f"++{key}"  # free keys, which Hydra takes only as additions
-            overrides.append(f"{key}{equals}{_quoted(value)}" if equals else argument)
-    overrides += [f"{words}={_quoted(' '.join(text), always=True)}"] if text else []
-    given = {override.lstrip("+~").split("=")[0] for override in overrides}
+            value = re.sub(r"([{,]\s*\w+):(?=[^\s/])", r"\1: ", value) if "{" in value else value  # {a:b} as {a: b}
+            try:
+                given.merge_with_dotlist([f"{key}={value}"])
+            except YAMLError as error:
+                raise UserError(f"{argument} cannot be read ({one_line(error)}); quote the value") from None
+    if text:
+        given[words] = " ".join(text).replace("${", r"\${")  # not an interpolation
+    cfg = OmegaConf.merge(OmegaConf.structured(schema(cls)), given)
     typed = {field: key for key, field in spelled.items()}
-    missing = [typed.get(name, name) for name in required(cls) if name not in given]
-    if missing and not options and all(key.split(".")[0] in types for key in given):
-        raise UserError(f"missing: {' '.join(f'{name}=...' for name in missing)}; see --help for their meaning")
-    return overrides + options
-
-
-def _quoted(value: str, always: bool = False) -> str:
-    """Quote a text for Hydra, which would interpret some of its characters."""
-    if not always and re.fullmatch(r"\[[^\[\]{}'\"]*=[^\[\]{}'\"]*\]", value):  # settings in a list: train=[a.b=1,c=2]
-        return f"[{','.join(_quoted(item.strip(), always=True) for item in value[1:-1].split(','))}]"
-    if not always and re.fullmatch(r"""['"\[{].*|[\w/\-+.:@,*?|% ]*""", value, re.DOTALL):
-        return value
-    value = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value.replace("${", r"\${"))
-    return f"'{value}'"
+    missing = [f"{typed.get(name, name)}=..." for name in required(cls) if OmegaConf.is_missing(cfg, name)]
+    if missing:
+        raise UserError(f"missing: {' '.join(missing)}; see --help for their meaning")
+    assert isinstance(cfg, DictConfig)
+    return cfg
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """Build the corpora of a recipe and nothing else: ``drafthead data recipe=medusa_smollm2``."""
 
-import hydra
 from omegaconf import DictConfig
 
-from drafthead.data.utils.compose import hydra_task, run_main, say
+from drafthead.data.utils.compose import run_recipe, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import launched
@@ -22,8 +21,6 @@ It takes the settings of `drafthead train`.
 """
 
 
-@hydra.main(version_base="1.3", config_path="pkg://drafthead.recipes", config_name="train")
-@hydra_task
 def _main(cfg: DictConfig) -> None:
     run = parse_run(cfg)
     with signals.install_handlers(say), launched(run) as launch:
@@ -35,7 +32,7 @@ def _main(cfg: DictConfig) -> None:
 
 def main() -> None:
     """Entry point."""
-    run_main(_main, RunConfig, USAGE)
+    run_recipe(_main, RunConfig, USAGE)
 
 
 if __name__ == "__main__":
