@@ -6,10 +6,9 @@
     python benchmarks/bases.py --base NAME         # a real checkpoint in float32: a folder, a Hub id, embedded:smollm2
 
 Every configuration of ``base_shapes.py`` is built tiny with random weights, saved, and loaded as a user would load it.
-The reference is the same folder in stock transformers, with its default attention, without a cache:
+Loading compares logits with those of stock transformers: whole, in chunks, as a tree, and of packed documents
+(``models/base/parity.py``). The other checks compare with the same folder in stock transformers, without a cache:
 
-  logits   of a prompt of 60 tokens, read whole and in chunks of 30, 29 and 1; of a tree of 7 nodes after 52 tokens,
-           each node against its path read alone; of three packed documents. Errors are relative to the largest logit.
   decode   12 greedy tokens after prompts of 7, 24 and 60 tokens: autoregressive, with prompt lookup, with a random
            Medusa head, and with an oracle whose tree of 8 nodes mixes the true path with wrong ones; also in a batch.
            The output must equal stock argmax without a cache and stock ``generate``.
@@ -34,7 +33,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
-from drafthead.data.batch import HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
@@ -50,8 +49,6 @@ from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 
 PROMPTS, NEW = (7, 24, 60), 12
-TOLERANCE = 1e-4
-TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 ORACLE_TREE = TokenTree.from_paths([(0,), (1,), (1, 0), (1, 1), (1, 1, 0), (1, 1, 1), (1, 1, 1, 0)])
 """The true path takes the second child three times, then the first child."""
 TRUE_NODES = (2, 4, 6, 7)
@@ -68,7 +65,7 @@ INTRODUCTION = """\
 # Bases
 Every configuration is tiny and random, with the family's kinds of layer, windows of 32 positions and a context of 512.
 Logits are compared with stock transformers whole, in chunks, as a tree and packed; the tokens of five ways of decoding
-with stock `generate`. A pass means an error below 1e-4 of the largest logit, and the same text. Tiny random weights
+with stock `generate`. A pass means an error below 1e-3 of the largest logit, and the same text. Tiny random weights
 reveal wrong layouts and masks, not numerical problems at scale. *Shaped after* names the largest known checkpoint with
 these kinds of layer; none of them was loaded here. [Why a base is refused](../explanation/bases.md)
 """
@@ -87,7 +84,6 @@ class Outcome:
     unbuilt: str = ""
     """Error of transformers itself, if it cannot build or run the model here."""
     context: int = 0
-    errors: dict[str, float] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     """Checks that failed."""
     heads: dict[str, str] = field(default_factory=dict)
@@ -96,7 +92,7 @@ class Outcome:
     @property
     def passes(self) -> bool:
         """True if every check succeeded."""
-        return self.loads and not self.raised and not self.wrong and max(self.errors.values(), default=1) < TOLERANCE
+        return self.loads and not self.raised and not self.wrong
 
     def line(self, name: str) -> str:
         """Return one line for the console."""
@@ -106,10 +102,9 @@ class Outcome:
             return f"{name:28} RAISED {self.raised}"
         if not self.loads:
             return f"{name:28} refused: {self.refused}"
-        worst = max(self.errors, key=self.errors.__getitem__)
         verdict = "passes" if self.passes else f"WRONG {', '.join(self.wrong)}"
         heads = "; ".join(f"{head}: {why}" for head, why in self.heads.items() if why) or "all heads"
-        return f"{name:28} {verdict} (context {self.context}; worst {worst} {self.errors[worst]:.0e}) {heads}"
+        return f"{name:28} {verdict} (context {self.context}) {heads}"
 
 
 class Oracle(PromptLookup):
@@ -194,29 +189,6 @@ class Comparison:
         logits: Tensor = self.stock(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
         return logits
 
-    @torch.inference_mode()
-    def logit_errors(self) -> dict[str, float]:
-        """Return the largest relative error by kind of pass."""
-        base, prompt = self.base, self.prompts[-1]
-        ids, whole = torch.tensor([prompt]), self.expected(prompt)
-        errors = {"whole": _error(base.logits(base.forward(ids, base.new_cache(100)).final)[0], whole)}
-        cache, cuts = base.new_cache(100), [0, len(prompt) // 2, len(prompt) - 1, len(prompt)]
-        chunks = [base.forward(ids[:, a:b], cache).final for a, b in zip(cuts, cuts[1:], strict=False)]
-        errors["chunks"] = _error(base.logits(torch.cat(chunks, 1))[0], whole)
-
-        prefix, nodes = prompt[:-8], prompt[-8:-1]
-        cache = base.new_cache(100)
-        base.forward(torch.tensor([prefix]), cache)
-        tree = base.verify_logits(torch.tensor([nodes]), TREE.shape, cache)[1][0]
-        paths = [[nodes[n] for n in path.nonzero()[:, 0].tolist()] for path in TREE.shape.ancestors[0]]
-        errors["tree"] = max(_error(tree[n], self.expected(prefix + path)[-1]) for n, path in enumerate(paths))
-
-        documents = [prompt[:6], prompt[6:20], prompt[20 : min(60, len(prompt))]]
-        hidden = base.hidden_states(TrainBatch.of(documents), HiddenStatesSpec()).final
-        packed = torch.cat([self.expected(document) for document in documents])
-        errors["packed"] = _error(base.logits(hidden)[0], packed)
-        return errors
-
     def wrong_answers(self) -> list[str]:
         """Return the names of the decoders whose output differs from the stock model's."""
         base, answers, wrong = self.base, [self._stock_answer(prompt) for prompt in self.prompts], []
@@ -289,10 +261,6 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def _error(logits: Tensor, expected: Tensor) -> float:
-    return float((logits - expected).abs().max() / expected.abs().max())
-
-
 def outcome(shape: dict[str, Any], prompts: tuple[int, ...] = PROMPTS, heads: bool = True) -> Outcome:
     """Build, load and compare one configuration."""
     result = Outcome(family=str(shape["model_type"]))
@@ -320,9 +288,7 @@ def compare(result: Outcome, comparison: Comparison, heads: bool) -> None:
     """Run all checks of a base that loads, and store their results."""
     try:
         result.loads, result.context = True, comparison.base.max_context
-        result.errors = comparison.logit_errors()
-        result.wrong = [kind for kind, error in result.errors.items() if error >= TOLERANCE]
-        result.wrong += comparison.wrong_answers() + comparison.wrong_counts()
+        result.wrong = comparison.wrong_answers() + comparison.wrong_counts()
         if heads:
             result.heads = comparison.heads()
     except Exception as error:

@@ -62,8 +62,12 @@ def command(
             with one_line_errors(cls):
                 only_prints = arguments[-2:] == ["--cfg", "job"]
                 cfg = _composed(arguments[:-2] if only_prints else arguments, cls, keys, words)
+                missing = [name for name in required(cls) if OmegaConf.is_missing(cfg, name)]
                 if only_prints:
                     sys.stdout.write(OmegaConf.to_yaml(cfg))
+                elif missing:
+                    typed = " ".join(f"{REGISTERED[name].spelled.get(key, key)}=..." for key in missing)
+                    raise UserError(f"missing: {typed}; see --help for their meaning")
                 else:
                     task(parse(cfg, cls))
 
@@ -97,14 +101,13 @@ def _composed(arguments: list[str], cls: Any, spelled: dict[str, str], words: st
             try:
                 given.merge_with_dotlist([f"{key}={value}"])
             except YAMLError as error:
+                if value[0] not in "[{'\"":
+                    OmegaConf.update(given, key, value)  # a text that YAML would read otherwise
+                    continue
                 raise UserError(f"{argument} cannot be read ({one_line(error)}); quote the value") from None
     if text:
         given[words] = " ".join(text).replace("${", r"\${")  # not an interpolation
     cfg = OmegaConf.merge(OmegaConf.structured(schema(cls)), given)
-    typed = {field: key for key, field in spelled.items()}
-    missing = [f"{typed.get(name, name)}=..." for name in required(cls) if OmegaConf.is_missing(cfg, name)]
-    if missing:
-        raise UserError(f"missing: {' '.join(missing)}; see --help for their meaning")
     assert isinstance(cfg, DictConfig)
     return cfg
 

@@ -1,9 +1,7 @@
 """Script that starts an engine's HTTP server in an interpreter without drafthead; it imports nothing of drafthead.
 
-``python runner.py vllm PORT ARGUMENT...`` or ``python runner.py llamacpp JSON``. It writes JSON lines to the file
-descriptor in the environment variable REPORTS. ``{"version": ...}`` comes before a long start, then ``{"url": ...}`` if
-the engine chose the port, or ``{"error": ...}``. When standard input closes because the parent has ended, it kills the
-process group.
+``python runner.py vllm PORT ARGUMENT...`` or ``python runner.py llamacpp JSON``. When standard input closes because the
+parent has ended, the process group is killed.
 """
 
 import json
@@ -13,16 +11,8 @@ import signal
 import sys
 import threading
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
-
-OLD_VLLM = (0, 10, 2)
-"""The first version whose server answers with token ids."""
-
-
-def say(**content: Any) -> None:
-    """Report ``content`` to the parent process as one JSON line."""
-    os.write(int(os.environ["REPORTS"]), (json.dumps(content) + "\n").encode())
 
 
 def follow_parent() -> None:
@@ -37,45 +27,23 @@ def follow_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def require(package: str) -> str:
-    """Return the version of the engine's ``package`` or its CPU build, after reporting it to the parent.
-
-    Without either, report that the package is absent and exit.
-    """
-    for name in (package, f"{package}-cpu"):
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            continue
-        say(version=installed)
-        return installed
-    say(error=f"absent: no {package} is installed for {sys.executable}")
-    raise SystemExit(1)
-
-
 def vllm(port: str, arguments: list[str]) -> None:
     """Run vLLM's OpenAI-compatible server."""
-    installed = require("vllm")
-    if tuple(int(number) for number in installed.split("+")[0].split(".")[:3] if number.isdigit()) < OLD_VLLM:
-        say(error=f"old: vLLM {installed} answers no token ids; 0.10.2 was the first that did")
-        raise SystemExit(1)
     sys.argv = ["vllm", "--host", "127.0.0.1", "--port", port, *arguments]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 
 
 def llamacpp(settings: dict[str, Any]) -> None:
     """Run llama.cpp's server from the package xllamacpp."""
-    installed = require("xllamacpp")
     import xllamacpp as engine
 
     kinds = engine.common_speculative_type
     method = settings.get("method", "")
     kind = getattr(kinds, f"COMMON_SPECULATIVE_TYPE_DRAFT_{method.upper()}", None)
     if settings.get("head") and kind is None:
-        say(error=f"old: xllamacpp {installed} has no {method}; 2026.10.11549 has")
-        raise SystemExit(1)
+        raise SystemExit(f"error: xllamacpp {version('xllamacpp')} has no {method}; 2026.10.11549 has")
     params = engine.CommonParams()
-    params.model.path = settings["base"]
+    params.model.path, params.port = settings["base"], settings["port"]
     params.n_ctx, params.n_parallel = settings["context"], 1
     params.endpoint_metrics, params.warmup, params.verbosity = True, True, 0
     cache = engine.ggml_type.GGML_TYPE_F32 if settings["f32_cache"] else engine.ggml_type.GGML_TYPE_F16
@@ -88,8 +56,7 @@ def llamacpp(settings: dict[str, Any]) -> None:
         draft.mparams.path = settings["head"]
         draft.n_max, draft.n_min, draft.p_min = settings["drafts"], 0, 0.0
     server = engine.Server(params)
-    say(url=server.listening_address)
-    while True:
+    while server:
         time.sleep(3600)
 
 

@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -96,9 +95,9 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                     method = name + PLAIN * plain
                     log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
                     served.methods[method] = partial(server.answer, max_new_tokens=config.max_new_tokens)
-                    version = server.installed or server.version()
-                    options = " ".join(VLLM_OPTIONS) if name == "vllm" and server.installed else ""
-                    fact = {"engine": server.name, "version": version, "format": target.name, "options": options}
+                    options = " ".join(VLLM_OPTIONS) if name == "vllm" and not start.own.url else ""
+                    fact = {"engine": server.name, "version": server.version()}
+                    fact |= {"format": target.name, "options": options}
                     served.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
                     served.marks[method] = hashlib.sha256(mark.encode()).hexdigest()[:8]
@@ -106,6 +105,8 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
             yield served
         except EngineError as error:
             hint = "; finished answers are kept, and the same command resumes there" if served.methods else ""
+            if "No module named" in str(error):
+                hint = f"; `drafthead engines install={name}` installs it, or name a server with engine.{name}.url="
             raise UserError(f"{error}{hint}") from None
 
 
@@ -229,7 +230,6 @@ class EngineStart:
 
     def __post_init__(self) -> None:
         self.own: EngineConfig = getattr(self.settings, self.name)
-        self._deadline = time.monotonic() + self.settings.start_timeout_s
         self._threads = self.settings.threads or torch.get_num_threads()
         self._context = min(self.base.max_context, MOST_CONTEXT)
 
@@ -248,14 +248,16 @@ class EngineStart:
                     f"no {kind.name} server answers at {url}; start it, or correct engine.{self.name}.url"
                 )
             return server
-        process, url = self._vllm(plain) if self.name == "vllm" else self._llamacpp(plain)
-        server = kind(url, self.base.eos_ids, timeout, process, drafts)
-        process.wait_until(server.is_ready, self._deadline)
+        port = free_port()
+        python, arguments, variables = (self._vllm if self.name == "vllm" else self._llamacpp)(port, plain)
+        process = EngineProcess(kind.name, python, arguments, variables)
+        self.stack.callback(process.close)
+        server = kind(f"http://127.0.0.1:{port}", self.base.eos_ids, timeout, process, drafts)
+        process.wait_until(server.is_ready, self.settings.start_timeout_s)
         return server
 
-    def _vllm(self, plain: bool) -> tuple[EngineProcess, str]:
-        python = vllm_python(self.own)
-        port = free_port()
+    def _vllm(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
+        """Return interpreter, arguments of the runner, and environment variables."""
         folder = str(smollm2_folder()) if self.base.name == EMBEDDED else self.base.config.name  # or a name on the Hub
         dtype = str(self.base.dtype).removeprefix("torch.")
         arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, *VLLM_OPTIONS]
@@ -271,31 +273,18 @@ class EngineStart:
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_LOGGING_LEVEL": "WARNING"}
         if Path(folder).is_dir():
             variables["HF_HUB_OFFLINE"] = "1"
-        process = self._started("vLLM", python, arguments, variables)
-        return process, f"http://127.0.0.1:{port}"
+        return vllm_python(self.own), arguments, variables
 
-    def _llamacpp(self, plain: bool) -> tuple[EngineProcess, str]:
+    def _llamacpp(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
+        """Return interpreter, arguments of the runner, and environment variables."""
         path, kind = self.published / BASE_FILE, self.own.base_type
         if not path.exists():
             all_formats()["gguf"].write_base(self.base, path, kind)
-        settings = {"base": str(path), "context": self._context, "threads": self._threads, "drafts": self.drafts}
-        settings |= {"f32_cache": kind == "f32"} | (
-            {} if plain else {"head": str(self.published / FILE), "method": self.method}
-        )
-        try:
-            process = self._started(
-                "llama.cpp", self.own.python or sys.executable, ["llamacpp", json.dumps(settings)], {}
-            )
-            return process, process.report("url", self._deadline)
-        except EngineError as error:
-            hint = "; pip install 'drafthead[llamacpp]', or give engine.llamacpp.url" if "absent" in str(error) else ""
-            raise EngineError(f"{error}{hint}") from None
-
-    def _started(self, name: str, python: str, arguments: list[str], variables: dict[str, str]) -> EngineProcess:
-        process = EngineProcess(name, python, arguments, variables)
-        self.stack.callback(process.close)
-        process.version = process.report("version", self._deadline)
-        return process
+        settings = {"port": port, "base": str(path), "context": self._context, "threads": self._threads}
+        settings |= {"drafts": self.drafts, "f32_cache": kind == "f32"}
+        if not plain:
+            settings |= {"head": str(self.published / FILE), "method": self.method}
+        return self.own.python or sys.executable, ["llamacpp", json.dumps(settings)], {}
 
 
 def free_port() -> int:

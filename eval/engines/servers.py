@@ -75,7 +75,6 @@ class EngineServer(ABC):
         """Take the server's ``url``, its ``process`` (if we started it, to report its exit) and its chain length."""
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
-        self.installed = "" if process is None else process.version
         # A proxy of the environment is for other machines.
         is_local = re.match(r"https?://(127\.|localhost)", url) is not None
         self._client = openai.OpenAI(

@@ -7,7 +7,7 @@ Therefore other projects' code runs unchanged.
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, TypeAlias
 
 import torch
@@ -41,8 +41,6 @@ class _Choices(TorchFunctionMode):
         super().__init__()
         self._script = script
         self._made: tuple[int, ...] = ()
-        self._uniform: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """Uniform random numbers by ``id``, with the bounds that comparisons so far have set."""
         self.weight = 1.0
         self.others: list[tuple[int, ...]] = []
         """Scripts that lead to the options not taken in this run."""
@@ -72,30 +70,31 @@ class _Choices(TorchFunctionMode):
             return torch.tensor(drawn).view(*probs.shape[:-1], 1)
         if name in ("rand", "rand_like"):
             numbers = func(*args, **kwargs)
-            low = torch.zeros(numbers.shape, dtype=torch.float64)
-            return self._track(numbers, low, torch.ones_like(low))
+            numbers.low, numbers.high = torch.zeros(2, *numbers.shape, dtype=torch.float64)
+            numbers.high += 1  # the bounds that comparisons have set so far
+            return numbers
         if name in DRAWS:
             raise UserError(f"torch.{name} cannot be enumerated; draw with choose(probs), multinomial or rand")
-        if not any(id(argument) in self._uniform for argument in args):
+        is_uniform = [hasattr(argument, "low") for argument in args]
+        if not any(is_uniform):
             return func(*args, **kwargs)
-        if name in ("lt", "le", "gt", "ge") and id(args[0]) in self._uniform:
-            return self._below(args[0], args[1]) ^ (name in ("gt", "ge"))
-        if name in ("lt", "le", "gt", "ge"):
-            return self._below(args[1], args[0]) ^ (name in ("lt", "le"))
-        if name in VIEWS and id(args[0]) in self._uniform:
-            return self._track(*(func(values, *args[1:], **kwargs) for values in self._uniform[id(args[0])]))
-        raise UserError(f"torch.{name} of a random number cannot be enumerated; compare the number with a probability")
+        if name in VIEWS and is_uniform[0]:
+            numbers, low, high = (func(tensor, *args[1:], **kwargs) for tensor in (args[0], args[0].low, args[0].high))
+            numbers.low, numbers.high = low, high
+            return numbers
+        if name not in ("lt", "le", "gt", "ge"):
+            raise UserError(
+                f"torch.{name} of a random number cannot be enumerated; compare the number with a probability"
+            )
+        numbers, limits = args if is_uniform[0] else args[::-1]
+        asks_above = (name in ("gt", "ge")) == is_uniform[0]
+        return self._below(numbers, limits) ^ asks_above
 
-    def _track(self, numbers: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        self._uniform[id(numbers)] = numbers, low, high
-        return numbers
-
-    def _below(self, numbers: Tensor, limits: Any) -> Tensor:
-        """Choose whether uniform numbers are below ``limits``, given all earlier comparisons of these numbers."""
-        _, low, high = self._uniform[id(numbers)]
-        limits = torch.as_tensor(limits, dtype=torch.float64)
-        shape = (low + limits).shape
-        low, high, limits = low.expand(shape), high.expand(shape), limits.expand(shape)
+    def _below(self, numbers: Any, limits: Any) -> Tensor:
+        """Return if uniform numbers are below ``limits``, given all earlier comparisons of the numbers."""
+        low, high, limits = torch.broadcast_tensors(
+            numbers.low, numbers.high, torch.as_tensor(limits, dtype=torch.float64)
+        )
         below = torch.zeros(limits.shape, dtype=torch.bool)
         for at in torch.cartesian_prod(*map(torch.arange, limits.shape)).view(below.numel(), -1).tolist():
             index = tuple(at) if below.dim() else ()
@@ -173,11 +172,10 @@ def constant(probs: Sequence[float], length: int) -> TabularLM:
 
 
 def load_sampler(name: str) -> SpeculativeSampler:
-    """Import the function ``module:function``; the module may lie in the current folder."""
-    module, _, function = name.partition(":")
+    """Return the function ``module:function``, also of a module in the current folder."""
     sys.path.insert(0, "")
     try:
-        sampler: SpeculativeSampler = getattr(import_module(module), function)
+        sampler: SpeculativeSampler = resolve_name(name)
     except Exception as error:
         raise UserError(f"callable={name} cannot be loaded ({one_line(error)}); give module:function") from None
     finally:
