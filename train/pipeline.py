@@ -47,15 +47,8 @@ from drafthead.train.publish.card import contents, serving_lines, write_card
 from drafthead.train.run_folder import CALIBRATION, CONTINUED, QUALITY, TRANSCRIPTS, open_folder
 from drafthead.train.tracking.provenance import write_provenance
 from drafthead.train.tracking.tracker import Tracker
+from drafthead.train.trainer import checkpoint
 from drafthead.train.trainer.batches import open_held_out, unseen_text
-from drafthead.train.trainer.checkpoint import (
-    checkpoints,
-    load_best,
-    load_latest,
-    load_weights,
-    saved_state,
-    undisturbed_rng,
-)
 from drafthead.train.trainer.trainer import Trainer
 
 MAX_HELD_OUT_ANSWERS = 64
@@ -163,12 +156,12 @@ def corpora(context: RunContext) -> None:
     corpora, display, run = context.corpora, context.display, context.run
     if context.launch.is_main:
         display.console.print(StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table())
-    with undisturbed_rng(), display.stage(f"corpus: {contents(run)}"):
+    with checkpoint.undisturbed_rng(), display.stage(f"corpus: {contents(run)}"):
         stats = corpora.answers().stats
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} with an end of turn")
     lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
     for seq_len in sorted(lengths):
-        with undisturbed_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
+        with checkpoint.undisturbed_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
             with context.launch.main_process_first(run.per_node_data):
                 rows = corpora.text_rows(seq_len)
         display.line(f"   {len(rows)} rows of {seq_len} tokens")
@@ -219,7 +212,7 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
         stores = {"new": context.corpora.answers()}
         if run.init_data:
             stores["old"] = open_answers(Path(run.init_data))
-        with undisturbed_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
+        with checkpoint.undisturbed_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
             lengths[when] = {name: _held_out_length(head, store) for name, store in stores.items()}
         write_json(path, lengths)
     if when == "after":
@@ -240,7 +233,7 @@ def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
 
 def _save_trained_head(context: RunContext) -> None:
     """Write the head of the best or of the last checkpoint to the run folder."""
-    last, best = load_latest(context.checkpoints), load_best(context.checkpoints)
+    last, best = checkpoint.load_latest(context.checkpoints), checkpoint.load_best(context.checkpoints)
     assert last is not None
     chosen = last
     if best is not None and best.state.global_step != last.state.global_step:
@@ -252,7 +245,7 @@ def _save_trained_head(context: RunContext) -> None:
         else:
             context.display.line(f"   {best.path} has better weights ({score}); checkpoint.final=best takes them")
     head = context.new_head()
-    load_weights(head, chosen)
+    checkpoint.load_weights(head, chosen)
     head.save_pretrained(context.head_folder)
 
 
@@ -372,8 +365,8 @@ def card(context: RunContext) -> None:
     run, folder, path = context.run, context.folder, context.folder / "eval.json"
     if not path.exists():
         raise UserError(f"{path} is missing; run the stage evaluate first")
-    saved = checkpoints(context.checkpoints)
-    processes = saved_state(saved[-1]).get("processes", 1) if saved else 1
+    saved = checkpoint.checkpoints(context.checkpoints)
+    processes = checkpoint.saved_state(saved[-1]).get("processes", 1) if saved else 1
     result = read_json(folder / QUALITY) if run.trains_base else None
     stats = context.corpora.answers().stats
     write_card(run, context.load_head(), stats, read_json(path), result, folder, processes, context.agreement)

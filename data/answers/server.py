@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import openai
@@ -20,10 +20,8 @@ from openai.types import Completion, CompletionChoice
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.answers.backend import ProcessGroup, Prompt
 from drafthead.data.answers.store import Answer
+from drafthead.data.text.chat import Tokenizer
 from drafthead.data.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Log = Callable[[str], None]
 """Receives lines for the user."""
@@ -49,7 +47,7 @@ class RefusedError(UserError):
 class Completions:
     """Requests and answers for one base and sampler."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Tokenizer
     eos_ids: frozenset[int]
     vocab_size: int
     sampler: SamplerConfig

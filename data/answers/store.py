@@ -19,17 +19,8 @@ import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import (
-    check_manifest,
-    disk_errors,
-    file_digest,
-    new_file,
-    read_manifest,
-    require_space,
-    safe_join,
-    write_manifest,
-)
 
 _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
@@ -102,11 +93,11 @@ class AnswerStore:
     def __init__(self, folder: Path, manifest: dict[str, Any] | None = None) -> None:
         self.folder = folder
         if manifest is None:
-            read_manifest(folder)
-        elif not check_manifest(folder, manifest, "remove the folder or choose another one for these settings"):
+            files.read_manifest(folder)
+        elif not files.check_manifest(folder, manifest, "remove the folder or choose another one for these settings"):
             if any(folder.glob("shard-*.parquet")):
                 raise UserError(f"{folder} holds answers but no manifest; restore it or remove the folder")
-            write_manifest(folder, manifest)
+            files.write_manifest(folder, manifest)
         self._tables: dict[int, pa.Table] = {}
         self._entries: dict[int, _Entry] = {}
         self._open_hidden_states = lru_cache(maxsize=1024)(self._map_hidden_states)
@@ -114,7 +105,7 @@ class AnswerStore:
         for path in sorted(folder.glob("shard-*.parquet")):
             if (match := _SHARD.fullmatch(path.name)) is None:
                 raise UserError(f"{path} is not named like a shard (shard-00012.parquet); rename or remove it")
-            self._add(int(match[1]), read_table(safe_join(folder, path.name)))
+            self._add(int(match[1]), read_table(files.safe_join(folder, path.name)))
 
     @property
     def done(self) -> set[int]:
@@ -160,19 +151,19 @@ class AnswerStore:
             gap = np.full((1, blocks[0].shape[1]), np.nan, dtype=np.float16)
             hidden_states = np.concatenate([rows for block in blocks for rows in (block.astype(np.float16), gap)])
         size = sum(4 * len(answer.input_ids) for answer in answers) + getattr(hidden_states, "nbytes", 0)
-        require_space(self.folder, 1_000_000 + size, "the next shard of answers")
+        files.require_space(self.folder, 1_000_000 + size, "the next shard of answers")
         try:
-            with disk_errors("the next shard of answers", self.folder):
+            with files.disk_errors("the next shard of answers", self.folder):
                 width, checksum = 0, ""
                 if hidden_states is not None:
-                    with new_file(self._path(shard, "safetensors")) as tmp_path:
+                    with files.new_file(self._path(shard, "safetensors")) as tmp_path:
                         save_file({"features": hidden_states}, tmp_path)
-                        width, checksum = hidden_states.shape[1], file_digest(tmp_path)
+                        width, checksum = hidden_states.shape[1], files.file_digest(tmp_path)
                 columns = {n: pa.array([getattr(g, n) for g in answers], type=kind) for n, kind in _COLUMNS.items()}
                 metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
                 table = pa.table(columns).replace_schema_metadata(metadata)
                 table = table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
-                with new_file(path) as tmp_path:  # last, because a table means a complete shard
+                with files.new_file(path) as tmp_path:  # last, because a table means a complete shard
                     pq.write_table(table, tmp_path, compression="zstd")
                 self._add(shard, table)
         except UserError:
@@ -223,10 +214,10 @@ class AnswerStore:
 
     def _map_hidden_states(self, shard: int) -> Any:
         """Open a shard's hidden states for slicing; the file must have the checksum that the shard's table states."""
-        path = safe_join(self.folder, self._path(shard, "safetensors").name)
+        path = files.safe_join(self.folder, self._path(shard, "safetensors").name)
         try:
             expected = _metadata(self._tables[shard]).get(_FEATURES, b"").decode()
-            if expected and shard not in self._checked and file_digest(path) != expected:
+            if expected and shard not in self._checked and files.file_digest(path) != expected:
                 raise SafetensorError("its checksum is not the one that its table states")
             file: Any = safe_open(path, framework="np")
             states = file.get_slice("features")

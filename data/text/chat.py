@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,8 @@ import numpy.typing as npt
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+Tokenizer: TypeAlias = Any
+"""A tokenizer of transformers, a ``PreTrainedTokenizerBase``. Importing that class would take seconds."""
 Message = dict[str, str]
 """``{"role": "system" | "user" | "assistant", "content": ...}``. The base fills an assistant without content."""
 
@@ -62,7 +61,7 @@ def num_turns(messages: Sequence[Message]) -> int:
 
 
 def prompt_ids(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Tokenizer, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
     """Return the token ids that the base reads before it answers: ``messages`` and the start of the answer.
 
@@ -72,7 +71,7 @@ def prompt_ids(
 
 
 def render(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
     generation_prompt: bool = True,
@@ -110,7 +109,7 @@ def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
     return given
 
 
-def unread_variables(tokenizer: "PreTrainedTokenizerBase", names: Iterable[str]) -> list[str]:
+def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:
     """Return the variables that the chat template does not read."""
     from jinja2 import Environment, TemplateError
     from jinja2.meta import find_undeclared_variables
@@ -123,7 +122,7 @@ def unread_variables(tokenizer: "PreTrainedTokenizerBase", names: Iterable[str])
     return sorted({*names} - read)
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a text by ``render``, which holds every special token."""
     # `verbose` would warn about long prompts.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

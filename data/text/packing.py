@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import datasets
 import numpy as np
@@ -15,12 +15,9 @@ import pyarrow as pa
 import torch
 
 from drafthead.data.batch import NO_DOCUMENT, TrainBatch
-from drafthead.data.text.chat import Document
+from drafthead.data.text.chat import Document, Tokenizer
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import disk_errors, file_digest, new_file, read_json, safe_join, write_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MIN_PIECE = 8
 """Fewest tokens in a piece of a document: drafts need context before them and targets after."""
@@ -135,9 +132,7 @@ def _batch(columns: dict[str, _Array]) -> TrainBatch:
     return TrainBatch(**tensors)
 
 
-def text_documents(
-    tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str], max_tokens: int | None = None
-) -> Iterator[Document]:
+def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int | None = None) -> Iterator[Document]:
     """Yield texts as documents with every token trained, each closed by the end-of-sequence token.
 
     The tokenizer's leading special tokens (a BOS) stay: the base expects them. ``max_tokens``: stop after exactly this

@@ -17,17 +17,8 @@ from pydantic import Field
 from drafthead.data.embedded import training_sets
 from drafthead.data.embedded.tasks import PROMPT_SETS
 from drafthead.data.embedded.training_sets import DOCUMENT_SETS, content_hash
+from drafthead.data.text import readers
 from drafthead.data.text.chat import Message, conversation, user_turn
-from drafthead.data.text.readers import (
-    BUILDERS,
-    COMMIT,
-    dataset_errors,
-    json_object,
-    latest_commit,
-    open_dataset,
-    read_lines,
-    read_text,
-)
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.settings import Positive, PositiveFloat, settings
@@ -129,7 +120,7 @@ def _expand(text: str) -> SourceConfig:
         return SourceConfig(kind="hf", name=repository, split=split or "train", column=AUTO, limit=limit)
     if ".jsonl" in path.suffixes:
         return SourceConfig(kind="jsonl", name=name, column=AUTO, limit=limit)
-    if path.suffix in BUILDERS or path.is_dir():
+    if path.suffix in readers.BUILDERS or path.is_dir():
         return SourceConfig(kind="hf", name=name, column=AUTO, limit=limit)
     raise UserError(
         f"{text!r} is not a source; expected a .jsonl file, a dataset's file or folder, hf:NAME[:SPLIT], or one of "
@@ -141,7 +132,7 @@ def num_entries(source: SourceConfig) -> int | None:
     """Return the most entries that a source can have, or None for a dataset without ``limit``."""
     if source.limit is not None or source.kind not in ("jsonl", "text"):
         return source.limit
-    return sum(1 for path in files_of(source) for _ in read_lines(path))
+    return sum(1 for path in files_of(source) for _ in readers.read_lines(path))
 
 
 def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[SourceConfig]:
@@ -150,13 +141,13 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
     The commits are written to ``path`` once; later calls read them from there without asking the Hub.
     """
     if not path.exists():
-        latest = [latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
+        latest = [readers.latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
         write_checksummed_json(path, latest)
     commits = read_checksummed_json(path)
     if (
         not isinstance(commits, list)
         or len(commits) != len(sources)
-        or not all(c is None or isinstance(c, str) and COMMIT.fullmatch(c) for c in commits)
+        or not all(c is None or isinstance(c, str) and readers.COMMIT.fullmatch(c) for c in commits)
     ):
         raise UserError(
             f"{path} must list a commit or null for each of the {len(sources)} sources, but does not; remove the "
@@ -177,7 +168,7 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
     if source.kind in DOCUMENT_SETS:
         texts = training_sets.documents(_set_of(source, DOCUMENT_SETS[source.kind], "documents"))
     elif source.kind == "text":
-        texts = (read_text(path) for path in files_of(source))
+        texts = (readers.read_text(path) for path in files_of(source))
     else:
         texts = (as_text(*value) for value in _values(source, stream=max_characters is not None))
     texts = islice((text for text in texts if text.strip()), source.limit)
@@ -195,7 +186,7 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
         sets = PROMPT_SETS[source.kind]
         prompts = map(conversation, sets[_set_of(source, tuple(sets), "prompts")]())
     elif source.kind == "text":
-        prompts = (user_turn(line) for path in files_of(source) for line in read_text(path).splitlines())
+        prompts = (user_turn(line) for path in files_of(source) for line in readers.read_text(path).splitlines())
     else:
         convert = as_suite_prompt if source.column == AUTO else partial(as_prompt, turns=source.turns)
         prompts = (convert(*value) for value in _values(source))
@@ -318,9 +309,9 @@ def iter_rows(
                 yield row, f"{source} row {number}"
         return
     for path in files_of(source):
-        for line, content in read_lines(path):
+        for line, content in readers.read_lines(path):
             try:
-                row = json_object(content)
+                row = readers.json_object(content)
             except UserError as error:
                 if on_error is None:
                     raise UserError(f"{path} {line} {error}; repair or remove the line") from None
@@ -360,8 +351,8 @@ def files_of(source: SourceConfig) -> list[Path]:
 @contextmanager
 def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
     """Open the dataset of a source of kind ``hf``; errors inside the block name the source."""
-    with dataset_errors(source.name, f"subset {source.subset}, split {source.split!r}"):
-        yield open_dataset(source.name, source.subset, source.split, source.revision, stream)
+    with readers.dataset_errors(source.name, f"subset {source.subset}, split {source.split!r}"):
+        yield readers.open_dataset(source.name, source.subset, source.split, source.revision, stream)
 
 
 # Entries of all sources --------------------------------------------------------------------------------------------

@@ -17,18 +17,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from drafthead.data.batch import TrainBatch
+from drafthead.data.text.chat import Tokenizer
 from drafthead.data.text.packing import PackedRow, collate_rows, split_rows, text_documents
 from drafthead.data.text.sources import SourceConfig, as_text, column_value, iter_documents, open_source, shares
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 State = dict[str, Any]
 """A position in a stream, as JSON values."""
@@ -138,7 +136,7 @@ class StreamedRows:
     def __init__(
         self,
         sources: Sequence[SourceConfig],
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: Tokenizer,
         seq_len: int,
         *,
         seed: int,
@@ -174,9 +172,7 @@ class StreamedRows:
 class _Shard:
     """A maker of one shard's windows in any order, fastest in ascending order."""
 
-    def __init__(
-        self, texts: Mixture, tokenizer: "PreTrainedTokenizerBase", seq_len: int, seed: tuple[int, int], path: Path
-    ) -> None:
+    def __init__(self, texts: Mixture, tokenizer: Tokenizer, seq_len: int, seed: tuple[int, int], path: Path) -> None:
         self.texts, self.tokenizer, self.seq_len, self.seed, self.path = texts, tokenizer, seq_len, seed, path
         self._lock = threading.Lock()
         self._next = 0

@@ -11,14 +11,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drafthead.data.text.chat import encode, render, user_turn
+from drafthead.data.text.chat import Tokenizer, encode, render, user_turn
 from drafthead.data.text.sources import CONVERSATIONS, ROLES, SourceConfig, column_value, iter_messages, iter_rows
 from drafthead.data.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TRANSCRIPT_ROLES = {**ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
 PASSED_ON = ("tool_calls", "reasoning_content", "tool_call_id", "name")
@@ -147,7 +144,7 @@ class TranscriptEncoder:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: Tokenizer,
         eos_ids: Collection[int],
         vocab_size: int,
         template_kwargs: Mapping[str, Any] | None = None,

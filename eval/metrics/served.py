@@ -5,14 +5,7 @@ from typing import Any
 
 from drafthead.eval.engines.served import PLAIN, ServedEngines
 from drafthead.eval.lossless.equality import Equality
-from drafthead.eval.metrics.steps import (
-    Rows,
-    accepted_by_depth,
-    drafting,
-    mean_accepted_length,
-    step_table,
-    tokens_per_second,
-)
+from drafthead.eval.metrics import steps
 from drafthead.models.decoding.step import DecodeResult
 
 Results = Mapping[str, Sequence[DecodeResult]]
@@ -34,7 +27,7 @@ def compare_engines(
         against_plain: per engine, the comparison of its answers with and without drafts, if both were measured.
         tolerance: largest difference of each draft position's acceptance, and relative one of the mean accepted length.
     """
-    table = step_table(results)
+    table = steps.step_table(results)
     runs = {name: table[table.method == name] for name in results}
     ours = _acceptance(runs[served.chain])
     by_engine = {}
@@ -46,8 +39,8 @@ def compare_engines(
             "drafts": served.drafts,
             "prompts": int((runs[name].step == 0).sum()),
             "tokens_per_second": {
-                "plain": None if plain is None else tokens_per_second(plain),
-                "speculative": tokens_per_second(runs[name]),
+                "plain": None if plain is None else steps.tokens_per_second(plain),
+                "speculative": steps.tokens_per_second(runs[name]),
             },
             "acceptance": {"engine": theirs, "ours": ours},
             "texts": {
@@ -63,12 +56,12 @@ def compare_engines(
     return by_engine
 
 
-def _acceptance(rows: Rows) -> dict[str, Any]:
+def _acceptance(rows: steps.Rows) -> dict[str, Any]:
     """Return "steps" that drafted, "accepted" (how many of them accepted draft 1, 2, ...), "mean_accepted_length"."""
     return {
-        "steps": len(drafting(rows)),
-        "accepted": accepted_by_depth(rows),
-        "mean_accepted_length": mean_accepted_length(rows),
+        "steps": len(steps.drafting(rows)),
+        "accepted": steps.accepted_by_depth(rows),
+        "mean_accepted_length": steps.mean_accepted_length(rows),
     }
 
 

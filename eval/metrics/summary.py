@@ -11,22 +11,8 @@ import torch
 from drafthead.data.utils.floats import finite
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.lossless.equality import Equality, equality_rate
+from drafthead.eval.metrics import steps
 from drafthead.eval.metrics.speedup_breakdown import speedup_breakdown
-from drafthead.eval.metrics.steps import (
-    METRICS,
-    Retokenised,
-    Rows,
-    by_context,
-    by_entropy,
-    by_position,
-    by_span,
-    ctar,
-    spec_bench,
-    speedup,
-    speedup_interval,
-    step_table,
-    tokens_per_second,
-)
 from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.cost_model import CostModel
@@ -44,7 +30,7 @@ HEADLINE = ("mean_accepted_length", "acceptance_per_depth", "tokens_per_second",
 def summarise(
     timed: TimedResults,
     equalities: dict[str, list[Equality]],
-    retokenised: Retokenised,
+    retokenised: steps.Retokenised,
     dtype: torch.dtype,
     costs: CostModel | None = None,
     order: TreeOrder | None = None,
@@ -70,7 +56,7 @@ def summarise(
         "equality": rate of equal answers, and the target's dtype.
     """
     methods, baselines = method_names(timed.results), [name for name in AUTOREGRESSIVE if name in timed.results]
-    table = step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised, **columns)
+    table = steps.step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised, **columns)
     headline = methods[0]
     turns = [
         {"prompt": prompt.number} | ({"turn": turn} if prompt.turns > 1 else {})
@@ -82,7 +68,7 @@ def summarise(
     measured_on = hardware() | {"other_processes_cores": timed.other_processes_cores}
     machine = {"hardware": measured_on, "versions": versions()}
 
-    def group(rows: Rows, members: list[int]) -> dict[str, Any]:
+    def group(rows: steps.Rows, members: list[int]) -> dict[str, Any]:
         """Return the metrics of ``rows``, the steps of the answers ``members``."""
         outputs = {name: [(turns[n], equality[n]) for n in members] for name, equality in equalities.items()}
         return _group({name: rows[rows.method == name] for name in (*baselines, *methods)}, outputs) | machine
@@ -100,12 +86,13 @@ def summarise(
             "overall": overall,
             "failed": [turns[n] | {"task": tasks[n], "message": error} for n, error in errors.items()],
             "metrics": {
-                name: {metric: value(runs[name], fastest) for metric, value in METRICS.items()} for name in methods
+                name: {metric: value(runs[name], fastest) for metric, value in steps.METRICS.items()}
+                for name in methods
             },
-            "by_position": by_position(runs[headline]),
-            "by_context": by_context(runs[headline]),
-            "by_entropy": by_entropy(runs[headline]),
-            "by_span": by_span(runs[headline]),
+            "by_position": steps.by_position(runs[headline]),
+            "by_context": steps.by_context(runs[headline]),
+            "by_entropy": steps.by_entropy(runs[headline]),
+            "by_span": steps.by_span(runs[headline]),
             "speedup_breakdown": {
                 name: speedup_breakdown(runs[name], runs[headline], costs, order) for name in baselines
             },
@@ -139,10 +126,10 @@ Outputs = Sequence[tuple[dict[str, int], Equality]]
 """Prompt number and turn of each answer, and its comparison with autoregressive decoding."""
 
 
-def _group(runs: dict[str, Rows], outputs: Mapping[str, Outputs]) -> dict[str, Any]:
+def _group(runs: dict[str, steps.Rows], outputs: Mapping[str, Outputs]) -> dict[str, Any]:
     """Return the headline method's numbers and, under "methods", every method's, from their rows on some prompts."""
     baselines = {name: rows for name, rows in runs.items() if name in AUTOREGRESSIVE}
-    speeds = {name: finite(tokens_per_second(rows)) for name, rows in baselines.items()}
+    speeds = {name: finite(steps.tokens_per_second(rows)) for name, rows in baselines.items()}
     shared: dict[str, Any] = {"autoregressive_tokens_per_second": speeds}
     fastest, _ = fastest_autoregressive(shared)
     methods = {
@@ -153,14 +140,14 @@ def _group(runs: dict[str, Rows], outputs: Mapping[str, Outputs]) -> dict[str, A
     return shared | next(iter(methods.values())) | {"methods": methods}
 
 
-def _numbers(rows: Rows, baselines: dict[str, Rows], fastest: str) -> dict[str, Any]:
+def _numbers(rows: steps.Rows, baselines: dict[str, steps.Rows], fastest: str) -> dict[str, Any]:
     """Return a method's numbers. Its intervals and Spec-Bench numbers refer to the fastest baseline."""
     base = baselines[fastest]
-    speedups = {f"vs_{name}": speedup(rows, baseline) for name, baseline in baselines.items()}
-    return {name: METRICS[name](rows, base) for name in HEADLINE} | {
-        "ctar": {str(width): share for width, share in zip(CTAR_WIDTHS, ctar(rows, CTAR_WIDTHS), strict=True)},
-        "speedup": speedups | {"interval_95": speedup_interval(rows, base)},
-        "spec_bench": spec_bench(rows, base),
+    speedups = {f"vs_{name}": steps.speedup(rows, baseline) for name, baseline in baselines.items()}
+    return {name: steps.METRICS[name](rows, base) for name in HEADLINE} | {
+        "ctar": {str(width): share for width, share in zip(CTAR_WIDTHS, steps.ctar(rows, CTAR_WIDTHS), strict=True)},
+        "speedup": speedups | {"interval_95": steps.speedup_interval(rows, base)},
+        "spec_bench": steps.spec_bench(rows, base),
     }
 
 

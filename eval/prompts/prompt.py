@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from drafthead.data.text.chat import Message, prompt_ids
+from drafthead.data.text.chat import Message, Tokenizer, prompt_ids
 from drafthead.data.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class EvalPrompt:
 
 
 def conversation_ids(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     prompt: EvalPrompt,
     answers: Sequence[Sequence[int]] = (),
     template_kwargs: Mapping[str, Any] | None = None,

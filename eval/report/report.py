@@ -10,21 +10,8 @@ from drafthead.data.utils.files import write_atomic
 from drafthead.data.utils.machine import other_processes_line
 from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
+from drafthead.eval.report import tables
 from drafthead.eval.report.plots import draw_figures, save_png
-from drafthead.eval.report.tables import (
-    DEFINITIONS,
-    METHOD_DEFINITIONS,
-    ResultTable,
-    cell_text,
-    failures,
-    identical,
-    lossy,
-    number,
-    result_tables,
-    rule_line,
-    sentence,
-    span_lines,
-)
 from drafthead.models.token_tree import TokenTree
 
 REMARK_COLUMNS = ("95 %", "decode tok/s")
@@ -59,7 +46,7 @@ def write_report(
     for name, figure in draw_figures(evaluation, latency, tree, training_log):
         png = save_png(figure, folder / "plots" / f"{name}.png")
         figures.append((name, "data:image/png;base64," + b64encode(png).decode()))
-    overall, (by_task, *by_method) = evaluation["overall"], result_tables(evaluation)
+    overall, (by_task, *by_method) = evaluation["overall"], tables.result_tables(evaluation)
     autoregressive, autoregressive_speed = fastest_autoregressive(overall)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -68,25 +55,25 @@ def write_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "ms": lambda seconds: f"{1e3 * seconds:.1f} ms"}
+    environment.filters |= {"number": tables.number, "ms": lambda seconds: f"{1e3 * seconds:.1f} ms"}
     html = environment.get_template("report.html.jinja").render(
         title=title,
         machine=machine_line(overall),
-        rule=sentence(rule_line(evaluation)),
+        rule=tables.sentence(tables.rule_line(evaluation)),
         training_data=training_data,
         overall=overall,
         speedup=speedup_of(overall),
-        interval=cell_text("95 %", overall["speedup"]["interval_95"]),
-        identical=identical(overall),
-        warning=lossy(evaluation),
+        interval=tables.cell_text("95 %", overall["speedup"]["interval_95"]),
+        identical=tables.identical(overall),
+        warning=tables.lossy(evaluation),
         autoregressive=autoregressive,
         autoregressive_speed=autoregressive_speed,
         by_task=_page_table(by_task),
         by_method=[_page_table(table) for table in by_method],
-        definitions=DEFINITIONS,
-        method_definitions=METHOD_DEFINITIONS,
+        definitions=tables.DEFINITIONS,
+        method_definitions=tables.METHOD_DEFINITIONS,
         exceptions=exceptions(evaluation),
-        spans=[sentence(line) for line in span_lines(evaluation)],
+        spans=[tables.sentence(line) for line in tables.span_lines(evaluation)],
         engines=engine_lines(evaluation),
         explained=evaluation["speedup_breakdown"][autoregressive],
         figures=figures,
@@ -123,10 +110,14 @@ def exceptions(evaluation: dict[str, Any]) -> list[str]:
                     + (f", logits {entry['margin']:.1e} apart" if entry["margin"] is not None else "")
                     + (f": {cause}" if tokens and cause else "")
                 )
-    return [*lines_of["different"], *(sentence(line)[:-1] for line in failures(evaluation)), *lines_of["near_ties"]]
+    return [
+        *lines_of["different"],
+        *(tables.sentence(line)[:-1] for line in tables.failures(evaluation)),
+        *lines_of["near_ties"],
+    ]
 
 
-def _page_table(table: ResultTable) -> dict[str, Any]:
+def _page_table(table: tables.ResultTable) -> dict[str, Any]:
     """Return the table for the page: each cell is (text, remarks to print small below it)."""
     rows = []
     for row in table.rows:

@@ -14,16 +14,8 @@ from drafthead.data.answers.store import AnswerStore
 from drafthead.data.embedded import training_sets
 from drafthead.data.text.chat import Message, num_turns, turns_of, unread_variables, user_turn
 from drafthead.data.text.sources import load_prompts
+from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import (
-    MANIFEST_NAME,
-    exclusive,
-    read_checksummed_json,
-    read_manifest,
-    require_space,
-    write_checksummed_json,
-    write_json,
-)
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, greedy_match_rate, self_prompted_prompts
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
@@ -102,7 +94,7 @@ class AnswerGenerator:
     def complete(self) -> AnswerStore:
         """Return the corpus with an answer to every prompt."""
         first = self.group.rank == 0
-        with exclusive(self.folder, self.progress) if first else nullcontext():
+        with files.exclusive(self.folder, self.progress) if first else nullcontext():
             if first:
                 self._prepare()
             self.group.wait()
@@ -123,7 +115,7 @@ class AnswerGenerator:
         config, base = self.config, self.base
         if config.server.url is None:
             # All shards of a corpus have hidden states or none has: earlier shards decide.
-            started = AnswerStore(self.folder) if (self.folder / MANIFEST_NAME).exists() else None
+            started = AnswerStore(self.folder) if (self.folder / files.MANIFEST_NAME).exists() else None
             states = started.has_hidden_states if started is not None and started.done else self.store_states
             return BuiltInBackend(
                 base,
@@ -148,7 +140,7 @@ class AnswerGenerator:
         """The prompts, written to disk by the first process of the first run, and read from there by all others."""
         path = self.folder / PROMPTS
         if path.exists():
-            conversations = read_checksummed_json(path)
+            conversations = files.read_checksummed_json(path)
             if not (isinstance(conversations, list) and all(map(_is_conversation, conversations))):
                 raise UserError(f"{path} holds no list of prompts; restore it, or remove {self.folder}")
         elif self.group.rank:
@@ -158,11 +150,11 @@ class AnswerGenerator:
             )
         else:
             conversations = self._new_conversations()
-            write_checksummed_json(path, conversations)
+            files.write_checksummed_json(path, conversations)
         return PromptTable(self.base, conversations, self.config, self.seed)
 
     def _open(self) -> AnswerStore:
-        recorded = read_manifest(self.folder) if (self.folder / MANIFEST_NAME).exists() else {}
+        recorded = files.read_manifest(self.folder) if (self.folder / files.MANIFEST_NAME).exists() else {}
         serves = self.config.server.url is not None
         if recorded and ("server" in recorded) != serves:
             kinds = ("a server", "the built-in decoding")
@@ -195,7 +187,7 @@ class AnswerGenerator:
         token_bytes = 4 + (2 * self.base.hidden_size if states else 0)
         tokens = sum(len(ids) + self.config.sampler.max_new_tokens for _, ids in missing)
         purpose = "the answers with their hidden states (store_hidden_states)" if states else "the answers"
-        require_space(self.folder, tokens * token_bytes, purpose)
+        files.require_space(self.folder, tokens * token_bytes, purpose)
         store.remove_leftovers()
 
     def _check_template(self) -> None:
@@ -235,7 +227,7 @@ class AnswerGenerator:
     def _close(self) -> None:
         store = self._open()
         if not store.done:
-            for name in (PROMPTS, MANIFEST_NAME):  # without answers they must not bind the next try
+            for name in (PROMPTS, files.MANIFEST_NAME):  # without answers they must not bind the next try
                 (self.folder / name).unlink(missing_ok=True)
             raise UserError(
                 f"no answers were generated: none of the prompts fits data.answers.max_prompt_tokens="
@@ -248,7 +240,7 @@ class AnswerGenerator:
                 "must see one data.folder: put it on a file system that the nodes share"
             )
         if not (self.folder / COMPLETE).exists():
-            write_json(self.folder / COMPLETE, {"answers": len(store.done)})
+            files.write_json(self.folder / COMPLETE, {"answers": len(store.done)})
 
     def _new_conversations(self) -> list[list[Message]]:
         config = self.config

@@ -23,28 +23,14 @@ from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
 from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
+from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import (
-    check_manifest,
-    exclusive,
-    file_digest,
-    folder_of_manifest,
-    read_json,
-    read_manifest,
-    write_manifest,
-)
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
+from drafthead.train.corpora import transcripts
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, Log, Progress
 from drafthead.train.corpora.corpus_config import DataConfig
 from drafthead.train.corpora.precomputed import copy_precomputed
-from drafthead.train.corpora.transcripts import (
-    AGREEMENT,
-    conversation_documents,
-    transcripts_folder,
-    write_mixture,
-    write_transcripts,
-)
 
 ALONE = ProcessGroup()
 HELD_OUT_EVERY = 20
@@ -90,14 +76,14 @@ class Corpora:
         Rows on disk are used even if a source has changed since, so that a run resumes with the same rows.
         """
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len)
-        folder = folder_of_manifest(self.folder / "text", manifest)
-        with exclusive(folder, self.progress):
-            if not (check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
+        folder = files.folder_of_manifest(self.folder / "text", manifest)
+        with files.exclusive(folder, self.progress):
+            if not (files.check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
                 self.progress("packing text", 0, config.max_tokens)
                 texts = load_documents(config.sources, self.seed, config.max_tokens * _CHARACTERS_PER_TOKEN)
                 documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
                 pack(self._watched(documents, config.max_tokens), seq_len, split=True, folder=folder)
-                write_manifest(folder, manifest)  # last, because a manifest means complete rows
+                files.write_manifest(folder, manifest)  # last, because a manifest means complete rows
         rows = open_packed(folder)
         self.manifests[f"text in rows of {seq_len}"] = {**manifest, "rows": len(rows)}
         return rows
@@ -105,10 +91,10 @@ class Corpora:
     def text_stream(self, seq_len: int, micro_batch_size: int) -> StreamedRows:
         """Return the pretraining text as rows packed while training, ``micro_batch_size`` at a time from each shard."""
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
-        folder = folder_of_manifest(self.folder / "stream", manifest)
-        with exclusive(folder, self.progress):
-            if not check_manifest(folder, manifest, "remove the folder"):
-                write_manifest(folder, manifest)
+        folder = files.folder_of_manifest(self.folder / "stream", manifest)
+        with files.exclusive(folder, self.progress):
+            if not files.check_manifest(folder, manifest, "remove the folder"):
+                files.write_manifest(folder, manifest)
             sources = resolve_revision(config.sources, folder / "commits.json")
         self.manifests[f"stream of text in rows of {seq_len}"] = {
             **manifest,
@@ -140,9 +126,9 @@ class Corpora:
             stores += [self._own_answers()] if self.config.uses_answers else []
             if len(stores) == 2:
                 if self.group.rank == 0:
-                    write_mixture(self.folder, *stores)
+                    transcripts.write_mixture(self.folder, *stores)
                 self.group.wait()
-                stores = [write_mixture(self.folder, *stores)]
+                stores = [transcripts.write_mixture(self.folder, *stores)]
             (self._store,) = stores
         return self._store
 
@@ -152,27 +138,27 @@ class Corpora:
         if not self.config.transcripts:
             return None
         self.answers()
-        measured: dict[str, Any] = read_json(self._transcripts_folder() / AGREEMENT)
+        measured: dict[str, Any] = files.read_json(self._transcripts_folder() / transcripts.AGREEMENT)
         return measured
 
     def _transcripts_folder(self) -> Path:
-        return transcripts_folder(self.base, self.config, self.longest)
+        return transcripts.transcripts_folder(self.base, self.config, self.longest)
 
     def _transcripts(self) -> AnswerStore:
         if self.group.rank == 0:
             folder = self._transcripts_folder()
-            with exclusive(folder, self.progress):
-                write_transcripts(self.base, self.config, folder, self.longest, self.progress, self.log)
+            with files.exclusive(folder, self.progress):
+                transcripts.write_transcripts(self.base, self.config, folder, self.longest, self.progress, self.log)
         self.group.wait()
         store = AnswerStore(self._transcripts_folder())
-        self.manifests["transcripts"] = {**read_manifest(store.folder), "answers": len(store.done)}
+        self.manifests["transcripts"] = {**files.read_manifest(store.folder), "answers": len(store.done)}
         return store
 
     def _own_answers(self) -> AnswerStore:
         folder, config = answers_folder(self.folder), self.config.answers
         if config.copied:
             if self.group.rank == 0:
-                with exclusive(folder):
+                with files.exclusive(folder):
                     copy_precomputed(self.base, config, folder, self.log)
             self.group.wait()
             store = AnswerStore(folder)
@@ -182,8 +168,8 @@ class Corpora:
                 self.base, config, self.seed, folder, self.group, self.progress, self.log, states
             )
             store = generator.complete()
-        prompts = {} if config.copied else {PROMPTS: file_digest(folder / PROMPTS)}
-        self.manifests["answers"] = {**read_manifest(folder), **prompts, "answers": len(store.done)}
+        prompts = {} if config.copied else {PROMPTS: files.file_digest(folder / PROMPTS)}
+        self.manifests["answers"] = {**files.read_manifest(folder), **prompts, "answers": len(store.done)}
         return store
 
     def answer_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
@@ -196,7 +182,7 @@ class Corpora:
                 f"ask for more (data.answers.prompts or .self_prompted, data.transcripts)"
             )
         if self.config.transcripts and not held_out:  # held-out turns stay apart, each with its own acceptance
-            return pack(conversation_documents(chosen), seq_len, split=False), []
+            return pack(transcripts.conversation_documents(chosen), seq_len, split=False), []
         # Only the answer of a document is trained, not its prompt.
         documents = (Document(a.input_ids, np.arange(len(a.input_ids)) >= a.boundary) for a in chosen)
         return pack(documents, seq_len, split=False), [answer.prompt_number for answer in chosen]
@@ -230,7 +216,7 @@ class Corpora:
         manifest |= {} if reader is self.base else {"products": "bfloat16"}
         width = self.base.hidden_size * (len(spec.layers) + (finals is None))
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
-        folder = folder_of_manifest(self.folder / "features", manifest, f"{name}-")
+        folder = files.folder_of_manifest(self.folder / "features", manifest, f"{name}-")
         cache = HiddenStateCache(folder, len(rows), len(rows[0]["input_ids"]), width, dtype, manifest)
         missing = [row for row in cache.missing_rows() if only is None or row in only]
         if missing and finals is not None:

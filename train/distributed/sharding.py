@@ -23,16 +23,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -88,7 +81,7 @@ def checkpoint_activations(head: DraftHead) -> None:
 
 def _wraps_heads() -> bool:
     """Return True if this torch version can shard heads."""
-    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+    return hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params")
 
 
 class Sharding:
@@ -135,21 +128,21 @@ class Sharding:
         decoders = [head.base.model.model, *head.tuned_decoders()]
         frozen = {parameter for decoder in decoders for parameter in decoder.parameters()}
         if self.shards_base:
-            policy = OffloadPolicy()
+            policy = fsdp.OffloadPolicy()
             if self.config.offload_base:
-                policy = CPUOffloadPolicy(pin_memory=can_pin(self.device))
+                policy = fsdp.CPUOffloadPolicy(pin_memory=can_pin(self.device))
             options: dict[str, Any] = {"offload_policy": policy, "ignored_params": set(head.parameters())}
             for decoder in decoders:
                 for layer in decoder.layers:
-                    fully_shard(layer, mesh=mesh, reshard_after_forward=True, **options)
+                    fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=True, **options)
                 # The root shards nothing itself. It makes FSDP gather the next layer while the current one computes.
-                fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()))
+                fsdp.fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()))
             drop_views(head.base)
         _shard_head(head, mesh, precision, frozen)
 
     def reshard(self, head: DraftHead) -> None:
         """Free the weights that forward passes gathered. Call it after passes without a backward pass."""
-        if isinstance(head, FSDPModule):
+        if isinstance(head, fsdp.FSDPModule):
             head.reshard()
 
     def close(self) -> None:
@@ -176,10 +169,10 @@ class Sharding:
 
 def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, frozen: set[nn.Parameter]) -> None:
     """Put the head under ``fully_shard`` as one unit: its loss reads all projections in turn, chunk by chunk."""
-    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass follows at once, so gathered weights stay.
-    fully_shard(head, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
-    assert isinstance(head, FSDPModule)
+    fsdp.fully_shard(head, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
+    assert isinstance(head, fsdp.FSDPModule)
     head.set_gradient_divide_factor(1.0)
     head.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
     head.set_reduce_scatter_unused_params(True)  # a process without targets leaves weights unused that others use
@@ -196,7 +189,7 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
 
     head.loss = with_gradient  # type: ignore[method-assign, assignment]
     for method in ("loss", "candidate_ranks"):
-        register_fsdp_forward_method(head, method)
+        fsdp.register_fsdp_forward_method(head, method)
 
 
 def full_state_dict(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
