@@ -90,36 +90,23 @@ def evaluate(
         compared |= engine_methods(base, served, config)
         marked = [*config.baselines, *candidates, *served.methods, *([served.chain] if served.chain else [])]
         timed = _timed(base, config, compared, marked, folder, progress)
-    decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
-    equalities = {}
-    if config.sampler.greedy or decode_config.same_text:
-        equalities = _equalities(base, drafter, decode_config, timed, set(served.methods), config)
+    equalities = _equalities(base, drafter, draft_config, timed, set(served.methods), config)
     order = calibration.order if calibration else None
     spans = partial(answer_spans, base.tokenizer)
     evaluation = summarise(timed, equalities, partial(_retokenised, base), base.dtype, costs, order, spans=spans)
-    evaluation |= _settings(config, draft_config, timed)
-    predicted = costs and predict(base, drafter, draft_config, config, costs, development)
+    evaluation |= _settings(base, config, draft_config, timed)
     optional = {
         "engines": finite(served_as_trained(base, served, timed, equalities, config)) if served.facts else None,
-        "predicted": predicted,
+        "predicted": costs and predict(base, drafter, draft_config, config, costs, development),
         "calibration": calibration and calibration.to_json(),
         "costs": costs and costs.to_json(),
-        "kernels": base.kernels and base.kernels.by_rows,
-        "not_applied": base.ignored_settings([key for key in CHANGE_TEXT if key != "repetition_penalty"]) or None,
     }
     evaluation |= {key: value for key, value in optional.items() if value is not None}
     write_json(folder / "eval.json", evaluation)
-    latency = None if costs is None else sorted(costs.verify.items())
     tree = draft_config.tree if isinstance(draft_config.tree, TokenTree) else None
-    write_report(
-        folder,
-        evaluation,
-        latency=latency,
-        tree=tree,
-        training_log=training_log,
-        title=folder.name,
-        training_data=training_data,
-    )
+    latency = sorted(costs.verify.items()) if costs else None
+    shown: dict[str, Any] = {"latency": latency, "tree": tree, "training_log": training_log}
+    write_report(folder, evaluation, **shown, title=folder.name, training_data=training_data)
     # Not in the file, which must not depend on how often the evaluation was interrupted.
     return evaluation | {"resumed": [timed.resumed, len(timed.prompts)]}
 
@@ -214,13 +201,14 @@ def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], m
     return ids
 
 
-def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults) -> dict[str, Any]:
-    """Return the settings of the evaluation, for ``eval.json``."""
+def _settings(base: BaseModel, config: EvalConfig, draft_config: DraftConfig, timed: TimedResults) -> dict[str, Any]:
+    """Return the settings of the evaluation, and those of the base that change its answers or its speed."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
     if not lossless:
         rule["total_variation"] = rule_total_variation(config.rule, draft_config.draft_sampling)
+    ignored = base.ignored_settings([key for key in CHANGE_TEXT if key != "repetition_penalty"])
     tree: dict[str, Any] = {"nodes": draft_config.nodes, "spec": config.tree}
     if isinstance(draft_config.tree, TokenTree):
         tree["choices"] = [list(path) for path in draft_config.tree.paths[1:]]
@@ -234,6 +222,8 @@ def _settings(config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
         "rule": rule,
         "prompt_order": timed.order,
         "seed": config.seed,
+        **({"kernels": base.kernels.by_rows} if base.kernels else {}),
+        **({"not_applied": ignored} if ignored else {}),
     }
 
 
@@ -257,16 +247,19 @@ def _retokenised(base: BaseModel, tokens: list[int]) -> int:
 def _equalities(
     base: BaseModel,
     drafter: Drafter,
-    decode_config: DecodeConfig,
+    draft_config: DraftConfig,
     timed: TimedResults,
     engines: set[str],
     config: EvalConfig,
 ) -> dict[str, list[Equality]]:
-    """Compare every method's answers with our autoregressive ones, per method and turn.
+    """Compare every method's answers with our autoregressive ones, per method and turn; none if drafts change them.
 
     For ``engines`` a tie is a margin below ``engine.tie``. Sampled answers of transformers are not compared, because it
     draws other random numbers.
     """
+    decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
+    if not (config.sampler.greedy or decode_config.same_text):
+        return {}
     recompute = partial(recompute_tokens, base, drafter, decode_config)
     equalities = {}
     for name in method_names(timed.results):

@@ -55,8 +55,9 @@ def summarise(
         "speedup_breakdown": the headline's speedup over each baseline, term by term.
         "equality": rate of equal answers, and the target's dtype.
     """
-    methods, baselines = method_names(timed.results), [name for name in AUTOREGRESSIVE if name in timed.results]
     table = steps.step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised, **columns)
+    runs = {name: table[table.method == name] for name in timed.results}
+    methods, baselines = method_names(runs), [name for name in AUTOREGRESSIVE if name in runs]
     headline = methods[0]
     turns = [
         {"prompt": prompt.number} | ({"turn": turn} if prompt.turns > 1 else {})
@@ -74,31 +75,22 @@ def summarise(
         return _group({name: rows[rows.method == name] for name in (*baselines, *methods)}, outputs) | machine
 
     overall = group(table, answered)
-    runs = {name: table[table.method == name] for name in (*baselines, *methods)}
+    by_task = {t: group(table[table.task == t], [n for n in answered if tasks[n] == t]) for t in dict.fromkeys(tasks)}
     fastest = runs[fastest_autoregressive(overall)[0]]
-    plain: dict[str, Any] = finite(
-        {
-            "headline": headline,
-            "tasks": {
-                task: group(table[table.task == task], [n for n in answered if tasks[n] == task])
-                for task in dict.fromkeys(tasks)
-            },
-            "overall": overall,
-            "failed": [turns[n] | {"task": tasks[n], "message": error} for n, error in errors.items()],
-            "metrics": {
-                name: {metric: value(runs[name], fastest) for metric, value in steps.METRICS.items()}
-                for name in methods
-            },
-            "by_position": steps.by_position(runs[headline]),
-            "by_context": steps.by_context(runs[headline]),
-            "by_entropy": steps.by_entropy(runs[headline]),
-            "by_span": steps.by_span(runs[headline]),
-            "speedup_breakdown": {
-                name: speedup_breakdown(runs[name], runs[headline], costs, order) for name in baselines
-            },
-            "equality": equality_rate([equalities[headline][n] for n in answered if headline in equalities], dtype),
-        }
-    )
+    summary = {
+        "headline": headline,
+        "tasks": by_task,
+        "overall": overall,
+        "failed": [turns[n] | {"task": tasks[n], "message": error} for n, error in errors.items()],
+        "metrics": {name: {m: metric(runs[name], fastest) for m, metric in steps.METRICS.items()} for name in methods},
+        "by_position": steps.by_position(runs[headline]),
+        "by_context": steps.by_context(runs[headline]),
+        "by_entropy": steps.by_entropy(runs[headline]),
+        "by_span": steps.by_span(runs[headline]),
+        "speedup_breakdown": {name: speedup_breakdown(runs[name], runs[headline], costs, order) for name in baselines},
+        "equality": equality_rate([equalities[headline][n] for n in answered if headline in equalities], dtype),
+    }
+    plain: dict[str, Any] = finite(summary)
     return plain
 
 
