@@ -237,8 +237,13 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
     if limit is not None and isinstance(size, int):
         run.head["draft_vocab_size"] = min(size, limit)
+    if run.init_data is not None and run.init_from is None:
+        raise UserError("init_data is measured with init_from, which is not set; name a head, or leave it out")
+    if run.init_from is not None and run.trains_base:
+        raise UserError(
+            "init_from starts heads on the original base, and a phase has train_base; leave one of them out"
+        )
     _check_base_training(run)
-    _check_init_from(run)
     _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
         run.head_config().check_layers(run.base.shape["num_hidden_layers"])
@@ -263,16 +268,6 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if context is not None and longest > context:
         raise UserError(f"rows of {longest} tokens exceed the base's context of {context}; lower phases.*.seq_len")
     return run
-
-
-def _check_init_from(run: RunConfig) -> None:
-    """Reject ``init_from`` settings that would have no effect."""
-    if run.init_data is not None and run.init_from is None:
-        raise UserError("init_data is measured with init_from, which is not set; name a head, or leave it out")
-    if run.init_from is not None and run.trains_base:
-        raise UserError(
-            "init_from starts heads on the original base, and a phase has train_base; leave one of them out"
-        )
 
 
 def _check_base_training(run: RunConfig) -> None:

@@ -35,7 +35,15 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
             )
         if phase.boost.head:
             read_head_config(resolve_folder(phase.boost.head))
-    _check_continued(run)
+    if run.init_from is not None:
+        head_type, expected = read_head_config(resolve_folder(run.init_from))["head_type"], run.head_config().head_type
+        if head_type != expected:
+            raise UserError(
+                f"init_from={run.init_from} holds a head of type {head_type}, and this run trains a {expected}; choose "
+                f"a recipe or head={head_type}"
+            )
+    if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
+        raise UserError(f"init_data={run.init_data} has no folder answers; name the data.folder of an earlier run")
     answers, text = run.data.answers, run.data.text
     if answers.server.url is not None and not (Path(run.data.folder) / "answers" / COMPLETE).exists():
         from drafthead.data.answers.server import check_server
@@ -56,19 +64,6 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
             raise UserError(f"{source} in data.transcripts is empty; name another file or dataset")
     for source in answers.sources if run.data.uses_answers else []:
         _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, "answers", source)
-
-
-def _check_continued(run: RunConfig) -> None:
-    """Check the head and the data of a run that continues training (``init_from``)."""
-    if run.init_from is not None:
-        head_type = read_head_config(resolve_folder(run.init_from))["head_type"]
-        if head_type != run.head_config().head_type:
-            raise UserError(
-                f"init_from={run.init_from} holds a head of type {head_type}, and this run trains a "
-                f"{run.head_config().head_type}; choose a recipe or head={head_type}"
-            )
-    if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
-        raise UserError(f"init_data={run.init_data} has no folder answers; name the data.folder of an earlier run")
 
 
 def _require_entries(entries: Iterable[object], wholly: bool, corpus: str, source: SourceConfig) -> None:

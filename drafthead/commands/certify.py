@@ -102,7 +102,9 @@ def main(config: CertifyConfig) -> None:
     for row in rows:
         if row.reason:
             display.line(f"refused, {row.rule}, {row.draft_sampling}, {row.shape}: {row.reason}")
-    display.line(summary(rows))
+    counts = Counter(row.result for row in rows)
+    results = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "biased", "refused", "FAILED") if counts[v])
+    display.line(f"{len(rows)} rows, {sum(row.outcomes for row in rows):,} outcomes: {results}")
     for rule in LOSSY:
         mean = rule_total_variation(rule)
         display.line(
@@ -150,10 +152,3 @@ def table(rows: Sequence[Row]) -> Table:
         result = Text(row.result, styles.get(row.result, ""))
         shown.add_row(row.rule, row.draft_sampling, row.sampler, row.shape, *numbers, result)
     return shown
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Return one line with the number of rows per result."""
-    counts = Counter(row.result for row in rows)
-    results = ", ".join(f"{counts[v]} {v}" for v in ("exact", "lossy", "biased", "refused", "FAILED") if counts[v])
-    return f"{len(rows)} rows, {sum(row.outcomes for row in rows):,} outcomes: {results}"

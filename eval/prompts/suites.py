@@ -46,7 +46,17 @@ def load_suite(
     """
     if limit is not None and limit < 1:
         raise UserError(f"suite.limit must be at least 1, got {limit}; leave it out to use the whole suite")
-    prompts = _all(name)
+    if name in _SUITES:
+        prompts = _SUITES[name]()
+    elif name.startswith("hf:"):
+        prompts = read_dataset(name.removeprefix("hf:"))
+    elif name.endswith(".jsonl"):
+        prompts = read_jsonl(Path(name).expanduser())
+    else:
+        raise UserError(
+            f"unknown suite {name!r}; choose one of {', '.join(SUITES)}, the path of a .jsonl file, or "
+            "hf:NAME[:SPLIT[:COLUMN]] for a dataset"
+        )
     if split != "all":
         prompts = _half(prompts, split)
     if tasks:
@@ -70,19 +80,6 @@ def suite_label(name: str) -> str:
 def folder_beside(head: str) -> Path:
     """Return the parent folder of a head's folder; for a Hub repository or a drafter, a folder below ``outputs``."""
     return Path(head).parent if Path(head).is_dir() else Path("outputs") / suite_label(head)
-
-
-def _all(name: str) -> list[EvalPrompt]:
-    if name in _SUITES:
-        return _SUITES[name]()
-    if name.startswith("hf:"):
-        return read_dataset(name.removeprefix("hf:"))
-    if name.endswith(".jsonl"):
-        return read_jsonl(Path(name).expanduser())
-    raise UserError(
-        f"unknown suite {name!r}; choose one of {', '.join(SUITES)}, the path of a .jsonl file, or "
-        "hf:NAME[:SPLIT[:COLUMN]] for a dataset"
-    )
 
 
 def _prompts(items: Sequence[EvalItem], only_first_turn: bool = False) -> list[EvalPrompt]:

@@ -81,6 +81,9 @@ def run_interleaved(
                 error = f"the turn before it failed: {first.error}"
     keys = sorted(answered)
     results = {name: [answered[key][1][name] for key in keys] for name in decoders}
+    others = [seconds for seconds in run.other_cpu_s if seconds is not None]
+    decoded_s = sum(result.total_s for row in results.values() for result in row)
+    is_known = others and len(others) == len(run.other_cpu_s)
     return TimedResults(
         prompts=[prompts[index] for index, _ in keys],
         turns=[turn for _, turn in keys],
@@ -88,7 +91,7 @@ def run_interleaved(
         results=results,
         order=[prompts[index].number for index in order],
         resumed=run.resumed,
-        other_processes_cores=_cores(run.other_cpu_s, [result for row in results.values() for result in row]),
+        other_processes_cores=cores_used(sum(others), decoded_s) if is_known else None,
     )
 
 
@@ -145,13 +148,6 @@ class _Run:
     def _count(self, decodings: int) -> None:
         self.done += decodings
         self._progress(self.done)
-
-
-def _cores(cpu_s: list[float | None], results: Sequence[DecodeResult]) -> float | None:
-    known = [seconds for seconds in cpu_s if seconds is not None]
-    if not known or len(known) < len(cpu_s):
-        return None
-    return cores_used(sum(known), sum(result.total_s for result in results))
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:

@@ -65,7 +65,10 @@ class ResultLog:
                     # An earlier line of this decoder is stale too: the others were timed again in a later process.
                     self._results.pop((row["key"], row["decoder"]), None)
                 elif "error" not in row:
-                    self._results[row["key"], row["decoder"]] = _from_json(row["result"])
+                    # A null was not measured, so the field takes its default, which it had before writing.
+                    given = [{k: v for k, v in step.items() if v is not None} for step in row["result"]["steps"]]
+                    steps = [StepRecord(**step) for step in given]
+                    self._results[row["key"], row["decoder"]] = DecodeResult(**row["result"] | {"steps": steps})
                     self.other_cpu_s[row["key"], row["decoder"]] = row.get("other_cpu_s")
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise UserError(
@@ -98,9 +101,3 @@ class ResultLog:
             file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _from_json(row: dict[str, Any]) -> DecodeResult:
-    # A null was not measured, so the field takes its default, which it had before writing.
-    steps = [{key: value for key, value in step.items() if value is not None} for step in row["steps"]]
-    return DecodeResult(**row | {"steps": [StepRecord(**step) for step in steps]})

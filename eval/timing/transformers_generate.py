@@ -1,7 +1,5 @@
 """Baselines that run transformers' ``generate``: over our modules, over stock modules, and its speculative methods."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -47,20 +45,22 @@ def transformers_generate(
     accepted tokens of such a method are known, not its drafts, so its steps have depth 0 and no acceptance rates.
     Tokens that the first pass accepts together with the prompt count as prefill.
     """
-    inputs = torch.tensor([ids], device=base.device)
-    clock = _StepClock()
+    inputs, clock, sampler = torch.tensor([ids], device=base.device), _StepClock(), sampler or Sampler()
     model = base.model if model is None else model
-    with _generation_config(model, _settings(base, max_new_tokens, sampler or Sampler())):
-        if sampler is not None and not sampler.greedy:
-            torch.manual_seed(seed)
-        started = perf_counter()
-        try:
-            output = model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **speculation)
-        except (ValueError, RuntimeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"transformers' generate with {sorted(speculation)} failed: {reason}") from error
-        tokens = output[0, len(ids) :].tolist()
-        total = perf_counter() - started
+    if not sampler.greedy:
+        torch.manual_seed(seed)
+    started = perf_counter()
+    # Exactly these settings: missing ones would come from the model's own config, such as a repetition penalty.
+    original, model.generation_config = model.generation_config, _settings(base, max_new_tokens, sampler)
+    try:
+        output = model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **speculation)
+    except (ValueError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"transformers' generate with {sorted(speculation)} failed: {reason}") from error
+    finally:
+        model.generation_config = original
+    tokens = output[0, len(ids) :].tolist()
+    total = perf_counter() - started
     steps: list[StepRecord] = []
     position = clock.chunks[0][1]
     for (before, _), (after, count) in zip(clock.chunks, clock.chunks[1:], strict=False):
@@ -87,14 +87,3 @@ def _settings(base: BaseModel, max_new_tokens: int, sampler: Sampler) -> Generat
         pad_token_id=min(base.eos_ids, default=0),
         **sampled,
     )
-
-
-@contextmanager
-def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Replace the model's generation config during a call, because ``generate`` would fill in values from it."""
-    original = model.generation_config
-    model.generation_config = config
-    try:
-        yield
-    finally:
-        model.generation_config = original
