@@ -38,7 +38,8 @@ def commands_page() -> str:
         *_table("command | purpose", ((f"[`{name}`](#drafthead-{name})", COMMANDS[name][1]) for name in COMMANDS)),
     ]
     for name, module in _modules().items():
-        lines += ["", f"## drafthead {name}", "```", module.USAGE.strip("\n"), "```"]
+        usage = REGISTERED[name].usage if name in REGISTERED else str(module.__doc__)
+        lines += ["", f"## drafthead {name}", "```", usage.strip("\n"), "```"]
     return "\n".join(lines)
 
 
@@ -149,7 +150,7 @@ def pages() -> Iterator[tuple[Path, str]]:
 def commands() -> dict[str, Registered]:
     """Return the settings of every command by its name; ``data`` takes those of ``train``."""
     names = [name for name in _modules() if name not in ("train", "data")]
-    return {"train": Registered(RunConfig, {})} | {name: REGISTERED[name] for name in names}
+    return {"train": Registered(RunConfig, {}, "")} | {name: REGISTERED[name] for name in names}
 
 
 def _modules() -> dict[str, ModuleType]:

@@ -1,4 +1,18 @@
-"""Train a draft head: ``accelerate launch train/run.py recipe=medusa_llama3``, or ``drafthead train recipe=...``."""
+"""Train a draft head on a frozen base: corpora, phases, tree, evaluation, head on disk.
+
+usage: drafthead train recipe=NAME [key=value ...]
+
+drafthead train recipe=medusa_smollm2                the embedded real model, on 2 CPU cores
+drafthead train recipe=medusa_llama3 mode=estimate   print what the run will cost; load no weights
+drafthead train recipe=medusa_llama3 debug=tiny      the whole run on a random tiny base, offline
+drafthead train recipe=medusa_llama3 --cfg job       print the composed settings
+drafthead train recipe=medusa_smollm2 'stages=[tree,evaluate]'   only these stages, with what is in the run folder
+drafthead train recipe=medusa_smollm2 phases.distill.optim.lr=1e-3,2e-3 'name=lr_${phases.distill.optim.lr}' -m
+
+A run that was stopped resumes if the same command is given again.
+Exit codes: 0 done; 1 an error, in one line; 143 or 130 stopped (SIGTERM, Ctrl-C) and saved. A second Ctrl-C exits at
+once.
+"""
 
 import sys
 import textwrap
@@ -26,27 +40,9 @@ def _main(cfg: DictConfig) -> None:
         run_pipeline(run, OmegaConf.to_yaml(cfg, resolve=True))
 
 
-USAGE = """\
-Train a draft head on a frozen base: corpora, phases, tree, evaluation, head on disk.
-
-usage: drafthead train recipe=NAME [key=value ...]
-
-drafthead train recipe=medusa_smollm2                the embedded real model, on 2 CPU cores
-drafthead train recipe=medusa_llama3 mode=estimate   print what the run will cost; load no weights
-drafthead train recipe=medusa_llama3 debug=tiny      the whole run on a random tiny base, offline
-drafthead train recipe=medusa_llama3 --cfg job       print the composed settings
-drafthead train recipe=medusa_smollm2 'stages=[tree,evaluate]'   only these stages, with what is in the run folder
-drafthead train recipe=medusa_smollm2 phases.distill.optim.lr=1e-3,2e-3 'name=lr_${phases.distill.optim.lr}' -m
-
-A run that was stopped resumes if the same command is given again.
-Exit codes: 0 done; 1 an error, in one line; 143 or 130 stopped (SIGTERM, Ctrl-C) and saved. A second Ctrl-C exits at
-once.
-"""
-
-
-def main(usage: str = USAGE) -> None:
+def main() -> None:
     """Entry point."""
-    run_recipe(_main, RunConfig, usage + recipe_groups())
+    run_recipe(_main, RunConfig, __doc__ + recipe_groups())
 
 
 def recipe_groups() -> str:

@@ -1,4 +1,18 @@
-"""``drafthead adapt head=DIR suite=...``: a head that learns from its own answers while it gives them."""
+"""Answer a stream of prompts, and train the head on it meanwhile (Online Speculative Decoding, 2310.07177).
+
+usage: drafthead adapt head=DIR [suite=NAME] [key=value ...]
+
+drafthead adapt head=outputs/hydra_smollm2/head suite=code limit=40
+drafthead adapt head=outputs/hydra_smollm2/head suite=my.jsonl interval=8 objective=kl positions=all
+
+The head takes an optimiser step after every `interval` answers, on the positions where its drafts were rejected. The
+target distributions there are known from decoding. Output is exactly the base's own: the acceptance rule is exact, and
+weights change only between answers. Prompts are answered in the suite's order, first turns only. An interrupted stream
+resumes after its last update.
+
+Files in out: head/ is the adapted head; answers.jsonl has one line per answer; stream.png shows the mean accepted
+length along the stream. With greedy decoding it also shows the original head, simulated on the same answers.
+"""
 
 import json
 from collections.abc import Sequence
@@ -22,23 +36,6 @@ from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, replayed
 
-USAGE = """\
-Answer a stream of prompts, and train the head on it meanwhile (Online Speculative Decoding, 2310.07177).
-
-usage: drafthead adapt head=DIR [suite=NAME] [key=value ...]
-
-drafthead adapt head=outputs/hydra_smollm2/head suite=code limit=40
-drafthead adapt head=outputs/hydra_smollm2/head suite=my.jsonl interval=8 objective=kl positions=all
-
-The head takes an optimiser step after every `interval` answers, on the positions where its drafts were rejected. The
-target distributions there are known from decoding. Output is exactly the base's own: the acceptance rule is exact, and
-weights change only between answers. Prompts are answered in the suite's order, first turns only. An interrupted stream
-resumes after its last update.
-
-Files in out: head/ is the adapted head; answers.jsonl has one line per answer; stream.png shows the mean accepted
-length along the stream. With greedy decoding it also shows the original head, simulated on the same answers.
-"""
-
 
 @settings(kw_only=True)
 class AdaptConfig(OnlineConfig, SuiteConfig):
@@ -57,7 +54,7 @@ class AdaptConfig(OnlineConfig, SuiteConfig):
     """Continue an interrupted stream after its last update. With false, it starts over."""
 
 
-@command("adapt", AdaptConfig, USAGE)
+@command("adapt", AdaptConfig, __doc__)
 def main(config: AdaptConfig) -> None:
     """Decode the suite, train the head on the answers, and save it."""
     prompts = load_suite(config.suite, config.limit, config.seed, config.tasks)

@@ -1,28 +1,4 @@
-"""``drafthead certify``: does every acceptance rule keep the target's distribution? Enumerated exactly, not sampled."""
-
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, field, replace
-from itertools import groupby
-from pathlib import Path
-from typing import Annotated
-
-import torch
-from pydantic import Field
-from rich.table import Table
-from rich.text import Text
-
-from drafthead.commands.command import command
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.files import write_json
-from drafthead.data.utils.settings import Positive, PositiveFloat, require, settings
-from drafthead.eval.lossless.callables import ROUNDING, load_sampler
-from drafthead.eval.lossless.callables import distances as sampler_distances
-from drafthead.eval.lossless.cases import LOSSY
-from drafthead.eval.lossless.certify import PAIRS, Row, certify, rule_total_variation, settings_label
-
-USAGE = """\
-Prove that the acceptance rules keep the target's distribution, by enumerating all outcomes.
+"""Prove that the acceptance rules keep the target's distribution, by enumerating all outcomes.
 
 usage: drafthead certify [key=value ...]
 
@@ -44,6 +20,27 @@ It is called with (target, draft, choose, length) and returns the tokens of one 
 return probabilities, choose(probs) draws an index, and torch.multinomial and torch.rand are enumerated too. The exit
 code is 1 if it is biased.
 """
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from rich.table import Table
+from rich.text import Text
+
+from drafthead.commands.command import command
+from drafthead.data.utils.display import Display
+from drafthead.data.utils.files import write_json
+from drafthead.data.utils.settings import Positive, PositiveFloat, require, settings
+from drafthead.eval.lossless.callables import ROUNDING, load_sampler
+from drafthead.eval.lossless.callables import distances as sampler_distances
+from drafthead.eval.lossless.cases import LOSSY
+from drafthead.eval.lossless.certify import PAIRS, Row, certify, rule_total_variation, settings_label
 
 
 @settings(kw_only=True)
@@ -75,7 +72,7 @@ class CertifyConfig:
             require(not self.target or abs(total - 1) < 1e-6, key, "probabilities that add up to 1", getattr(self, key))
 
 
-@command("certify", CertifyConfig, USAGE)
+@command("certify", CertifyConfig, __doc__)
 def main(config: CertifyConfig) -> None:
     """Enumerate and print; exit code 1 when a row failed."""
     torch.set_num_threads(1)  # the tensors are small

@@ -1,4 +1,14 @@
-"""``drafthead chat head=DIR``: talk with the base in the terminal, with accepted drafts in colour."""
+"""Chat in the terminal with a head. Accepted drafts are coloured, and every answer is followed by its speed.
+
+usage: drafthead chat head=DIR [key=value ...] [MESSAGE]
+
+drafthead chat head=outputs/medusa_smollm2/head
+drafthead chat head=outputs/medusa_smollm2/head < messages.txt
+drafthead chat head=outputs/medusa_smollm2/head record=chat.svg Why is the sky blue?
+
+Ctrl-C stops an answer, /reset starts a new conversation, /exit or Ctrl-D ends the chat. If standard input is not a
+terminal, each of its lines is a message. All words that are not settings are the only message.
+"""
 
 import io
 import sys
@@ -28,18 +38,6 @@ from drafthead.models.decoding.sampling import OutputSampler
 from drafthead.models.decoding.step import StepRecord
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
 
-USAGE = """\
-Chat in the terminal with a head. Accepted drafts are coloured, and every answer is followed by its speed.
-
-usage: drafthead chat head=DIR [key=value ...] [MESSAGE]
-
-drafthead chat head=outputs/medusa_smollm2/head
-drafthead chat head=outputs/medusa_smollm2/head < messages.txt
-drafthead chat head=outputs/medusa_smollm2/head record=chat.svg Why is the sky blue?
-
-Ctrl-C stops an answer, /reset starts a new conversation, /exit or Ctrl-D ends the chat. If standard input is not a
-terminal, each of its lines is a message. All words that are not settings are the only message.
-"""
 PLAIN_TOKENS = 33
 """Tokens decoded without drafts at the start; the first belongs to no step."""
 SVG_WIDTH = 96
@@ -67,7 +65,7 @@ class ChatConfig(DrafterConfig):
     """SVG file to write at the end, with the whole chat and accepted drafts in colour."""
 
 
-@command("chat", ChatConfig, USAGE, words="message")
+@command("chat", ChatConfig, __doc__, words="message")
 def main(config: ChatConfig) -> None:
     """Answer messages until they end."""
     if config.record is not None and not config.record.resolve().parent.is_dir():

@@ -28,6 +28,7 @@ class Registered(NamedTuple):
     cls: type[Any]
     spelled: dict[str, str]
     """Field -> the key that users type, where the two differ."""
+    usage: str
 
 
 REGISTERED: dict[str, Registered] = {}
@@ -42,12 +43,12 @@ def command(
     Args:
         name: name of the command, as in ``drafthead NAME``.
         cls: settings class of the command. If it has a field ``base``, ``base=NAME`` sets the base's name.
-        usage: text that ``--help`` prints before the settings: description, usage line, examples.
+        usage: text that ``--help`` prints before the settings: the docstring of the command's module.
         spelled: typed key -> field, for keys that cannot be the name of a field.
         words: field that takes all arguments that are not settings, joined by spaces.
     """
     keys = spelled or {}
-    REGISTERED[name] = Registered(cls, {field: key for key, field in keys.items()})
+    REGISTERED[name] = Registered(cls, {field: key for key, field in keys.items()}, usage)
 
     def decorate(task: Task[T]) -> Callable[[], None]:
         """Return the entry point that runs ``task``."""

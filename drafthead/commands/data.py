@@ -1,4 +1,12 @@
-"""Build the corpora of a recipe and nothing else: ``drafthead data recipe=medusa_smollm2``."""
+"""Make the corpora of a recipe and stop.
+
+usage: drafthead data recipe=NAME [key=value ...]
+
+drafthead data recipe=medusa_smollm2
+drafthead data recipe=eagle3_llama3 data.answers.server.url=http://node7:8000
+
+It takes the settings of `drafthead train`.
+"""
 
 from omegaconf import DictConfig
 
@@ -8,17 +16,6 @@ from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import launched
 from drafthead.train.pipeline import RunContext, corpora
 from drafthead.train.preflight import preflight
-
-USAGE = """\
-Make the corpora of a recipe and stop.
-
-usage: drafthead data recipe=NAME [key=value ...]
-
-drafthead data recipe=medusa_smollm2
-drafthead data recipe=eagle3_llama3 data.answers.server.url=http://node7:8000
-
-It takes the settings of `drafthead train`.
-"""
 
 
 def _main(cfg: DictConfig) -> None:
@@ -32,7 +29,7 @@ def _main(cfg: DictConfig) -> None:
 
 def main() -> None:
     """Entry point."""
-    run_recipe(_main, RunConfig, USAGE)
+    run_recipe(_main, RunConfig, __doc__)
 
 
 if __name__ == "__main__":

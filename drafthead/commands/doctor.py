@@ -1,4 +1,13 @@
-"""``drafthead doctor``: a page about this machine to paste into an issue; ``full=true`` runs the GPU checklist."""
+"""Report what matters for speed and correctness on this machine, on one page to paste into an issue.
+
+usage: drafthead doctor [key=value ...]
+
+drafthead doctor > page.txt
+drafthead doctor full=true                        the GPU checklist: a JSON line per step, in doctor.jsonl
+drafthead doctor train=[recipe=medusa_llama3]     step costs of another recipe's base and head
+
+The page takes up to two minutes. full=true skips what this device cannot do and says why. The same command resumes.
+"""
 
 import gc
 import json
@@ -42,17 +51,6 @@ from drafthead.train.estimate.memory import Estimate, size
 from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import train_step
 
-USAGE = """\
-Report what matters for speed and correctness on this machine, on one page to paste into an issue (up to two minutes).
-
-usage: drafthead doctor [key=value ...]
-
-drafthead doctor > page.txt
-drafthead doctor full=true                        the GPU checklist: a JSON line per step, in doctor.jsonl
-drafthead doctor train=[recipe=medusa_llama3]     step costs of another recipe's base and head
-
-full=true skips what this device cannot do and says why. The same command resumes.
-"""
 CHECKOUT = Path(drafthead.__file__).resolve().parent.parent
 Graphs = Literal["auto", "always", "never"]
 Step = tuple[str, str, Callable[[], Any]]
@@ -82,7 +80,7 @@ class DoctorConfig:
     """Recipes whose memory is compared with that of the device."""
 
 
-@command("doctor", DoctorConfig, USAGE)
+@command("doctor", DoctorConfig, __doc__)
 def main(config: DoctorConfig) -> None:
     """Print the page, or run the checklist."""
     if config.full:

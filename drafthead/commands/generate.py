@@ -1,4 +1,13 @@
-"""``drafthead generate head=DIR Why is the sky blue?``: stream an answer, then say what drafting bought."""
+"""Stream an answer to a prompt with a head, then print its speed and speedup.
+
+usage: drafthead generate head=DIR [key=value ...] PROMPT
+
+drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
+drafthead generate head=user/medusa-llama3 drafter=head+prompt_lookup:8:2 sampler.temperature=0.7 "Tell me a story"
+drafthead generate head=prompt_lookup:3 base=embedded:smollm2 - < prompt.txt
+
+All words that are not settings are the prompt; - reads standard input.
+"""
 
 import sys
 from dataclasses import field
@@ -17,18 +26,6 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.processed import sampling_lines, stock_sampler
 from drafthead.models.decoding.sampling import OutputSampler
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
-
-USAGE = """\
-Stream an answer to a prompt with a head, then print its speed and speedup.
-
-usage: drafthead generate head=DIR [key=value ...] PROMPT
-
-drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
-drafthead generate head=user/medusa-llama3 drafter=head+prompt_lookup:8:2 sampler.temperature=0.7 "Tell me a story"
-drafthead generate head=prompt_lookup:3 base=embedded:smollm2 - < prompt.txt
-
-All words that are not settings are the prompt; - reads standard input.
-"""
 
 
 @settings(kw_only=True)
@@ -53,7 +50,7 @@ class GenerateConfig(DrafterConfig):
     """Also decode without drafts, and print the speedup."""
 
 
-@command("generate", GenerateConfig, USAGE, words="prompt")
+@command("generate", GenerateConfig, __doc__, words="prompt")
 def main(config: GenerateConfig) -> None:
     """Answer the prompt with the head, and by default without it, too."""
     try:

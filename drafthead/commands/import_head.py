@@ -1,4 +1,12 @@
-"""``drafthead import from=DIR base=NAME out=DIR``: a published head as a head folder of ours, attached to a base."""
+"""Convert a published head to a head folder, attached to the base that it drafts for.
+
+usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
+
+drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
+drafthead eval head=outputs/medusa_vicuna/head suite=mt_bench
+
+formats: {formats}
+"""
 
 import textwrap
 from dataclasses import field
@@ -16,16 +24,6 @@ from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
 
-USAGE = f"""\
-Convert a published head to a head folder, attached to the base that it drafts for.
-
-usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
-
-drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
-drafthead eval head=outputs/medusa_vicuna/head suite=mt_bench
-
-{textwrap.fill(f"formats: {', '.join(all_formats())}", 120, subsequent_indent=" " * 9)}
-"""
 OURS = ("format", "settings", "base", "draft_vocab")
 """Keys of a ``config.json`` of drafthead itself."""
 
@@ -54,7 +52,12 @@ class ImportConfig:
 
 
 # `from` is a keyword of Python, so the field has another name.
-@command("import", ImportConfig, USAGE, spelled={"from": "source"})
+@command(
+    "import",
+    ImportConfig,
+    __doc__.format(formats=textwrap.fill(", ".join(all_formats()), 111, subsequent_indent=" " * 9)),
+    spelled={"from": "source"},
+)
 def main(config: ImportConfig) -> None:
     """Read the published head, attach it to the base, and save it as a drafthead head."""
     folder, published_config = _open_published(config.source, config.revision)

@@ -1,4 +1,12 @@
-"""``drafthead push head=DIR repo=user/name``: a head that is on disk, on the Hugging Face Hub."""
+"""Upload a head to the Hugging Face Hub: config, weights, tree, card, evaluation and figure.
+
+usage: drafthead push head=DIR repo=user/name [private=true]
+
+drafthead push head=outputs/medusa_smollm2/head repo=user/medusa-smollm2
+
+Log in with HF_TOKEN or `hf auth login`. The repository is created if it does not exist. Files that it already has are
+not sent again.
+"""
 
 from pathlib import Path
 
@@ -11,17 +19,6 @@ from drafthead.data.utils.hub import HubConfig, push, require_login
 from drafthead.data.utils.settings import settings
 from drafthead.models.heads.parts.head_folder import read_head_config, write_custom_generate
 from drafthead.train.publish.card import minimal_card
-
-USAGE = """\
-Upload a head to the Hugging Face Hub: config, weights, tree, card, evaluation and figure.
-
-usage: drafthead push head=DIR repo=user/name [private=true]
-
-drafthead push head=outputs/medusa_smollm2/head repo=user/medusa-smollm2
-
-Log in with HF_TOKEN or `hf auth login`. The repository is created if it does not exist. Files that it already has are
-not sent again.
-"""
 
 
 @settings(kw_only=True)
@@ -38,7 +35,7 @@ class PushConfig(HubConfig):
             raise ValueError("repo is missing; name the repository on the Hub, repo=user/name")
 
 
-@command("push", PushConfig, USAGE)
+@command("push", PushConfig, __doc__)
 def main(config: PushConfig) -> None:
     """Upload the folder."""
     folder, display = Path(config.head), Display()

@@ -1,4 +1,14 @@
-"""``drafthead replay head=DIR``: simulated acceptance of any draft length and tree, from the base's own answers."""
+"""Simulate the acceptance of any draft length and tree on the base's answers, without decoding.
+
+usage: drafthead replay head=DIR [key=value ...]
+
+drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench nodes=[6,16,64] chain=[1,2,3]
+drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl
+drafthead replay head=outputs/medusa_smollm2/head texts=answers.jsonl sampler.temperature=0.7 sampler.top_p=0.9
+drafthead replay head=outputs/medusa_smollm2/head drafters=[prompt_lookup@6,head+prompt_lookup:4]
+
+The base answers by sampler.temperature alone; texts=FILE allows any sampler.
+"""
 
 from collections.abc import Sequence
 from dataclasses import field
@@ -37,19 +47,6 @@ from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
-
-USAGE = """\
-Simulate the acceptance of any draft length and tree on the base's answers, without decoding.
-
-usage: drafthead replay head=DIR [key=value ...]
-
-drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench nodes=[6,16,64] chain=[1,2,3]
-drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl
-drafthead replay head=outputs/medusa_smollm2/head texts=answers.jsonl sampler.temperature=0.7 sampler.top_p=0.9
-drafthead replay head=outputs/medusa_smollm2/head drafters=[prompt_lookup@6,head+prompt_lookup:4]
-
-The base answers by sampler.temperature alone; texts=FILE allows any sampler.
-"""
 
 
 @settings(kw_only=True)
@@ -96,7 +93,7 @@ class ReplayConfig(SuiteConfig):
             parse_drafter(spec)
 
 
-@command("replay", ReplayConfig, USAGE)
+@command("replay", ReplayConfig, __doc__)
 def main(config: ReplayConfig) -> None:
     """Print the table."""
     texts = read_texts(Path(config.texts), config.limit) if config.texts else []

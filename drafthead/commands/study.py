@@ -1,4 +1,16 @@
-"""``drafthead study``: which shape a draft model should have (Decoding Speculative Decoding, 2402.01528)."""
+"""Train draft models of equal size and different shapes, and compare them: wider and shallower, or narrower and deeper.
+
+usage: drafthead study [depths=[1,2,4]] [key=value ...]
+
+drafthead study depths=[1,2,4]
+drafthead study depths=[1,2,4,8] train=[phases.distill.steps=600]
+drafthead study depths=[1,2] widths=[3072,1536] recipe=draft_lm_smollm2
+
+The recipe trains each draft model in its own run folder below out, which resumes where it stopped. Acceptance is
+simulated on the base's answers to the suite, and latency is measured. Both predict the speed of each model's best
+chain, which is then measured by decoding. Results: out/study.json and out/study.png, with lines of equal predicted
+speed.
+"""
 
 import subprocess
 import sys
@@ -36,21 +48,6 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 
-USAGE = """\
-Train draft models of equal size and different shapes, and compare them: wider and shallower, or narrower and deeper.
-
-usage: drafthead study [depths=[1,2,4]] [key=value ...]
-
-drafthead study depths=[1,2,4]
-drafthead study depths=[1,2,4,8] train=[phases.distill.steps=600]
-drafthead study depths=[1,2] widths=[3072,1536] recipe=draft_lm_smollm2
-
-The recipe trains each draft model in its own run folder below out, which resumes where it stopped. Acceptance is
-simulated on the base's answers to the suite, and latency is measured. Both predict the speed of each model's best
-chain, which is then measured by decoding. Results: out/study.json and out/study.png, with lines of equal predicted
-speed.
-"""
-
 
 @settings(kw_only=True)
 class StudyConfig(SuiteConfig):
@@ -79,7 +76,7 @@ class StudyConfig(SuiteConfig):
             raise ValueError(f"widths needs one width per depth, got {len(self.widths)} for {len(self.depths)} depths")
 
 
-@command("study", StudyConfig, USAGE)
+@command("study", StudyConfig, __doc__)
 def main(config: StudyConfig) -> None:
     """Train every shape, then measure all in one interleaved run."""
     out = Path(config.out)
