@@ -91,7 +91,7 @@ class _Choices(TorchFunctionMode):
         return self._below(numbers, limits) ^ asks_above
 
     def _below(self, numbers: Any, limits: Any) -> Tensor:
-        """Return if uniform numbers are below ``limits``, given all earlier comparisons of the numbers."""
+        """Choose whether uniform numbers are below ``limits``, given all earlier comparisons of these numbers."""
         low, high, limits = torch.broadcast_tensors(
             numbers.low, numbers.high, torch.as_tensor(limits, dtype=torch.float64)
         )
@@ -172,7 +172,7 @@ def constant(probs: Sequence[float], length: int) -> TabularLM:
 
 
 def load_sampler(name: str) -> SpeculativeSampler:
-    """Return the function ``module:function``, also of a module in the current folder."""
+    """Import the function ``module:function``; the module may lie in the current folder."""
     sys.path.insert(0, "")
     try:
         sampler: SpeculativeSampler = resolve_name(name)
