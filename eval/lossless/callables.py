@@ -92,9 +92,9 @@ class _Choices(TorchFunctionMode):
 
     def _below(self, numbers: Any, limits: Any) -> Tensor:
         """Choose whether uniform numbers are below ``limits``, given all earlier comparisons of these numbers."""
-        low, high, limits = torch.broadcast_tensors(
-            numbers.low, numbers.high, torch.as_tensor(limits, dtype=torch.float64)
-        )
+        limits = torch.as_tensor(limits, dtype=torch.float64)
+        shape = (numbers.low + limits).shape
+        low, high, limits = (tensor.expand(shape) for tensor in (numbers.low, numbers.high, limits))
         below = torch.zeros(limits.shape, dtype=torch.bool)
         for at in torch.cartesian_prod(*map(torch.arange, limits.shape)).view(below.numel(), -1).tolist():
             index = tuple(at) if below.dim() else ()
