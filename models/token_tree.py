@@ -1,6 +1,8 @@
-"""Shapes of token trees: one static tree by ranks, and the trees of a batch as tensors.
+"""Shapes of token trees: ``TokenTree`` is one static tree, ``TreeShape`` has the trees of a batch as tensors.
 
-Shape legend: B rows, R rows or 1 (all rows alike), N nodes (root included), S candidates at a node.
+A node is a drafted token. Its rank is its number among the drafter's candidates, 0 for the likeliest.
+
+Shape legend: B rows, R B or 1 (1 if all rows have the same tree), N nodes (root included), S children of a node.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 NO_CHILD = 0
-"""In a table of children: no candidate. Node 0 is the root, which is nobody's child."""
+"""Entry of ``TreeShape.children`` that stands for no child: node 0 is the root, which is never a child."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class TokenTree:
     parents: tuple[int, ...]
     """Parent of each node, -1 for the root; a parent stands before its children."""
     ranks: tuple[int, ...]
-    """Which of its drafter's candidates a node takes, 0 is the likeliest; 0 for the root."""
+    """Rank of each node among the drafter's candidates after its parent, 0 for the likeliest; 0 for the root."""
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.ranks):
@@ -39,7 +41,7 @@ class TokenTree:
         if any(rank < 0 for rank in self.ranks):
             raise ValueError(f"ranks must be >= 0, got {min(self.ranks)}")
         if len(set(self.paths)) != len(self.paths):
-            raise ValueError("two nodes of the tree are the same path of ranks")
+            raise ValueError("two nodes of the tree have the same path of ranks; leave one of them out")
 
     @staticmethod
     @lru_cache(maxsize=256)
@@ -49,7 +51,10 @@ class TokenTree:
 
     @classmethod
     def from_paths(cls, paths: "list[tuple[int, ...]]") -> "TokenTree":
-        """Return the tree of Medusa's ``choices``, which name every node by its path of ranks from the root."""
+        """Return the tree whose nodes have these paths of ranks from the root (Medusa's ``choices``).
+
+        Example: (0,) is the likeliest draft, (0, 1) the second likeliest after it.
+        """
         ordered = sorted(set(paths) - {()}, key=lambda p: (len(p), p))
         index: dict[tuple[int, ...], int] = {(): 0}
         for path in ordered:
@@ -90,14 +95,17 @@ class TokenTree:
     # The caches of these methods may keep the few trees of a program alive.
     @lru_cache(maxsize=256)  # noqa: B019
     def truncate(self, depth: int) -> "TokenTree":
-        """Return the nodes up to ``depth``, in their order."""
+        """Return the tree without the nodes deeper than ``depth``."""
         if depth >= self.depth:
             return self
         return TokenTree.from_paths([path for path in self.paths if len(path) <= depth])
 
     @lru_cache(maxsize=256)  # noqa: B019
     def first(self, nodes: int) -> "TokenTree":
-        """Return the ``nodes`` likeliest nodes, root included, estimated from ranks: shallow nodes come first."""
+        """Return a tree of at most ``nodes`` nodes, root included, with the smallest sums of depth and ranks.
+
+        The sum is a guess at the likeliest nodes without a drafter.
+        """
         if nodes >= len(self):
             return self
         # A child's sum exceeds its parent's, so the first nodes always form a tree.
@@ -106,12 +114,12 @@ class TokenTree:
 
     @cached_property
     def shape(self) -> "TreeShape":
-        """The tree as tensors with one row, on the CPU."""
+        """The tree as tensors for R = 1, on the CPU."""
         return TreeShape.from_parents(torch.tensor([self.parents]), tree=self)
 
     @lru_cache(maxsize=256)  # noqa: B019
     def shape_on(self, device: torch.device) -> "TreeShape":
-        """Return the shape on ``device``, from a cache."""
+        """Return ``shape`` on ``device``; the copy is cached."""
         return self.shape.to(device)
 
 
@@ -126,28 +134,29 @@ def causal_mask(count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """Token trees of a batch. A padding node has parent -1 like the root, and is nobody's child."""
+    """The token trees of a batch, as tensors. Rows with fewer nodes are padded with nodes of parent -1."""
 
     parents: Tensor
     """[R, N] int64; a parent stands before its children."""
     depths: Tensor
     """[R, N] int64, 0 for the root and for padding."""
     ancestors: Tensor
-    """[R, N, N] bool: column j is row i itself or one of its ancestors."""
+    """[R, N, N] bool: [i, j] is true if node j is node i or one of its ancestors."""
     children: Tensor
-    """[R, N, S] int64: the children of a node in the order in which they are tried, then ``NO_CHILD``. In a combined
-    tree one node may be a candidate several times."""
+    """[R, N, S] int64: the children of each node in the order in which verification tries them, then ``NO_CHILD``. In a
+    tree combined from several drafters, a node may be listed several times."""
     depth: int
-    """Drafts on the longest path, or more."""
+    """An upper bound of the drafts on a path."""
     tree: TokenTree | None = None
-    """The static tree that all rows have; None when they differ."""
+    """The static tree that all rows have; None if they differ."""
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
         """Return the shape of the trees with these ``parents`` ([R, N] int64), -1 for the root and for padding.
 
-        Children are in the order of their nodes. ``tree`` is the static tree that all rows have, if any. ``width``
-        bounds the children of a node; without it they are counted, which waits for the device.
+        Children are listed in the order of their nodes. ``tree`` is the static tree that all rows have, if any.
+        ``width`` is an upper bound S of the children of a node; without it they are counted, which waits for the
+        device.
         """
         rows, nodes = parents.shape
         known = (parents >= 0)[..., None]

@@ -25,51 +25,52 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 
 
 class DraftSampling(Enum):
-    """The choice of a node's children, which losslessness under sampling depends on."""
+    """The way in which a node's children are drawn from the drafter's distribution q; verification must know it."""
 
     TOP_K = "top_k"
-    """The likeliest tokens, a function of the prefix: verified with a one-hot draft distribution."""
+    """The likeliest tokens of q. They are not random, so verification takes q as one-hot at each of them."""
     WITH_REPLACEMENT = "with_replacement"
     """Independent samples of q."""
     WITHOUT_REPLACEMENT = "without_replacement"
-    """Samples of q, renormalised after each."""
+    """Samples of q; after each, its token is removed and q renormalised."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """Drafted token trees, one per row, ready to verify.
 
-    A candidate is a child with the distribution it was drawn from, which losslessness under sampling depends on.
-    Distributions belong to candidates, not to nodes: in a tree combined from several drafters, one node may be a
-    candidate twice, each time with another distribution.
+    A candidate is a child together with the distribution from which it was drawn. Sampled verification is only lossless
+    with exactly these distributions. They belong to candidates, not to nodes: in a tree combined from several drafters,
+    a node may be a candidate twice, with two distributions.
     """
 
     tokens: Tensor
-    """[B, N] int64. Column 0 is the root, the last committed token. Padding may be any token."""
+    """[B, N] int64. Column 0 is the root, the last committed token. Padding nodes may have any token."""
     shape: TreeShape
     draft_sampling: DraftSampling
-    """The way in which candidates with probs were drawn. Candidates without probs are top-k."""
+    """The way in which candidates with ``probs`` were drawn. Candidates without ``probs`` are top-k."""
     probs: Tensor | None = None
-    """[B, Q, V] float: the drafter's distributions after warping, exactly those that were sampled; None: all
-    candidates are top-k."""
+    """[B, Q, V] float: the Q distributions, after warping, from which candidates were sampled; None: all candidates are
+    top-k."""
     prob_index: Tensor | None = None
-    """[R, N, S] int64: row of ``probs`` that a node's s-th candidate was drawn from, -1 for a top-k one."""
+    """[R, N, S] int64: the row of ``probs`` from which each child was drawn, -1 for top-k children."""
     slots: Tensor | None = None
-    """[R, N] int64: the place of each node in the order in which the drafter has read nodes, -1 for unread ones. The
-    root is the first. None: it reads no nodes."""
+    """[R, N] int64: the number of each node in the order in which the drafter's model has read nodes; the root has 0,
+    and nodes that it has not read have -1. ``NodeCache`` finds their keys and values by it. None: no model read
+    them."""
     partial_forward: "PartialForward | None" = None
-    """The part of the target's pass over these nodes that the drafter has already computed."""
+    """The target's first layers over these nodes, if the drafter has already run them (early exit)."""
 
     def __post_init__(self) -> None:
         if (self.probs is None) != (self.prob_index is None):
             raise ValueError("a proposal needs both probs and prob_index, or neither")
         if self.probs is not None and self.draft_sampling is DraftSampling.TOP_K:
-            raise ValueError("top-k candidates have no probs; say how the candidates with probs were drawn")
+            raise ValueError("top-k candidates have no probs; set draft_sampling to how the candidates were drawn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """The result of verification. The step commits the accepted drafts and the bonus."""
+    """The result of verification. The step commits the accepted drafts and then the bonus, the target's own token."""
 
     nodes: Tensor
     """[B, 1 + D] int64: root and accepted nodes in order, padded with 0; D is at most the depth of the trees."""
@@ -78,7 +79,7 @@ class Acceptance:
     bonus: Tensor
     """[B] int64: the target's own token after the last accepted one."""
     probs: Tensor | None = None
-    """[B, 1 + D, V] float: the target's probs after the accepted nodes, then zeros; None unless requested."""
+    """[B, 1 + D, V] float: the target's distributions after ``nodes``, zeros for padding; None unless requested."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -88,28 +89,32 @@ class DynamicTree:
     nodes: Annotated[int, Field(ge=2)]
     """Nodes to verify, root included."""
     width: Positive = 8
-    """Candidates of each expanded node, and nodes expanded per level."""
+    """Candidates of each expanded node, and number of nodes that are expanded on each level."""
     depth: Positive = 16
-    """Drafts on the longest path. The drafter's own depth bounds it too."""
+    """Most drafts on a path. If the drafter has fewer positions, their number is the limit."""
 
 
 @settings(frozen=True, kw_only=True)
 class AdaptiveLength:
-    """Draft length that adapts to acceptance: transformers' ``heuristic`` schedule of assisted generation.
+    """Draft length that follows the acceptance so far: transformers' ``heuristic`` schedule of assisted generation.
 
-    The length depends on earlier steps only, so the output stays exact. It is reset for every answer. In transformers
-    it continues from prompt to prompt, so results depend on their order.
+    The length depends only on earlier steps, so the output stays exact. Every answer starts with ``start``. In
+    transformers, the length continues from prompt to prompt, so results depend on the order of prompts.
     """
 
     start: Positive = 5
-    """Levels of the first draft."""
+    """Tree levels to draft in an answer's first step."""
     grow: NonNegative = 2
-    """Levels added after a step that accepted a whole path."""
+    """Levels added after a step whose longest path was accepted completely."""
     shrink: NonNegative = 1
     """Levels removed after any other step."""
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
-        """Return the levels to draft next, at least 1; ``length`` is the last step's."""
+        """Return the number of levels to draft next, at least 1.
+
+        ``length`` was the number for the last step, which drafted a path of ``drafted`` tokens and accepted
+        ``accepted`` of them.
+        """
         if drafted == 0:
             return length  # a step without drafts says nothing about the drafter
         return length + self.grow if accepted >= drafted else max(1, length - self.shrink)
@@ -121,36 +126,39 @@ class DraftConfig:
 
     tree: TokenTree | DynamicTree
     draft_sampling: DraftSampling = DraftSampling.TOP_K
-    """``TOP_K``: the likeliest candidates. Otherwise a node gets as many samples as the tree gives it children."""
+    """``TOP_K`` takes a node's likeliest candidates. The other values sample as many as the node has children."""
     sampler: Sampler = Sampler(temperature=1.0)
-    """How the drafter's distribution is warped before candidates are sampled; any keeps the output exact."""
+    """Temperature, top-p and so on of the drafter when candidates are sampled. The output is exact with any sampler."""
     confidence_threshold: float = 0.0
-    """Kangaroo's threshold (2404.18911): a draft with less confidence is verified, but nothing is drafted after it.
-    For static trees with top-k candidates."""
+    """Kangaroo's threshold (2404.18911): a draft of lower probability is verified, but nothing is drafted after it. For
+    static trees with top-k candidates. 0 turns it off."""
     prefix_threshold: float = 0.0
-    """A node gets children only while the product of the drafter's own confidences along its path, its own included,
-    is at least this (DSpark). A confidence reads the node's prefix and never the drafts that it is about, so the output
-    stays exact with sampled candidates too. For static trees of drafters that ``says_confidence``."""
+    """DSpark's threshold: a node gets children only if the product of the confidences along its path, its own included,
+    is at least this. A confidence, predicted by a confidence head, depends only on tokens before the drafts that it
+    rates, so the output stays exact with sampled candidates too. For static trees of drafters with
+    ``says_confidence``. 0 turns it off."""
     adaptive: AdaptiveLength | None = None
-    """Truncate the tree to a length that follows what was accepted (one row only); None: always the whole tree."""
+    """Truncate the tree to a draft length that follows the acceptance so far, if one row is decoded; None: draft the
+    whole tree."""
 
     def __post_init__(self) -> None:
         for key in ("confidence_threshold", "prefix_threshold"):
             require(0 <= getattr(self, key) < 1, key, "at least 0 and below 1", getattr(self, key))
         dynamic, sampled = isinstance(self.tree, DynamicTree), self.draft_sampling is not DraftSampling.TOP_K
         if self.prefix_threshold > 0 and dynamic:
-            raise ValueError("prefix_threshold is for static trees; leave one of them out")
+            raise ValueError("prefix_threshold is for static trees; leave out prefix_threshold or the dynamic tree")
         if dynamic and sampled:
-            # Keeping the best of sampled nodes looks at the samples, which biases the output.
+            # Keeping the best of the sampled nodes selects among samples, which biases the output.
             raise ValueError("a dynamic tree ranks nodes by their score: its draft_sampling must be top_k")
         if self.confidence_threshold > 0 and (dynamic or sampled):
             raise ValueError(
-                "confidence_threshold is for static trees with draft_sampling=top_k; leave one of them out"
+                "confidence_threshold is for static trees with draft_sampling=top_k; set it to 0, or change the tree "
+                "or draft_sampling"
             )
         if sampled and self.sampler.temperature == 0:
             raise ValueError("candidates sampled at temperature 0 are all the same token; use draft_sampling=top_k")
         if self.sampler.reads_context:
-            raise ValueError("a drafter's sampler takes no repetition penalty; leave it to the target's sampler")
+            raise ValueError("a drafter's sampler cannot have a repetition penalty; set it in the target's sampler")
 
     @property
     def depth(self) -> int:
@@ -159,7 +167,7 @@ class DraftConfig:
 
     @property
     def nodes(self) -> int:
-        """Most nodes of a tree, root included."""
+        """Most nodes of a row's tree, root included."""
         return len(self.tree) if isinstance(self.tree, TokenTree) else self.tree.nodes
 
     @property
@@ -181,11 +189,11 @@ class DraftConfig:
 class Session(ABC):
     """State of a drafter for the rows being decoded, from their prompts to the end of their answers.
 
-    ``commit`` tells it which tokens were committed. Nothing is inferred by comparing tokens.
+    ``commit`` gives the session the committed tokens; it never has to find them by comparing tokens.
     """
 
     lengths: list[int]
-    """Committed tokens of every row, without the last one, which the base has not read yet."""
+    """Number of committed tokens of every row that the base has read: all but the last committed one."""
 
     @abstractmethod
     def commit(
@@ -195,47 +203,50 @@ class Session(ABC):
 
         Args:
             tokens: [B, T] int64.
-            counts: how many of the T tokens count in each row.
-            base_hidden: [B, T, ...] the base's hidden states that ``spec`` names; None from a source that has none.
-            nodes: [B, T] int64 nodes of the latest proposal that became these tokens, from its root on; -1 for tokens
-                that it did not propose. None if ``draft`` was not called since the last commit.
+            counts: number of committed tokens in each row; the other tokens of T are padding.
+            base_hidden: [B, T, ...] the base's hidden states after these tokens, as ``Drafter.spec`` asks for; None if
+                there is no base (a drafter used without one).
+            nodes: [B, T] int64: the node of the session's latest proposal that became each token, root first; -1 for
+                tokens that it did not propose. None if ``draft`` was not called since the last commit. Only sessions
+                whose cache has read drafted nodes need them.
         """
 
     @abstractmethod
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        """Propose trees after ``last_token`` ([B] int64), which is committed and not yet read by the base.
+        """Propose a token tree for every row.
 
         Args:
-            last_token: the root of every row.
-            draft_config: the shape; a drafter may return fewer nodes, but no deeper ones.
-            rng: for sampled candidates; top-k needs none.
+            last_token: [B] int64, the roots: tokens that are committed, but that the base has not read yet.
+            draft_config: the tree to draft; a proposal may have fewer nodes, but not more levels.
+            rng: random numbers; None if candidates are top-k.
         """
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:
-        """Keep these rows only, between steps."""
+        """Keep only these rows of the batch. It is called between steps, when rows have ended."""
 
     def rollback(self, lengths: list[int]) -> None:
-        """Forget all but the first ``lengths`` committed tokens of each row; for drafters with ``reads_base`` false."""
+        """Remove all but the first ``lengths`` committed tokens of each row. Drafters with ``reads_base`` lack it."""
         raise NotImplementedError
 
 
 class Drafter(ABC):
-    """Drafts token trees after the last committed token of every row."""
+    """Anything that drafts token trees after the last committed token of every row."""
 
     tree: TokenTree | None = None
-    """The tree to draft by default, calibrated for it; None: a chain over all its positions."""
+    """The default tree, found by calibration; None: a chain over all draft positions."""
     batch_trees: Mapping[int, TokenTree] = MappingProxyType({})
-    """Trees by batch size, if calibrated: in a batch a node costs more to verify. A batch uses the tree of the largest
-    size that it reaches, and ``tree`` below all sizes."""
+    """Calibrated trees by batch size, because a node costs more to verify in a batch. A batch uses the tree of the
+    largest size that is not above its own, or ``tree`` if all sizes are above."""
     spec: HiddenStatesSpec = HiddenStatesSpec()
-    """Hidden states of the base that it reads in addition to the final one."""
+    """Layers of the base whose hidden states the drafter reads in addition to the final hidden state."""
     confidence_threshold: float = 0.0
-    """The confidence threshold to draft with by default (``DraftConfig.confidence_threshold``)."""
+    """Default of ``DraftConfig.confidence_threshold``."""
     reads_base: bool = False
-    """True if it needs the base's hidden states. It then cannot continue drafts that the base has not read."""
+    """True if the drafter needs the base's hidden states. It then cannot continue tokens that the base has not read."""
     early_exit_layers: int = 0
-    """First layers of the target that it runs in the target's own cache; verification runs the others."""
+    """Number of the target's first layers that the drafter runs itself, in the target's cache. Verification then runs
+    only the other layers."""
 
     @property
     @abstractmethod
@@ -244,41 +255,44 @@ class Drafter(ABC):
 
     @property
     def says_confidence(self) -> bool:
-        """True if it estimates the acceptance of a node's children (``StepwiseSession.confidence``)."""
+        """True if ``StepwiseSession.confidence`` estimates the acceptance of a node's children."""
         return False
 
     @property
     def vocab_size(self) -> int | None:
-        """Ids that it may draft lie below; None: only ids that it has read."""
+        """Upper bound of the ids that the drafter may propose; None: it proposes only ids that occurred in its rows."""
         return None
 
     @property
     def base_fingerprint(self) -> str | None:
-        """Fingerprint of the only base that it drafts for; None: any."""
+        """Fingerprint of the base that the drafter belongs to; None: it drafts for any base."""
         return None
 
     @abstractmethod
     def identity(self) -> tuple[object, ...]:
-        """Return all settings and weights (as a hash) that decide what it drafts, with a stable ``repr``.
+        """Return everything that decides the drafts: settings and a hash of the weights.
 
-        An interrupted evaluation resumes only if the identity is unchanged.
+        An interrupted evaluation stores its ``repr`` and resumes only if that is unchanged.
         """
 
     @abstractmethod
     def open(self, rows: int, cache: TreeCache | None = None) -> Session:
-        """Return a session for ``rows`` rows without tokens; ``cache`` is the target's, if the drafter may use it."""
+        """Return a session for ``rows`` rows that have no tokens yet.
+
+        ``cache`` is the target's cache, for drafters with ``early_exit_layers``; None if there is no target.
+        """
 
     def cache_slots(self, draft_config: DraftConfig) -> int:
-        """Return the positions that drafting needs in the target's cache in addition to the nodes of the tree."""
+        """Return the number of positions in the target's cache that drafting needs beyond the nodes of the tree."""
         return 0
 
     def remember(self, tokens: list[int]) -> None:
-        """Store a finished prompt with its answer, if the drafter searches earlier answers."""
+        """Store a prompt with its answer, if the drafter searches earlier answers."""
         return
 
 
 def last_valid(values: Tensor, counts: list[int]) -> Tensor:
-    """Return the last counted entry of every row: [B, T, ...] -> [B, ...]."""
+    """Return entry ``counts[b] - 1`` of each row b: [B, T, ...] -> [B, ...]."""
     if len(counts) == 1:
         return values[:, counts[0] - 1]
     index = on_device(counts, values.device) - 1
@@ -286,5 +300,5 @@ def last_valid(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def take_rows(values: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows of ``values`` [B, ...] without waiting for the device."""
+    """Return ``values[rows]`` without waiting for the device."""
     return values.index_select(0, on_device(rows, values.device))

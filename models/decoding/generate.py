@@ -1,4 +1,4 @@
-"""``drafthead.generate`` returns the answer to a prompt, ``drafthead.stream`` its pieces as soon as they are final."""
+"""``drafthead.generate``, which answers a prompt, and ``drafthead.stream``, which yields the answer in pieces."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class Answer:
     text: str
     tokens: list[int]
     mean_accepted_length: float
-    """Tokens committed a step, bonus included; 1 for plain decoding."""
+    """Tokens of the answer per step: accepted drafts and the target's own token. 1 for plain decoding."""
     tokens_per_second: float
     log: DecodeResult
-    """Every step."""
+    """The record of every step."""
 
 
 def generate(
@@ -44,15 +44,15 @@ def generate(
     """Answer a prompt, by default greedily. A drafter changes the speed, but not the distribution of the answer.
 
     Args:
-        base: the target (``drafthead.load_base``, or ``BaseModel.wrap`` around a loaded model).
-        drafter: a head attached to it, another drafter, or None for plain decoding.
-        prompt: a user's message (put into the chat template), or token ids ([T] or [1, T]) taken as they are.
-        max_new_tokens: stop after so many, if EOS has not before.
-        draft_config: what to draft; by default the drafter's calibrated tree, or a chain over all its positions.
-        sampler: temperature, top-p and so on; by default greedy.
-        rule: how drafts are accepted; by default exactly.
-        seed: of a sampled answer.
-        on_tokens: called with tokens as soon as they are final.
+        base: the target model, from ``drafthead.load_base`` or ``BaseModel.wrap`` (for a model that is loaded already).
+        drafter: a head that was loaded for ``base``, another drafter, or None for plain decoding.
+        prompt: a user's message, to which the chat template is applied, or token ids, [T] or [1, T], used unchanged.
+        max_new_tokens: most tokens of the answer; EOS may end it earlier.
+        draft_config: the tree to draft; by default the drafter's calibrated tree, or a chain over all its positions.
+        sampler: temperature, top-p and so on; by default greedy decoding.
+        rule: the acceptance rule; by default the exact one.
+        seed: seed of the random numbers, if the answer is sampled.
+        on_tokens: function that is called with new tokens as soon as they are final.
     """
     log = decode(
         base,
@@ -76,16 +76,16 @@ def generate(
 
 
 class Piece(NamedTuple):
-    """Text of an answer, final when it is yielded."""
+    """A piece of an answer's text, which later tokens do not change."""
 
     text: str
     accepted: bool
-    """True for an accepted draft, False for a token that the base chose itself."""
+    """True for an accepted draft, False for a token that the base chose."""
 
 
 @dataclass(frozen=True)
 class TextStream:
-    """An answer while it is decoded: iterate over its pieces, once. The statistics are those of the answer so far."""
+    """An answer that is decoded while a caller iterates over its pieces, once. Statistics are those so far."""
 
     base: BaseModel
     sequence: DecodingSequence
@@ -103,18 +103,18 @@ class TextStream:
 
     @property
     def accepted(self) -> int:
-        """Tokens that are accepted drafts."""
+        """Number of tokens in the answer that are accepted drafts."""
         return sum(min(step.accepted, step.committed) for step in self.sequence.steps)
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens committed per step, bonus included; 1 before the first step."""
+        """Tokens of the answer per step, as in ``Answer``; 1 before the first step."""
         steps = self.sequence.steps
         return sum(step.committed for step in steps) / len(steps) if steps else 1.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of decoding, prefill included. The time between pieces is the caller's and excluded."""
+        """Tokens per second of prefill and decoding, without the time that the caller spends between pieces."""
         seconds = self.sequence.prefill_s + sum(step.total_s for step in self.sequence.steps)
         return len(self.sequence.answer) / seconds if seconds else 0.0
 
@@ -153,14 +153,14 @@ def stream(
 def text_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[tuple[int, bool]]) -> Iterator[Piece]:
     """Yield the text of ``(token, accepted)`` pairs as soon as it is final."""
     answer: list[int] = []
-    # Each token is decoded after the previous piece, because it decides whether a space precedes.
+    # Each token is decoded together with the previous piece, on which a leading space depends.
     previous = shown = 0
     accepted = False
     for token, accepted in tokens:
         answer.append(token)
         before = tokenizer.decode(answer[previous:shown], skip_special_tokens=True)
         text = tokenizer.decode(answer[previous:], skip_special_tokens=True)
-        if len(text) > len(before) and not text.endswith("\ufffd"):  # half of a multi-byte character
+        if len(text) > len(before) and not text.endswith("\ufffd"):  # an unfinished multi-byte character
             yield Piece(text[len(before) :], accepted)
             previous, shown = shown, len(answer)
     before = tokenizer.decode(answer[previous:shown], skip_special_tokens=True)

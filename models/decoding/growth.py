@@ -1,8 +1,8 @@
-"""Token trees grown from a drafter's next-token logits, level by level, once for all stepwise drafters.
+"""Growing token trees from a drafter's logits, level by level: the code that all heads and draft models share.
 
-A stepwise session only returns logits after the nodes of a frontier. This module chooses which candidates become
-children: by the ranks of a static tree, by sampling, or by their scores in a dynamic tree. It also decides where
-drafting stops. Every head and draft model therefore supports every kind of tree.
+A ``StepwiseSession`` only returns the logits after the nodes of a frontier, which are the nodes of one level that get
+children. This module chooses the children: by their ranks in a static tree, by sampling, or by their scores in a
+dynamic tree. It also decides where drafting stops. Every head and draft model therefore supports every kind of tree.
 
 Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes, M nodes of a level.
 """
@@ -21,14 +21,14 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 MISSING = -1
-"""A candidate that does not exist, because the distribution has fewer tokens than the node has children."""
+"""Stands for a child that cannot be drawn: the distribution has fewer tokens than the node has children."""
 
 
 def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomSource) -> Tensor:
-    """Return ``count`` samples of every distribution: [B, F, W] -> [B, F, count] int64, ``MISSING`` if used up.
+    """Draw ``count`` samples from each distribution: [B, F, W] -> [B, F, count] int64.
 
-    With replacement, samples are independent (SpecInfer, 2305.09781). Without, a drawn token is removed and the rest
-    renormalised (Sequoia, 2402.12374). Verification depends on which of the two it was.
+    With replacement, samples are independent (SpecInfer, 2305.09781). Without replacement, each drawn token is removed
+    and the rest renormalised (Sequoia, 2402.12374); when no token is left, the samples are ``MISSING``.
     """
     if kind is DraftSampling.WITH_REPLACEMENT:
         rows, parents, _ = probs.shape
@@ -48,30 +48,35 @@ class TreeLevel:
     """One level of a static tree."""
 
     nodes: Tensor
-    """[M] nodes on the level, in order."""
+    """[M] numbers of the level's nodes in the tree, in order."""
     parents: Tensor
-    """[M] the index of each node's parent in the frontier above."""
+    """[M] the index of each node's parent in the previous frontier."""
     width: int
-    """Candidates needed per parent."""
+    """Number of candidates that are drawn for each parent."""
     taken: Tensor
-    """[M] the candidate that each node takes, as an index into all parents' candidates [F * width]."""
+    """[M] the candidate that each node is, as an index into the candidates of all parents [F * width]."""
     taken_shared: Tensor
-    """[M] the candidate that each node takes if all parents share one distribution."""
+    """[M] the same if all parents share one distribution, as an index into its candidates [width]."""
     inner: Tensor
-    """[F] the nodes with children, as indices into ``nodes``: the next frontier."""
+    """[F] the next frontier: indices into ``nodes`` of the nodes that have children."""
     above: Tensor
-    """[F] the indices of their parents in the frontier above."""
+    """[F] the index of each of these nodes' parent in the previous frontier."""
     slots: Tensor
-    """[N] the place of each node in the order of expansion up to this level's parents, -1 for nodes not expanded."""
+    """[N] the number of each node in the order in which the drafter has read nodes, after it has read the parents of
+    this level; -1 for nodes that it has not read."""
 
     def taken_from(self, width: int) -> Tensor:
-        """Return ``taken``, or ``taken_shared`` if all parents share one distribution (``width`` 1)."""
+        """Return ``taken``, or ``taken_shared`` if ``width``, the number of distributions of the level, is 1."""
         return self.taken_shared if width == 1 else self.taken
 
 
 @lru_cache(maxsize=512)
 def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int) -> tuple[TreeLevel, ...]:
-    """Return the levels of ``tree``. A rank is one of ``most`` candidates, or counts earlier siblings if sampled."""
+    """Return the levels of ``tree`` from level 1 on.
+
+    With top-k candidates, a node takes its parent's candidate of the node's rank, at most ``most`` - 1. With sampled
+    candidates, the first child takes the first sample, and so on.
+    """
     tensor = partial(on_device, device=device)
     levels = []
     frontier, slots = [0], [-1] * len(tree)
@@ -108,7 +113,7 @@ class StepwiseDrafter(Protocol):
     """A drafter whose session computes next-token logits level by level."""
 
     d2t: Tensor
-    """[W] int64: target id of every draft id."""
+    """[W] int64: the target's token id of every draft id."""
 
     @property
     def depth(self) -> int:
@@ -116,42 +121,43 @@ class StepwiseDrafter(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Size V of the target's vocabulary, which probs cover."""
+        """Size V of the target's vocabulary, the width of ``Proposal.probs``."""
 
 
 class Levels(ABC):
-    """The logits of one step, one level of nodes after the other."""
+    """Gives the logits of one step's tree, one level of nodes after the other."""
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return draft logits after the nodes of the next level; the first level is the root alone.
+        """Return the draft logits after the nodes of the next level. In the first call, that is the root alone.
 
         Args:
-            tokens: [B, F] int64 target ids of the nodes to expand.
-            parents: [B, F] int64, the index of each node's parent in the frontier before; 0 for the root.
+            tokens: [B, F] int64 target ids of the nodes.
+            parents: [B, F] int64 index of each node's parent among the nodes of the previous call; 0 for the root.
 
         Returns:
-            [B, F, W], or [B, 1, W] if all nodes of the level have the same distribution. Its candidates are then shared
-            by all parents. Sharing samples is exact: verification visits only one of the parents, and which one depends
-            on the levels above alone.
+            [B, F, W], or [B, 1, W] if all nodes of the level have the same distribution. All nodes then get the same
+            candidates, also if these are sampled. That is exact, because verification visits at most one node of the
+            level, and which one does not depend on the samples below it.
         """
 
     def confidence(self) -> Tensor:
-        """Return P(a child is accepted) for the nodes of the last level, [B, F] or [B, 1], if the drafter says it.
+        """Return the predicted probability that a child is accepted, [B, F] or [B, 1], for the nodes of the last level.
 
-        It may depend on these nodes and their prefixes, but not on their children.
+        It may depend on these nodes and the tokens before them, but not on their children. Drafters with
+        ``says_confidence`` implement it.
         """
         raise NotImplementedError
 
 
 class StepwiseSession(Session, Levels):
-    """A session that computes its proposals level by level."""
+    """A session whose proposals ``grow`` builds from the logits that ``expand`` returns."""
 
     drafter: StepwiseDrafter
 
     @abstractmethod
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Start a step after ``last_token`` ([B] int64)."""
+        """Prepare a step after ``last_token`` ([B] int64), before the first ``expand``."""
 
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
@@ -165,7 +171,7 @@ class StepwiseSession(Session, Levels):
 
 
 def root_only(last_token: Tensor) -> Proposal:
-    """Return a proposal without drafts: the target reads ``last_token`` ([B]) alone."""
+    """Return a proposal without drafts: verification reads only ``last_token`` ([B])."""
     shape = TokenTree.chain(0).shape_on(last_token.device)
     return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
@@ -178,26 +184,27 @@ def grow(
     vocabulary: int,
     rng: RandomSource | None,
 ) -> Proposal:
-    """Return the tree that ``draft_config`` asks for, with probs over ``vocabulary`` = V target ids.
+    """Return the tree that ``draft_config`` asks for, with its tokens.
 
-    Every level takes one pass. Its candidates are chosen first (``_likeliest`` or ``_sampled``), and then ``_Stopping``
-    decides which of them get children. Drafting ends when no node of any row has children. An example of five nodes::
+    Every level takes one call of ``levels.expand``. Its candidates are chosen first (``_likeliest`` or ``_sampled``),
+    and then ``_Stopping`` decides which of them get children. Drafting ends when no node of any row gets children. An
+    example with five nodes::
 
         root -+- 1 -+- 3        level 1: nodes 1, 2 take the root's candidates 0, 1; the next frontier is node 1
               |     +- 4        level 2: nodes 3, 4 take candidates 0, 1 of node 1
               +- 2
 
-    The pass over the root gives "the" (0.6) and "a" (0.3), the pass over "the" gives "cat" and "dog". With
-    ``confidence_threshold=0.7``, "the" is verified but gets no children: drafting ends, and nodes 3 and 4 are left out.
-    If a second row is confident of its node 1, they stay, as padding in the first row.
+    The logits after the root give "the" (0.6) and "a" (0.3); those after "the" give "cat" and "dog". With
+    ``confidence_threshold=0.7``, "the" is verified but gets no children. Drafting then ends, without nodes 3 and 4. If
+    a second row of the batch is confident of its node 1, its nodes 3 and 4 exist, and are padding in the first row.
 
     Args:
-        levels: the drafter's logits.
+        levels: gives the drafter's logits.
         last_token: [B] int64, the roots.
         draft_config: tree, sampling and thresholds.
-        d2t: [W] int64, target ids of draft ids.
-        vocabulary: V.
-        rng: for sampled candidates.
+        d2t: [W] int64, the target id of each draft id.
+        vocabulary: size V of the target's vocabulary.
+        rng: random numbers for sampled candidates.
     """
     if isinstance(tree := draft_config.tree, DynamicTree):
         return grow_dynamic(levels, last_token, tree, d2t)
@@ -220,7 +227,7 @@ def grow(
             candidates, exists, dist = _sampled(logits, level, draft_config, stopping.drawing(logits.shape[1]), rng)
             count = sum(earlier.shape[1] for earlier in probs)
             prob_index[parent_nodes] = torch.arange(count, count + dist.shape[1], device=device)
-            # Copied even if draft ids are target ids, because finding that out would wait for the device.
+            # Copied even if draft ids equal target ids, because testing that would wait for the device.
             probs.append(dist.new_zeros(*dist.shape[:2], vocabulary).index_copy_(2, d2t, dist))
         else:
             candidates, likelihood = _likeliest(logits, level, draft_config.confidence_threshold > 0)
@@ -244,7 +251,7 @@ def grow(
 
 
 def _likeliest(logits: Tensor, level: TreeLevel, with_likelihood: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the top-k draft ids [B, M] of a level's nodes, and their probabilities [B, M] if requested."""
+    """Return the draft ids [B, M] of a level's nodes, by rank, and if requested their probabilities [B, M]."""
     logits = logits.float()
     values, candidates = logits.topk(level.width, dim=-1)
     taken = level.taken_from(logits.shape[1])
@@ -258,9 +265,9 @@ def _likeliest(logits: Tensor, level: TreeLevel, with_likelihood: bool) -> tuple
 def _sampled(
     logits: Tensor, level: TreeLevel, draft_config: DraftConfig, drawing: Tensor | None, rng: RandomSource | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sampled draft ids [B, M], which of them exist [B, M] bool, and the distributions [B, F, W].
+    """Return sampled draft ids [B, M], a mask [B, M] bool of those that exist, and the distributions [B, F, W].
 
-    Parents outside ``drawing`` ([B, F] bool; None: all) draw no samples.
+    ``drawing`` [B, F] bool marks the parents whose children are sampled; None: all.
     """
     if rng is None:
         raise ValueError("sampled candidates need a random source")
@@ -272,16 +279,16 @@ def _sampled(
 
 
 class _Stopping:
-    """The nodes that exist in each row, and the nodes of the frontier that may get children."""
+    """Decides where drafting stops: the nodes that exist in each row, and the frontier nodes that may get children."""
 
     def __init__(self, draft_config: DraftConfig, tokens: Tensor) -> None:
-        """Start with the roots of ``tokens`` [B, N]."""
+        """Start with the roots alone; ``tokens`` [B, N] gives the shape."""
         self._threshold, self._prefix = draft_config.confidence_threshold, draft_config.prefix_threshold
         without = draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT  # may use up a distribution
         self.cuts = self._threshold > 0 or self._prefix > 0 or without
-        """False: every row has the whole tree."""
+        """True if a row may get fewer nodes than the tree has."""
         self.active = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
-        """[B, N] bool: the nodes that exist."""
+        """[B, N] bool: True for nodes that exist."""
         self.active[:, 0] = True
         self._expandable = self.active[:, :1]  # [B, F]
         self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
@@ -295,13 +302,19 @@ class _Stopping:
         return self._any_expandable()
 
     def drawing(self, width: int) -> Tensor | None:
-        """Return the parents that draw samples, [B, width] bool; ``width`` is 1 if all share one distribution."""
+        """Return the parents whose children are sampled, [B, width] bool, or None if these are all.
+
+        ``width`` is the number of distributions of the level: F, or 1 if all parents share one.
+        """
         if self._prefix == 0:
             return None
         return self._expandable if width == self._expandable.shape[1] else self._expandable.any(1, keepdim=True)
 
     def continues(self, level: TreeLevel, exists: Tensor | None, likelihood: Tensor | None) -> bool:
-        """Add the level's nodes, apply ``confidence_threshold``, and return False if drafting ends here."""
+        """Add a level's nodes, apply ``confidence_threshold``, and return False if no node of the level gets children.
+
+        ``exists`` and ``likelihood``, [B, M] each, are the results of ``_sampled`` and ``_likeliest``.
+        """
         if not self.cuts:
             return True
         children = self._expandable[:, level.parents]
@@ -313,10 +326,11 @@ class _Stopping:
         return likelihood is None or self._any_expandable()
 
     def kept_nodes(self, tree: TokenTree, sampled: bool) -> tuple[Tensor | slice, TreeShape]:
-        """Return the nodes of ``tree`` that exist in some row, as an index, and the trees of all rows.
+        """Return an index of the nodes of ``tree`` that exist in at least one row, and the trees of all rows.
 
-        In the other rows they are padding. With ``sampled``, the width of the table of children stays that of the tree.
-        If reading ``active`` would wait for the device, all nodes are returned.
+        A node that does not exist in a row is padding there. With ``sampled``, ``children`` keeps the width that it has
+        for ``tree``, because ``prob_index`` has it. On a device, all nodes are returned, because reading ``active``
+        would wait.
         """
         active, device = self.active, self.active.device
         shape = tree.shape_on(device)
@@ -340,13 +354,13 @@ class _Stopping:
 def grow_dynamic(levels: Levels, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
     """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
 
-    A node's score is the product of the drafter's probabilities along its path. A parent therefore scores above its
-    children, and the kept nodes form a tree. All rows get the same number of nodes.
+    A node's score is the product of the drafter's probabilities along its path (here its logarithm). A parent therefore
+    scores above its children, and the kept nodes form a tree. All rows get the same number of nodes.
     """
     rows, device = last_token.shape[0], last_token.device
     scores: list[Tensor] = []
     tokens, parents = [last_token[:, None]], [torch.full_like(last_token[:, None], -1)]
-    read: list[Tensor] = []  # [B, F] nodes in the order of expansion
+    read: list[Tensor] = []  # [B, F] each: the nodes, in the order in which the drafter reads them
     frontier_score = torch.zeros(rows, 1, dtype=wide_dtype(device), device=device)
     frontier_node = torch.zeros_like(tokens[0])
     frontier = tokens[0], frontier_node

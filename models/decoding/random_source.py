@@ -1,7 +1,8 @@
 """Random numbers of sampled drafting and sampled verification.
 
-A rule needs Bernoulli decisions and samples of a distribution only, so the same rule runs with random numbers
-(``PerRowRng``) and under exact enumeration (``eval/lossless/enumerate.py``).
+An acceptance rule only asks a ``RandomSource`` for Bernoulli decisions and for samples of a distribution. The same
+rule therefore runs with random numbers (``PerRowRng``) and with enumeration of all outcomes
+(``eval/lossless/enumerate.py``).
 
 Shape legend: B rows, V vocabulary, C samples per row.
 """
@@ -15,33 +16,44 @@ from torch import Tensor
 from drafthead.data.utils.devices import wide_dtype
 
 DRAFT, VERIFY = 0, 1
-"""Streams of random numbers. They are separate, so that drafting does not change what verification draws."""
+"""Separate streams of random numbers, so that drafting does not change the numbers of verification."""
 
 
 class RandomSource(Protocol):
-    """Decisions and samples for a batch of rows."""
+    """Random decisions and samples for a batch of rows."""
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """Return True with probability min(1, p / q) in active rows: p, q [B] float, active [B] bool -> [B] bool."""
+        """Return one decision per row, [B] bool: True with probability min(1, p / q), and False in inactive rows.
+
+        ``p`` and ``q`` are [B] float, ``active`` [B] bool.
+        """
         ...
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Return one sample of each of [B, C, V] unnormalised distributions, [B, C] int64; of zeros any token.
+        """Return a sample of each unnormalised distribution in ``probs`` [B, C, V], [B, C] int64.
 
-        ``offset``: sample like a step that starts this many tokens later.
+        A distribution of zeros gives an arbitrary token. With ``offset``, the samples are those of a step that starts
+        this many tokens later in the answer.
         """
         ...
 
 
 class PerRowRng:
-    """The random numbers of one step, with generators per row.
+    """The random numbers of one decode step, from separate generators for each row.
 
-    A row's numbers depend on its seed, its position and the stream only: not on its neighbours, and not on how many
-    numbers other steps have used. The same seed therefore gives the same answer in any batch.
+    The numbers of a row depend only on its seed, on its position and on the stream, not on other rows or on the numbers
+    that earlier steps used. The same seed therefore gives the same answer in any batch.
     """
 
     def __init__(self, seeds: list[int], positions: list[int], stream: int, device: torch.device) -> None:
-        """Start from ``seeds`` and ``positions`` (tokens before the step), one per row."""
+        """Create the generators.
+
+        Args:
+            seeds: the seed of each row.
+            positions: the number of tokens in each row's answer before the step.
+            stream: ``DRAFT`` or ``VERIFY``.
+            device: device of the numbers.
+        """
         self._seeds, self._device, self._dtype = seeds, device, wide_dtype(device)
         self._counters = [4 * position + 2 * stream for position in positions]
         # Decisions and samples use separate generators: a sample must not depend on the number of decisions before it.
@@ -51,7 +63,10 @@ class PerRowRng:
         self._calls = 0
 
     def uniform(self, part: int, count: int, offset: int) -> Tensor:
-        """Return [B, count] numbers in [0, 1): of decisions (``part`` 0) or samples (1), ``offset`` tokens later."""
+        """Return [B, count] numbers in [0, 1), for decisions (``part`` 0) or samples (``part`` 1).
+
+        ``offset`` is that of ``categorical``.
+        """
         if (part, offset) not in self._generators:
             pairs = zip(self._seeds, self._counters, strict=True)
             self._generators[part, offset] = [_generator(seed, counter + 4 * offset + part) for seed, counter in pairs]
@@ -60,7 +75,7 @@ class PerRowRng:
         return numbers.clamp_(max=1 - torch.finfo(self._dtype).eps / 2).to(self._device, non_blocking=True)
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """Return ``u * q < p`` with the row's next u in [0, 1): never a division, and p = 0 is never accepted."""
+        """Return ``u * q < p`` for the next number u in [0, 1) of each row; p = 0 is never accepted."""
         if self._calls >= self._decisions.shape[1]:  # some row may have used up its numbers
             self._decisions = torch.cat([self._decisions, self.uniform(0, _BLOCK, 0)], 1)
         u = self._decisions.gather(1, self._used[:, None])[:, 0]
@@ -69,26 +84,29 @@ class PerRowRng:
         return active & (u * q < p)
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Invert the cumulative distribution in float64 (float32 on MPS); a token of probability 0 is never drawn."""
+        """Sample by inverting the cumulative distribution, in float64 (float32 on MPS).
+
+        A token of probability 0 is never drawn, unless all have probability 0.
+        """
         _, count, vocabulary = probs.shape
         points = self.uniform(1, count, offset or 0)
         cumulative = probs.to(self._dtype).cumsum(-1)
-        # u is at most 1 - 2**-53, so the product is below the total, and the token found has a probability.
+        # u is at most 1 - 2**-53, so the product is below the total, and the token has a positive probability.
         drawn: Tensor = torch.searchsorted(cumulative, points[..., None] * cumulative[..., -1:], right=True)[..., 0]
-        # Without any mass the last token comes: what is drawn must still be a token.
+        # If all probabilities are 0, searchsorted returns V, which is not a token.
         return drawn.clamp(max=vocabulary - 1)
 
 
 def sampling_point(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that chooses an answer's token ``position`` from the cumulative distribution."""
+    """Return the number in [0, 1) by which verification samples the token at ``position`` of an answer."""
     return float(_generator(seed, 4 * position + 2 * VERIFY + 1).random())
 
 
 def _generator(seed: int, use: int) -> np.random.Generator:
-    # As a list the key would pass through floating point, where large (and so negative) seeds become equal.
+    # As a list, the key would be converted to floating point, where large (also negative) seeds become equal.
     return np.random.Generator(np.random.Philox(key=np.array([seed & _MASK, use & _MASK], dtype=np.uint64)))
 
 
 _MASK = (1 << 64) - 1
 _BLOCK = 64
-"""Random numbers made at a time: a walk through a tree seldom needs more."""
+"""Number of random numbers that are generated at once; a walk through a tree seldom needs more."""

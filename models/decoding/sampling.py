@@ -1,4 +1,4 @@
-"""Distributions after warping, for target and draft alike: transformers' own logits processors, in its own order.
+"""Sampling distributions from logits, for targets and drafters, by transformers' own warpers in transformers' order.
 
 Shape legend: B rows, T tokens, V vocabulary.
 """
@@ -33,14 +33,14 @@ from drafthead.data.utils.settings import (
 
 @dataclass(frozen=True)
 class Contexts:
-    """The tokens before predicted ones."""
+    """The prompt and answer of every row so far: the tokens before those that are predicted."""
 
     tokens: Tensor
-    """[B, T] int64. A row's tokens stand at its start; one of them is repeated after them."""
+    """[B, T] int64. Shorter rows are padded on the right by repeating one of their tokens."""
     lengths: Tensor
-    """[B] int64 tokens of each row."""
+    """[B] int64 number of tokens of each row, without padding."""
     rows: list[int]
-    """Numbers of the rows, counted before any row of the batch ended."""
+    """Number of each row in the whole batch, which also counts the rows that have ended."""
 
 
 class TargetSampler(Protocol):
@@ -48,14 +48,14 @@ class TargetSampler(Protocol):
 
     @property
     def plain_greedy(self) -> bool:
-        """True if the token is the argmax of the logits."""
+        """True if every token is the argmax of the logits."""
 
     @property
     def reads_context(self) -> bool:
         """True if the distribution depends on the tokens so far, not only on the logits."""
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
-        """Return the distributions [B, V] that the tokens after ``contexts`` are drawn from, out of logits [B, V]."""
+        """Return the distributions [B, V] of the tokens after ``contexts``, computed from ``logits`` [B, V]."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -71,12 +71,13 @@ class Sampler:
     min_p: Share = 0.0
     """Drop tokens less likely than this fraction of the most likely token's probability."""
     typical_p: PositiveShare = 1.0
-    """Sample from the tokens of this total mass whose surprise is closest to the entropy (2202.00666)."""
+    """Sample from the tokens whose surprise is closest to the entropy, up to this total probability (2202.00666)."""
     eta: BelowOne = 0.0
     """Drop tokens less likely than min(eta, sqrt(eta) exp(-entropy)) (2210.15191). 0 keeps all."""
     repetition_penalty: PositiveFloat | None = None
-    """Divide positive logits of earlier tokens by this, and multiply negative ones. 1 changes nothing. With null,
-    ``drafthead eval`` takes the value of the base's ``generation_config.json``, and other commands take 1."""
+    """For tokens that already occur, divide positive logits by this number and multiply negative logits by it. 1
+    changes nothing. With null, ``drafthead eval`` takes the value of the base's ``generation_config.json``, and other
+    commands take 1."""
 
     @property
     def greedy(self) -> bool:
@@ -94,16 +95,16 @@ class Sampler:
         return self.repetition_penalty not in (None, 1)
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
-        """Return ``probs``; a repetition penalty reads the contexts."""
+        """Return ``probs``, with the tokens of ``contexts`` for a repetition penalty."""
         return self.probs(logits, None if contexts is None else contexts.tokens)
 
     def probs(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
-        """Return the distributions that the next tokens are drawn from.
+        """Return the distributions from which the next tokens are drawn.
 
         Args:
             logits: [B, V].
-            context: [B, T] int64 tokens so far, for the repetition penalty. Only their set counts, so shorter rows are
-                padded by repeating one of their tokens.
+            context: [B, T] int64 tokens so far, for the repetition penalty. Shorter rows are padded by repeating one of
+                their tokens, because the penalty depends only on the set of tokens.
 
         Returns:
             [B, V] probabilities, float32 (float64 for float64 logits); at temperature 0 one-hot at the first argmax.
@@ -121,7 +122,7 @@ class Sampler:
 
 
 WARPERS = {key: key for key in ("temperature", "top_k", "top_p", "min_p", "typical_p")} | {"eta": "eta_cutoff"}
-"""Names of transformers by ours, of the settings that only sampling obeys."""
+"""Maps our names of settings to transformers' names, for the settings that greedy decoding ignores."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -137,11 +138,13 @@ class OutputSampler:
     min_p: Share | None = None
     """Drop tokens less likely than this fraction of the most likely one. With null, the base's value."""
     typical_p: PositiveShare | None = None
-    """Sample from the tokens of this mass whose surprise is closest to the entropy. With null, the base's value."""
+    """Sample from the tokens whose surprise is closest to the entropy, up to this total probability. With null, the
+    base's value."""
     eta: BelowOne | None = None
     """Drop tokens less likely than min(eta, sqrt(eta) exp(-entropy)). With null, the base's value."""
     repetition_penalty: PositiveFloat | None = None
-    """Divide positive logits of earlier tokens by this, and multiply negative ones. With null, the base's value."""
+    """For tokens that already occur, divide positive logits by this number and multiply negative logits by it. With
+    null, the base's value."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of transformers' ``generate``."""
@@ -152,14 +155,14 @@ class OutputSampler:
 
 
 def with_own_penalty(sampler: Sampler, config: Any) -> Sampler:
-    """Return ``sampler``, if it sets no repetition penalty with that of the generation config ``config``."""
+    """Return ``sampler`` with the repetition penalty of the generation config ``config``, unless it sets its own."""
     own: float | None = getattr(config, "repetition_penalty", None)
     unchanged = sampler.repetition_penalty is not None or own in (None, 1)
     return sampler if unchanged else replace(sampler, repetition_penalty=own)
 
 
 HEAD = 1024
-"""Likeliest tokens that hold a nucleus in nearly all contexts."""
+"""Number of likeliest tokens that ``FastTopP`` searches first; they contain nearly every nucleus."""
 
 
 class FastTopP(TopPLogitsWarper):  # type: ignore[misc]
@@ -182,7 +185,7 @@ class FastTopP(TopPLogitsWarper):  # type: ignore[misc]
 
 @lru_cache(maxsize=64)
 def _warpers(sampler: Sampler) -> LogitsProcessorList:
-    """Return the warpers that change something, in the order of ``generate``."""
+    """Return the warpers that change the distribution, in the order of transformers' ``generate``."""
     warpers: list[tuple[bool, Any, float]] = [
         (sampler.temperature != 1, TemperatureLogitsWarper, float(sampler.temperature)),
         (sampler.top_k > 0, TopKLogitsWarper, sampler.top_k),
@@ -191,5 +194,5 @@ def _warpers(sampler: Sampler) -> LogitsProcessorList:
         (sampler.typical_p < 1, TypicalLogitsWarper, sampler.typical_p),
         (sampler.eta > 0, EtaLogitsWarper, sampler.eta),
     ]
-    with torch.inference_mode(False):  # one holds a tensor, which must serve where gradients are wanted too
+    with torch.inference_mode(False):  # a warper has a tensor, which must also work outside inference mode
         return LogitsProcessorList(kind(value) for wanted, kind, value in warpers if wanted)

@@ -48,85 +48,92 @@ ROOT_ONLY = DraftConfig(tree=TokenTree.chain(0))
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """The settings by which rows are drafted, sampled and accepted."""
+    """Settings of a decode step: drafting, sampling and acceptance."""
 
     draft_config: DraftConfig
     sampler: TargetSampler
     """The output's distribution. Temperature 0 is greedy decoding."""
     rule: AcceptanceRule
     return_probs: bool = False
-    """Return the target's probs of the committed tokens, for a model that drafts for another."""
+    """Return the target's distributions of the committed tokens (``Acceptance.probs``), for vertical cascades."""
     eos_ids: frozenset[int] = frozenset()
-    """Nothing is committed after them."""
+    """End-of-sequence tokens: nothing is committed after one of them."""
     with_entropy: bool = False
-    """Measure the entropy of every step."""
+    """Measure ``StepRecord.entropy``."""
     timed: bool = False
-    """Wait for the device after drafting and after verification, so that ``draft_s`` and ``verify_s`` are their times.
-    Otherwise work that is still running counts in what follows; ``total_s`` is right either way."""
+    """Wait for the device after drafting and after verification, so that ``draft_s`` and ``verify_s`` are exact.
+    Without it, the time of unfinished device work counts in a later part; ``total_s`` is right either way."""
 
     @property
     def greedy(self) -> bool:
-        """True if the target's argmax decides, without any probs."""
+        """True if a step needs only the target's argmax, and no probabilities."""
         return self.sampler.plain_greedy and self.rule.name == "exact" and not self.return_probs
 
     @property
     def same_text(self) -> bool:
-        """True if decoding commits the tokens of plain decoding with the same seed, whatever is drafted."""
+        """True if the answer equals that of decoding without drafts with the same seed, whatever is drafted."""
         return self.rule.name == "exact" and self.draft_config.draft_sampling is DraftSampling.TOP_K
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of every row: the event that statistics, streaming, online learning and corpora read."""
+    """The result of one decode step, for all rows of a batch."""
 
     tokens: list[list[int]]
-    """Tokens to append to each row's answer, at least one: accepted drafts and the bonus."""
+    """Tokens to append to each row's answer: the accepted drafts and then the bonus, the target's own next token. At
+    least one per row."""
     records: list["StepRecord"]
-    """The numbers of each row, without the time of the whole step."""
+    """The record of each row, without ``total_s``."""
     proposal: Proposal
     acceptance: Acceptance
     logits: Tensor
     """[B, N, V]: the base's logits after every node."""
     hidden: HiddenStates
-    """[B, 1 + depth, ...]: the base's states of the root and the accepted drafts."""
+    """[B, 1 + depth, ...]: the base's states after the root and after the accepted drafts, then padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One draft-and-verify step of one sequence. Times in seconds."""
+    """Numbers of one decode step of one sequence. Times are those of the whole batch, in seconds."""
 
     position: int
-    """Answer tokens committed before the step."""
+    """Tokens of the answer before the step."""
     proposed: int
-    """Drafted nodes, root excluded."""
+    """Drafted nodes, without the root."""
     depth: int
-    """Longest drafted path."""
+    """Drafts on the longest path."""
     accepted: int
-    """Drafts accepted by the rule, before truncation."""
+    """Drafts that the rule accepted; EOS or ``max_new_tokens`` may have cut some of them off afterwards."""
     committed: int
-    """Tokens committed: accepted + bonus, less what EOS or max_new_tokens cut off."""
+    """Tokens added to the answer: accepted drafts and the bonus, without those cut off."""
     entropy: float = float("nan")
-    """Nats: of the target's unwarped distribution of the step's first token; nan unless it was measured."""
+    """Entropy, in nats, of the target's distribution of the step's first token, before temperature and top-p; nan
+    unless it was measured."""
     draft_s: float
+    """Time of drafting; see ``DecodeConfig.timed``."""
     verify_s: float
+    """Time of the base's pass over the tree."""
     total_s: float = 0.0
-    """The whole step; ``total_s - draft_s - verify_s`` is the loop's overhead."""
+    """Time of the whole step, which also accepts, commits and records."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeResult:
-    """One decoded answer with the record of its steps. Times in seconds."""
+    """One decoded answer with the records of its steps. Times in seconds."""
 
     tokens: list[int]
-    """Committed answer tokens, EOS included when reached."""
+    """Tokens of the answer; if EOS ended it, EOS is the last."""
     steps: list[StepRecord]
     prefill_s: float
-    """Reading the prompt; yields the first token, which belongs to no step."""
+    """Time to read the prompt, which gives the first token. That token belongs to no step."""
     total_s: float
 
 
 class DecodeState:
-    """The rows being decoded: the base's cache, the drafter's session, and the last token of each row, not yet read."""
+    """State of the rows being decoded: the base's cache, the drafter's session, and the last token of each row.
+
+    The last token is committed, but the base and the drafter have not read it yet: it is the root of the next tree.
+    """
 
     def __init__(
         self,
@@ -137,7 +144,7 @@ class DecodeState:
         session: Session | None,
         last_token: Tensor,
     ) -> None:
-        """Continue after ``last_token`` [B]; ``cache`` and ``session`` have all tokens before it."""
+        """Continue after ``last_token`` [B]; ``cache`` and ``session`` have read all tokens before it."""
         self.base, self.drafter, self.config = base, drafter, config
         self.cache, self.session, self.last_token = cache, session, last_token
         self.spec = HiddenStatesSpec() if drafter is None else drafter.spec
@@ -156,7 +163,16 @@ class DecodeState:
         capacity: int,
         nodes: int | None = None,
     ) -> "DecodeState":
-        """Return ``rows`` empty rows of ``capacity`` positions; ``nodes`` is for trees larger than the drafted one."""
+        """Return a state of ``rows`` rows without tokens.
+
+        Args:
+            base: the target.
+            drafter: the drafter, or None for decoding without drafts.
+            config: settings of the steps.
+            rows: number of rows.
+            capacity: most tokens of a row, with a tree's nodes.
+            nodes: most nodes of a tree, if later trees may be larger than that of ``config``.
+        """
         extra = 0 if drafter is None else drafter.cache_slots(config.draft_config)
         capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
         cache = base.new_cache(capacity, nodes, rows)
@@ -168,9 +184,9 @@ class DecodeState:
         return decoding
 
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
-        """Read the tokens that all ``prompts`` begin with (a system prompt) once, to be copied into every row.
+        """Read the common beginning of all ``prompts`` (a system prompt) once; rows then copy its keys and values.
 
-        At least one token of every prompt stays outside.
+        The common beginning is shorter than every prompt, because each row must read at least one token itself.
         """
         if len(prompts) < 2:
             return
@@ -186,13 +202,16 @@ class DecodeState:
         first: Tensor | None = None,
         rows: list[int] | None = None,
     ) -> list[Tensor]:
-        """Prefill rows one by one and set the first answer token of each; returns the prompts' hidden states, [T, D].
+        """Prefill the rows one by one and set the first answer token of each row as its last token.
 
         Args:
-            prompts: token ids.
-            rng: samples the first tokens.
-            first: [B] int64 the first answer tokens, if they are known already.
-            rows: rows to fill, by default all. A drafter's rows cannot be replaced.
+            prompts: token ids of each prompt.
+            rng: random numbers for the first tokens; None for greedy decoding.
+            first: [B] int64 the first tokens of the answers, if they are already known.
+            rows: rows that the prompts replace, by default all. With a drafter, rows cannot be replaced.
+
+        Returns:
+            The base's final hidden states of each prompt, [T, D].
         """
         assert rows is None or self.drafter is None
         rows = list(range(len(prompts))) if rows is None else rows
@@ -237,9 +256,13 @@ class DecodeState:
     def step(
         self, seeds: list[int], positions: list[int], depth: int | None = None, most_tokens: list[int] | None = None
     ) -> Step:
-        """Draft at most ``depth`` levels, verify, and commit at most ``most_tokens`` tokens of each row.
+        """Draft, verify, accept and commit for all rows.
 
-        ``positions`` are the tokens before the step in every row: with the seed they decide the random numbers.
+        Args:
+            seeds: seed of each row's random numbers.
+            positions: number of tokens in each row's answer; with the seed, it decides the random numbers of the step.
+            depth: most levels to draft; None: all levels of the tree.
+            most_tokens: most tokens to commit in each row; None: no limit.
         """
         config = self.config
         started = perf_counter()
@@ -266,19 +289,21 @@ class DecodeState:
             target = target_probs(logits, config.sampler, self._contexts(list(range(len(positions)))), proposal)
             rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
             acceptance = config.rule.verify(proposal, target, rng, return_probs=config.return_probs)
-        # The root, read in this step, was committed as the last token before; the bonus is committed but not read yet:
-        #   path    root  x1  x2  (pad)      states to commit to the cache
-        #   tokens  x1    x2  bonus (pad)    tokens to append to the answer, equally many
+        # The base read the root in this step, but the root was committed in the step before. The bonus is committed in
+        # this step, but will be read in the next. With two accepted drafts x1 and x2:
+        #   path    root  x1  x2     (pad)    nodes whose keys, values and states are committed
+        #   tokens  x1    x2  bonus  (pad)    tokens that are appended to the answer
         nodes = acceptance.nodes
         path = proposal.tokens.gather(1, nodes)
-        tokens = torch.cat([path[:, 1:], path[:, :1]], 1)  # the last column only makes most_tokens
+        tokens = torch.cat([path[:, 1:], path[:, :1]], 1)  # the last column only makes room for the bonus
         tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
         counts = self._truncated(tokens, acceptance.accepted + 1, most_tokens)
         hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))
         numbers = {"committed": counts, "accepted": acceptance.accepted, **_sizes(proposal)}  # [B] each
         if config.with_entropy:
             scores = logits[:, 0].float()
-            probabilities = scores.softmax(-1)  # the only softmax: the logarithm of its sum follows from the largest
+            probabilities = scores.softmax(-1)
+            # logsumexp without another pass over the vocabulary: the largest probability is exp(max - logsumexp).
             log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
             numbers["entropy"] = log_sum - torch.linalg.vecdot(probabilities, scores)
         # The only wait for the device: everything that the host needs, in one tensor [B, numbers, then tokens].
@@ -317,7 +342,7 @@ class DecodeState:
         )
 
     def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
-        """Return the number of ``tokens`` to commit, [B]: within ``most_tokens``, and up to the first EOS."""
+        """Return the number of ``tokens`` to commit in each row, [B]: up to ``most_tokens`` and the first EOS."""
         if most_tokens is not None:
             counts = counts.clamp(max=on_device(most_tokens, counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:
@@ -329,23 +354,24 @@ class DecodeState:
         return counts
 
     def _extend_contexts(self, tokens: Tensor, counts: Tensor, rows: list[int] | None = None) -> None:
-        """Write committed tokens of ``rows`` (default all) into the context that a repetition penalty reads."""
+        """Append the first ``counts`` of ``tokens`` to the contexts of ``rows`` (default: all), if there are any."""
         if self._context is None:
             return
         index = on_device(range(len(self._context_lengths)) if rows is None else rows, tokens.device)
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
-        # Past a row's count its last token is repeated: a penalty depends only on the set of tokens.
+        # Beyond a row's count, its last token is repeated, because a penalty depends only on the set of tokens.
         padded = tokens.gather(1, torch.minimum(offsets.expand_as(tokens), counts[:, None] - 1))
         self._context[index[:, None], self._context_lengths[index][:, None] + offsets] = padded
         self._context_lengths = self._context_lengths.index_add(0, index, counts)
 
     def clear(self, rows: list[int]) -> None:
-        """Empty finished rows, so that they do not grow."""
+        """Remove the cached tokens of rows that have ended, so that they do not grow further."""
         if self.cache.rows > 1 and rows:
             self.cache.crop([0 if n in rows else length for n, length in enumerate(self.cache.lengths)])
             self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 0)
 
     def select(self, rows: list[int]) -> None:
+        """Keep only these rows."""
         self.cache.select(rows)
         if self.session is not None:
             self.session.select(rows)
@@ -356,7 +382,10 @@ class DecodeState:
 
 
 def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | None, proposal: Proposal) -> Target:
-    """Return the function from nodes to the target's distributions after them; ``contexts`` end with the roots."""
+    """Return a function that maps nodes [B, M] to the target's distributions after them, [B, M, V].
+
+    ``contexts``, if the sampler reads them, end with the roots.
+    """
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 
     def after(nodes: Tensor) -> Tensor:
@@ -368,12 +397,15 @@ def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | No
 
 
 def _with_paths(contexts: Contexts, proposal: Proposal, nodes: Tensor) -> Contexts:
-    """Return ``contexts``, which end with the roots, with the paths to ``nodes`` [B, M], as B * M rows."""
+    """Return a context for each of ``nodes`` [B, M], as B * M rows: its row of ``contexts`` and the path to the node.
+
+    ``contexts`` end with the roots.
+    """
     shape, roots = proposal.shape, proposal.tokens[:, :1, None]
     (batch, per_row), rows = nodes.shape, torch.arange(len(nodes), device=nodes.device)[:, None]
     on_path = shape.ancestors.expand(batch, -1, -1)[rows, nodes]
     depths = shape.depths.expand(batch, -1)
-    # A node of depth d stands d positions after the root. Other nodes write the root's own token over the root.
+    # A node of depth d is written d positions after the root. Nodes off the path write the root's token over the root.
     positions = contexts.lengths[:, None, None] - 1 + torch.where(on_path, depths[:, None], 0)
     path = torch.where(on_path, proposal.tokens[:, None], roots)
     before = contexts.tokens[:, None].expand(-1, per_row, -1)
