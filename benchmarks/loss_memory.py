@@ -9,12 +9,12 @@ keeps the projections small enough for a laptop. Each form runs in a separate pr
 resident memory rose above weights, inputs and gradient buffers.
 """
 
-import json
 import os
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -100,19 +100,15 @@ def main(given: list[str] | None = None) -> None:
     options, sizes = parser(__doc__), {"heads": 5, "vocabulary": 128256, "tokens": 4096, "width": 256}
     for name, default in sizes.items():
         options.add_argument(f"--{name}", type=int, default=default)
-    options.add_argument("--form", choices=["chunked", "whole"], help="measure one form in this process")
     arguments = options.parse_args(given)
     sizes = {name: getattr(arguments, name) for name in sizes}
-    if arguments.form:
-        print(json.dumps(measure(arguments.form, **sizes)))
-        return
     results = {}
     for form in ("chunked", "whole"):
-        command = [sys.executable, __file__, "--form", form, *(f"--{name}={size}" for name, size in sizes.items())]
-        output = subprocess.run(command, check=False, capture_output=True, text=True)
-        if output.returncode:
-            raise UserError(f"the {form} form ended with {output.returncode} (out of memory?)\n{output.stderr}")
-        results[form] = json.loads(output.stdout)
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            try:
+                results[form] = process.submit(measure, form, **sizes).result()
+            except BrokenProcessPool:
+                raise UserError(f"the process that measures the {form} form was killed (out of memory?)") from None
     print_table("memory above weights and inputs", [{"form": form, **row} for form, row in results.items()])
     ratio = results["whole"]["bytes"] / max(1, results["chunked"]["bytes"])
     print(f"the chunked loss needs {ratio:.1f} times less memory")

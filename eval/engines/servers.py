@@ -6,7 +6,6 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import openai
@@ -18,45 +17,40 @@ METRICS_WAIT_S = 2.0
 """Longest time to wait for an engine to update its counters after an answer."""
 
 
-@dataclass(frozen=True)
-class EngineAnswer:
-    """An answer and the engine's counts for it. Times in seconds."""
+def engine_result(
+    tokens: list[int], steps: int | None, accepted: Sequence[int] = (), prefill_s: float = 0.0, total_s: float = 0.0
+) -> DecodeResult:
+    """Return an engine's answer in the form of our own decodings, with a record per step.
 
-    tokens: list[int]
-    """Answer tokens, up to and including an end-of-turn token."""
-    steps: int | None
-    """Number of verifications with drafts; None: not counted."""
-    accepted: list[int] = field(default_factory=list)
-    """Number of steps that accepted each draft position, from the first. Empty if the engine counts only steps."""
-    prefill_s: float = 0.0
-    total_s: float = 0.0
+    Engines count only how many steps accepted how many drafts. The steps' order and times are unknown, so the steps
+    with most accepted drafts come first, and all get the same time. Example: ``accepted`` [2, 1] in 3 steps becomes
+    steps with 2, 1 and 0 accepted drafts.
 
-    def result(self) -> DecodeResult:
-        """Return the answer in the form of our own decodings, with a record per step.
-
-        Engines count only how many steps accepted how many drafts. The steps' order and times are unknown, so the steps
-        with most accepted drafts come first, and all get the same time. Example: ``accepted`` [2, 1] in 3 steps becomes
-        steps with 2, 1 and 0 accepted drafts.
-        """
-        left = max(0, len(self.tokens) - 1)  # the first token comes with the prompt
-        counts = [*self.accepted, 0]
-        lengths = [k for k in range(len(self.accepted), 0, -1) for _ in range(max(0, counts[k - 1] - counts[k]))]
-        steps = self.steps or 0
-        if self.accepted:
-            lengths += [0] * (steps - len(lengths))
-        else:
-            lengths = [left // steps - 1 + (n < left % steps) for n in range(steps)]
-        depths = [len(self.accepted)] * len(lengths)
-        plain = left - sum(k + 1 for k in lengths)  # steps that drafted nothing
-        lengths, depths = lengths + [0] * max(0, plain), depths + [0] * max(0, plain)
-        each = max(0.0, self.total_s - self.prefill_s) / max(1, len(lengths))
-        records, position = [], 1
-        for accepted, depth in zip(lengths, depths, strict=True):
-            committed = min(accepted + 1, max(0, left + 1 - position))
-            counts_of = {"proposed": depth, "depth": depth, "accepted": accepted, "committed": committed}
-            records.append(StepRecord(position=position, **counts_of, draft_s=0.0, verify_s=each, total_s=each))
-            position += committed
-        return DecodeResult(tokens=self.tokens, steps=records, prefill_s=self.prefill_s, total_s=self.total_s)
+    Args:
+        tokens: the answer, up to and including an end-of-turn token.
+        steps: number of verifications with drafts; None: not counted.
+        accepted: number of steps that accepted each draft position; empty if the engine counts only steps.
+        prefill_s: seconds to read the prompt.
+        total_s: seconds of the whole answer.
+    """
+    left = max(0, len(tokens) - 1)  # the first token comes with the prompt
+    counts, drafted = [*accepted, 0], steps or 0
+    lengths = [k for k in range(len(accepted), 0, -1) for _ in range(max(0, counts[k - 1] - counts[k]))]
+    if accepted:
+        lengths += [0] * (drafted - len(lengths))
+    else:
+        lengths = [left // drafted - 1 + (n < left % drafted) for n in range(drafted)]
+    depths = [len(accepted)] * len(lengths)
+    plain = left - sum(k + 1 for k in lengths)  # steps that drafted nothing
+    lengths, depths = lengths + [0] * max(0, plain), depths + [0] * max(0, plain)
+    each = max(0.0, total_s - prefill_s) / max(1, len(lengths))
+    records, position = [], 1
+    for length, depth in zip(lengths, depths, strict=True):
+        committed = min(length + 1, max(0, left + 1 - position))
+        counts_of = {"proposed": depth, "depth": depth, "accepted": length, "committed": committed}
+        records.append(StepRecord(position=position, **counts_of, draft_s=0.0, verify_s=each, total_s=each))
+        position += committed
+    return DecodeResult(tokens=tokens, steps=records, prefill_s=prefill_s, total_s=total_s)
 
 
 class EngineServer(ABC):
@@ -86,8 +80,8 @@ class EngineServer(ABC):
         )
 
     @abstractmethod
-    def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
-        """Answer ``ids`` greedily."""
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
+        """Answer ``ids`` greedily, and return the answer in the form of our own decodings."""
 
     @abstractmethod
     def version(self) -> str:
@@ -100,10 +94,6 @@ class EngineServer(ABC):
         except openai.OpenAIError:
             return False
         return True
-
-    def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
-        """Answer ``ids`` greedily, and return the answer in the form of our own decodings."""
-        return self.ask(ids, max_new_tokens).result()
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a request; return the response's JSON, or else its text. Failures become one-line ``EngineError``s."""
@@ -127,6 +117,11 @@ class EngineServer(ABC):
             return json.loads(text)
         except ValueError:
             return text
+
+    def _timed(self, path: str, body: dict[str, Any]) -> tuple[Any, float]:
+        """Send a request; return the response and the seconds until it came."""
+        started = time.perf_counter()
+        return self._send(path, body), time.perf_counter() - started
 
     def _counters(self) -> dict[str, float]:
         """Return the server's Prometheus counters, summed over labels; counters by position are named ``name[n]``."""
@@ -158,15 +153,15 @@ class VllmServer(EngineServer):
     def version(self) -> str:
         return str(self._send("/version")["version"])
 
-    def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
         if self._model is None:
             self._model = str(self._send("/v1/models")["data"][0]["id"])
         body = {"model": self._model, "prompt": list(ids), "max_tokens": max_new_tokens, "temperature": 0.0, "seed": 0}
         body |= {"stop_token_ids": sorted(self.eos_ids), "return_token_ids": True, "top_p": 1.0, "top_k": -1}
         body |= {"repetition_penalty": 1.0, "min_p": 0.0}
-        before, started = self._counters(), time.perf_counter()
-        choice = self._send("/v1/completions", body)["choices"][0]
-        total_s = time.perf_counter() - started
+        before = self._counters()
+        response, total_s = self._timed("/v1/completions", body)
+        choice = response["choices"][0]
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list):
             raise EngineError("vLLM gave no token ids; 0.10.2 was the first version that does")
@@ -178,10 +173,9 @@ class VllmServer(EngineServer):
                 break
             time.sleep(0.02)
         prefix = "vllm:spec_decode_num_"
-        steps = round(counted[f"{prefix}drafts"]) if f"{prefix}drafts" in counted else None
-        return EngineAnswer(
+        return engine_result(
             tokens=self._complete(tokens, choice.get("finish_reason") == "stop", choice.get("stop_reason")),
-            steps=steps,
+            steps=round(counted.get(f"{prefix}drafts", 0)),
             accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self._drafts),
             prefill_s=min(counted.get("vllm:time_to_first_token_seconds_sum", 0.0), total_s),
             total_s=total_s,
@@ -196,17 +190,16 @@ class LlamaCppServer(EngineServer):
     def version(self) -> str:
         return str(self._send("/props").get("build_info", "unknown"))
 
-    def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
         body = {"prompt": list(ids), "n_predict": max_new_tokens, "temperature": 0.0, "seed": 0}
         body |= {"cache_prompt": False, "return_tokens": True, "repeat_penalty": 1.0}
-        before, started = self._counters(), time.perf_counter()
-        response = self._send("/completion", body)
-        total_s = time.perf_counter() - started
+        before = self._counters()
+        response, total_s = self._timed("/completion", body)
         if not response.get("tokens") and response.get("content"):
             raise EngineError("llama.cpp gave no token ids; its version does not support return_tokens")
         counted = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
         prefix = "llamacpp:spec_decode_num_"
-        return EngineAnswer(
+        return engine_result(
             tokens=self._complete(response["tokens"], response.get("stop_type") in ("eos", "word")),
             steps=round(counted.get(f"{prefix}drafts", 0)),
             accepted=_by_position(counted, f"{prefix}accepted_tokens_per_pos", self._drafts),
@@ -231,17 +224,15 @@ class SglangServer(EngineServer):
     def version(self) -> str:
         return str(self._send("/get_server_info").get("version", "unknown"))
 
-    def ask(self, ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+    def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "stop_token_ids": sorted(self.eos_ids)}
-        started = time.perf_counter()
-        response = self._send("/generate", {"input_ids": list(ids), "sampling_params": sampling})
-        total_s = time.perf_counter() - started
+        response, total_s = self._timed("/generate", {"input_ids": list(ids), "sampling_params": sampling})
         meta = response.get("meta_info", {})
         stopped = (meta.get("finish_reason") or {}).get("type") == "stop"
         if "output_ids" not in response:
             raise EngineError("SGLang gave no output_ids; its version does not answer with token ids")
         tokens = self._complete(response["output_ids"], stopped, (meta.get("finish_reason") or {}).get("matched"))
-        return EngineAnswer(tokens=tokens, steps=meta.get("spec_verify_ct"), total_s=total_s)
+        return engine_result(tokens=tokens, steps=meta.get("spec_verify_ct"), total_s=total_s)
 
 
 SERVERS: dict[str, type[EngineServer]] = {"vllm": VllmServer, "llamacpp": LlamaCppServer, "sglang": SglangServer}

@@ -19,7 +19,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.eval.engines.served import serve
-from drafthead.eval.engines.servers import EngineAnswer, LlamaCppServer
+from drafthead.eval.engines.servers import LlamaCppServer, engine_result
 from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.served import engine_failures, engine_lines
@@ -164,12 +164,12 @@ def test_other_texts_are_a_failure(tiny_base: TinyBase, tmp_path: Path, fake_vll
 
 
 def test_counts_become_steps() -> None:
-    result = EngineAnswer(tokens=list(range(12)), steps=4, accepted=[3, 2, 0], prefill_s=1.0, total_s=3.0).result()
+    result = engine_result(list(range(12)), steps=4, accepted=[3, 2, 0], prefill_s=1.0, total_s=3.0)
     drafted = [step for step in result.steps if step.depth]
     assert [step.accepted for step in drafted] == [2, 2, 1, 0] and all(step.depth == 3 for step in drafted)
     assert sum(step.committed for step in result.steps) == 11 and len(result.steps) == 6, "two steps drafted nothing"
     assert sum(step.total_s for step in result.steps) == pytest.approx(2.0)
-    steps = EngineAnswer(tokens=list(range(12)), steps=4).result().steps
+    steps = engine_result(list(range(12)), steps=4).steps
     assert sum(step.committed for step in steps) == 11 and len(steps) == 4
 
 
