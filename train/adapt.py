@@ -99,21 +99,10 @@ class Recorder(Drafter):
     def __init__(self, head: DraftHead) -> None:
         self.head = head
         self.tree, self.spec, self.reads_base = head.tree, head.spec, head.reads_base
-        self.confidence_threshold = head.confidence_threshold
+        self.confidence_threshold, self.base_fingerprint = head.confidence_threshold, head.base_fingerprint
+        self.depth, self.vocab_size = head.depth, head.vocab_size
         self.lessons: list[OnlineExample] = []
         self._session: RecorderSession | None = None
-
-    @property
-    def depth(self) -> int:
-        return self.head.depth
-
-    @property
-    def vocab_size(self) -> int:
-        return self.head.vocab_size
-
-    @property
-    def base_fingerprint(self) -> str:
-        return self.head.base_fingerprint
 
     def identity(self) -> tuple[object, ...]:
         return self.head.identity()

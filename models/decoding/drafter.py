@@ -247,26 +247,14 @@ class Drafter(ABC):
     early_exit_layers: int = 0
     """Number of the target's first layers that the drafter runs itself, in the target's cache. Verification then runs
     only the other layers."""
-
-    @property
-    @abstractmethod
-    def depth(self) -> int:
-        """The most drafts on a path."""
-
-    @property
-    def says_confidence(self) -> bool:
-        """True if ``StepwiseSession.confidence`` estimates the acceptance of a node's children."""
-        return False
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Upper bound of the ids that the drafter may propose; None: it proposes only ids that occurred in its rows."""
-        return None
-
-    @property
-    def base_fingerprint(self) -> str | None:
-        """Fingerprint of the base that the drafter belongs to; None: it drafts for any base."""
-        return None
+    depth: int
+    """The most drafts on a path."""
+    says_confidence: bool = False
+    """True if ``StepwiseSession.confidence`` estimates the acceptance of a node's children."""
+    vocab_size: int | None = None
+    """Upper bound of the ids that the drafter may propose; None: it proposes only ids that occurred in its rows."""
+    base_fingerprint: str | None = None
+    """Fingerprint of the base that the drafter belongs to; None: it drafts for any base."""
 
     @abstractmethod
     def identity(self) -> tuple[object, ...]:

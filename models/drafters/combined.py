@@ -36,19 +36,14 @@ class CompositeDrafter(Drafter):
         """Check and store ``drafters``; messages call the composite ``kind``."""
         if len(drafters) < 2:
             raise UserError(f"{kind} needs at least two drafters, got {len(drafters)}")
-        if len({d.base_fingerprint for d in drafters if d.base_fingerprint is not None}) > 1:
+        bases = {d.base_fingerprint for d in drafters if d.base_fingerprint is not None}
+        if len(bases) > 1:
             raise UserError(f"the drafters of {kind} were loaded for different bases; attach them to one")
+        self.base_fingerprint = next(iter(bases), None)
+        self.vocab_size = max((d.vocab_size for d in drafters if d.vocab_size is not None), default=None)
         self.drafters = tuple(drafters)
         self.spec = HiddenStatesSpec(layers=tuple(dict.fromkeys(n for d in drafters for n in d.spec.layers)))
         self.reads_base = any(drafter.reads_base for drafter in drafters)
-
-    @property
-    def vocab_size(self) -> int | None:
-        return max((d.vocab_size for d in self.drafters if d.vocab_size is not None), default=None)
-
-    @property
-    def base_fingerprint(self) -> str | None:
-        return next((d.base_fingerprint for d in self.drafters if d.base_fingerprint is not None), None)
 
     def identity(self) -> tuple[object, ...]:
         return (type(self).__name__, *(drafter.identity() for drafter in self.drafters))
@@ -123,12 +118,8 @@ class CombinedDrafter(CompositeDrafter):
             raise UserError(f"{len(self.drafters)} combined drafters need as many trees, got {len(self.trees)}")
         if nodes is not None and nodes < 2:
             raise UserError(f"a combined tree needs at least 2 nodes (the root and one draft), got {nodes}")
-        self.nodes = nodes
+        self.nodes, self.depth = nodes, max(drafter.depth for drafter in drafters)
         self.tree = union(self.trees)
-
-    @property
-    def depth(self) -> int:
-        return max(drafter.depth for drafter in self.drafters)
 
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.trees, self.nodes)

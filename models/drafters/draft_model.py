@@ -28,25 +28,17 @@ class LMDrafter(Drafter):
         """
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")
-        self.model, self._depth = model, num_tokens
-        self._vocabulary = (target or model).vocab_size
-        if model.vocab_size > self._vocabulary:
+        self.model, self.depth = model, num_tokens
+        # Without a target, its probs are as wide as its own vocabulary, and so must be the target's.
+        self.vocab_size: int = (target or model).vocab_size
+        if model.vocab_size > self.vocab_size:
             raise UserError(
-                f"the draft model {model.name} has {model.vocab_size} ids but the target has {self._vocabulary}; use "
+                f"the draft model {model.name} has {model.vocab_size} ids but the target has {self.vocab_size}; use "
                 "one with the target's tokenizer"
             )
 
-    @property
-    def depth(self) -> int:
-        return self._depth
-
     def identity(self) -> tuple[object, ...]:
-        return (type(self).__name__, self._depth, self.model.identity())
-
-    @property
-    def vocab_size(self) -> int:
-        # Without a target, its probs are as wide as its own vocabulary, and so must be the target's.
-        return self._vocabulary
+        return (type(self).__name__, self.depth, self.model.identity())
 
 
 class ModelDrafter(LMDrafter):

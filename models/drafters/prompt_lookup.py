@@ -99,14 +99,10 @@ class PromptLookup(Drafter):
         self._answers: deque[list[int]] = deque()
         self._remembered = torch.zeros(1, 0, dtype=torch.int64)
         self.max_ngram, self.matches, self.per_match = max_ngram, matches, per_match
-        self._depth = num_tokens
+        self.depth = num_tokens
         self.tree = TokenTree.from_paths(
             [(rank, *(0,) * below) for rank in range(matches) for below in range(num_tokens)]
         )
-
-    @property
-    def depth(self) -> int:
-        return self._depth
 
     def identity(self) -> tuple[object, ...]:
         return (type(self).__name__, self.depth, self.max_ngram, self.matches, self.memory, self.per_match)

@@ -47,13 +47,9 @@ class HorizontalCascade(CompositeDrafter):
                     f"{name} reads the base's hidden states, which drafts do not have, so in a relay it can only be "
                     "the first; let prompt lookup, a model or an early exit follow"
                 )
-        self.lengths = tuple(lengths)
-        self.tree = TokenTree.chain(sum(lengths))
+        self.lengths, self.depth = tuple(lengths), sum(lengths)
+        self.tree = TokenTree.chain(self.depth)
         self.confidence_threshold = drafters[0].confidence_threshold
-
-    @property
-    def depth(self) -> int:
-        return sum(self.lengths)
 
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.lengths)

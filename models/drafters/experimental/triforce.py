@@ -103,14 +103,11 @@ class TriForce(VerticalCascade):
                 "another drafter"
             )
         self.policy, self.budget, self.refresh = Policy.parse(policy), budget, refresh
+        self.base_fingerprint = base.fingerprint
         if budget < max(2, 2 * self.policy.size):
             raise UserError(f"a budget of {budget} positions is too small for {policy}; give at least twice its size")
         if refresh < 1:
             raise UserError(f"a budget cache needs refresh of at least 1, got {refresh}")
-
-    @property
-    def base_fingerprint(self) -> str:
-        return self.model.fingerprint
 
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.budget, self.policy, self.refresh)

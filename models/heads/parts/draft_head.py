@@ -143,6 +143,7 @@ class DraftHead(nn.Module, Drafter):
     """
 
     config: DraftHeadConfig
+    vocab_size: int
     session_class: ClassVar[type[Any]]
     """The class that ``open`` creates with the head and the number of rows, usually ``HeadSession``. A head that
     overrides ``open`` does not need it."""
@@ -163,7 +164,8 @@ class DraftHead(nn.Module, Drafter):
         super().__init__()
         self.config = config
         self.base = base
-        self.base_identity = base.identity()
+        self.base_identity, self.base_fingerprint = base.identity(), base.fingerprint
+        self.depth, self.vocab_size = config.depth, base.vocab_size
         self.batch_trees = {}
         self.packed = PackedCopies()
         self._copied_dtype: torch.dtype | None = None
@@ -341,26 +343,11 @@ class DraftHead(nn.Module, Drafter):
                 low_rank.weight.data[:, config.markov_rank :] = start
             self.add_module(self.low_rank_name, low_rank)
         self.confidence: nn.Linear | None = None
+        self.says_confidence = config.confidence
         if config.confidence:
             self.confidence = nn.Linear(self.projection_width + config.low_rank, 1, device=device)
             for parameter in self.confidence.parameters():
                 nn.init.zeros_(parameter)
-
-    @property
-    def depth(self) -> int:
-        return self.config.depth
-
-    @property
-    def base_fingerprint(self) -> str:
-        return self.base.fingerprint
-
-    @property
-    def vocab_size(self) -> int:
-        return self.base.vocab_size
-
-    @property
-    def says_confidence(self) -> bool:
-        return self.confidence is not None
 
     def identity(self) -> tuple[object, ...]:
         digest = hashlib.sha256()
