@@ -61,18 +61,14 @@ def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
     return kv_heads, smallest(config, "head_dim") or config.hidden_size // heads
 
 
-def sizes(config: PreTrainedConfig, key: str) -> list[int]:
-    """Return the integers under ``key`` in a config: one, several if layers differ, or none."""
+def smallest(config: PreTrainedConfig, key: str) -> int | None:
+    """Return the smallest integer under ``key`` in a config (layers may differ), or None."""
     try:
         value = getattr(config, key, None)
     except RuntimeError:  # raised by transformers for sizes that differ by layer
         value = [getattr(layer, key, None) for layer in config.per_layer_config]
-    return [size for size in (value if isinstance(value, list | tuple) else [value]) if isinstance(size, int)]
-
-
-def smallest(config: PreTrainedConfig, key: str) -> int | None:
-    """Return the smallest integer under ``key`` in a config (layers may differ), or None."""
-    return min(sizes(config, key), default=None)
+    sizes = value if isinstance(value, list | tuple) else [value]
+    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 @contextmanager

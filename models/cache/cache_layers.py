@@ -102,11 +102,8 @@ class SlidingLayers(FullLayers):
         """Keep positions that a query with this ``window`` sees, and up to ``room`` pending nodes."""
         super().__init__(stacks, rows)
         self._window, self._room = window, room
-
-    @property
-    def held(self) -> int:
+        self.held = stacks[0].shape[3]
         """Number of positions that fit into the memory."""
-        return self.stacks[0].shape[3]
 
     def first(self, row: Row) -> int:
         return row.dropped

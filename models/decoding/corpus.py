@@ -170,7 +170,10 @@ class Agreement:
 
 @torch.inference_mode()
 def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
-    """Return how far the base agrees with ``answers``."""
+    """Return how far the base agrees with ``answers``.
+
+    Of greedy answers by the same weights all tokens agree, but for ties and rounding (bfloat16, a quantised server).
+    """
     greedy, probability, tokens, count = 0, 0.0, 0, 0
     for count, answer in enumerate(answers, start=1):  # noqa: B007
         ids = torch.tensor(answer.input_ids, dtype=torch.long, device=base.device)
@@ -183,14 +186,6 @@ def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
             probability += float(logits.float().log_softmax(-1).gather(-1, targets[:, None]).exp().sum())
             tokens += len(targets)
     return Agreement(count, tokens, Ratio(greedy, tokens).value, Ratio(probability, tokens).value)
-
-
-def greedy_match_rate(base: BaseModel, answers: Iterable[Answer]) -> float:
-    """Return ``agreement().greedy``.
-
-    Of greedy answers by the same weights all tokens agree, but for ties and rounding (bfloat16, a quantised server).
-    """
-    return agreement(base, answers).greedy
 
 
 MARKER = "\u0001"

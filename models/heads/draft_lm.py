@@ -35,6 +35,7 @@ from drafthead.models.kernels.linear import prepack_linears
 class DraftLMConfig(DraftHeadConfig):
     """Settings of :class:`DraftLM`."""
 
+    one_prediction = True
     num_draft_tokens: DraftPositions = 5
     num_layers: Annotated[int, Field(ge=1, le=16)] = 2
     """Decoder layers of the draft model."""
@@ -51,10 +52,6 @@ class DraftLMConfig(DraftHeadConfig):
                 f"head.from_layers must name {self.num_layers} layers (head.num_layers), got {self.from_layers}"
             )
 
-    @property
-    def trained_positions(self) -> int:
-        return 1
-
     def check_layers(self, num_layers: int) -> None:
         if self.from_layers is not None and not all(0 <= source < num_layers for source in self.from_layers):
             raise UserError(f"head.from_layers must be in [0, {num_layers}), got {list(self.from_layers)}")
@@ -68,7 +65,6 @@ class DraftLM(DraftHead):
 
     config: DraftLMConfig
     reads_base = False
-    one_prediction = True
 
     def __init__(self, config: DraftLMConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)

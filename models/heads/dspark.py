@@ -120,6 +120,8 @@ class DSparkHead(DraftHead):
         if config.mask_token is None:
             config = replace(config, mask_token=base.unused_token)
         super().__init__(config, base, d2t)
+        self.first_slot = int(not config.anchor_predicts)
+        """Index of the slot that drafts the first token."""
         width, count = base.hidden_size, config.num_layers
         layers = spread_layers(base.num_layers, count) if config.layers is None else tuple(config.layers)
         self.spec = HiddenStatesSpec(layers=layers)
@@ -176,11 +178,6 @@ class DSparkHead(DraftHead):
             return embedded
         projected: Tensor = self.slot_state(F.rms_norm(embedded, embedded.shape[-1:]))
         return hidden[..., None, :].to(projected.dtype) + projected + self.slot_offset
-
-    @property
-    def first_slot(self) -> int:
-        """Index of the slot that drafts the first token."""
-        return int(not self.config.anchor_predicts)
 
     def seen_slots(self, device: torch.device) -> Tensor:
         """Return a mask [P, P] bool of the slots of its block that a slot sees."""

@@ -122,16 +122,13 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
 class KangarooConfig(DraftHeadConfig):
     """Settings of :class:`KangarooHead`."""
 
+    one_prediction = True
     exit_layer: Positive = 2
     """First layers of the base that draft. The paper uses 2 of 32 (7B) and 3 of 40 (13B)."""
     num_draft_tokens: DraftPositions = 6
     confidence_threshold: BelowOne = 0.6
     """Stop drafting after a draft with a lower probability. 0 never stops. The setting of the same name in decoding
     overrides it."""
-
-    @property
-    def trained_positions(self) -> int:
-        return 1
 
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:
@@ -145,7 +142,6 @@ class KangarooHead(DraftHead):
     """Adapter over an exit state of the base."""
 
     config: KangarooConfig
-    one_prediction = True
 
     def __init__(self, config: KangarooConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)

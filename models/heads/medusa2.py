@@ -59,6 +59,7 @@ MERGED = "merged"
 class Medusa2Config(MedusaConfig):
     """Settings of :class:`Medusa2Head`."""
 
+    trains_base = True
     lora_rank: Annotated[int, Field(ge=1, le=1024)] = 32
     """Rank of the base's LoRA adapters."""
     lora_alpha: PositiveFloat = 16.0
@@ -95,10 +96,6 @@ class Medusa2Config(MedusaConfig):
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Medusa2Head":
         return Medusa2Head(self, base, d2t)
-
-    @property
-    def trains_base(self) -> bool:
-        return True
 
 
 class Medusa2Head(MedusaHead):

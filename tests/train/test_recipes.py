@@ -85,7 +85,7 @@ def test_it_composes_for_its_real_base(name: str, tmp_path: Path) -> None:
     run = load(name, tmp_path)
     config = run.base.transformers_config()
     assert config.hidden_size > 500
-    assert run.head_config().depth >= 1
+    assert run.head_config().num_draft_tokens >= 1
     assert [p.corpus for p in run.phases.values()][:2] == ["text", "answers"]
     tiny = load(name, tmp_path, "debug=tiny").phases
     assert list(tiny) == list(run.phases)

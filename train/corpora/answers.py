@@ -17,7 +17,7 @@ from drafthead.data.text.sources import load_prompts
 from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.corpus import BuiltInBackend, greedy_match_rate, self_prompted_prompts
+from drafthead.models.decoding.corpus import BuiltInBackend, agreement, self_prompted_prompts
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
 
 Progress = Callable[[str, int, int], None]
@@ -131,7 +131,7 @@ class AnswerGenerator:
             Completions(base.tokenizer, base.eos_ids, base.vocab_size, config.sampler),
             base=base.name,
             max_prompt_tokens=config.max_prompt_tokens,
-            greedy_match_rate=lambda answers: greedy_match_rate(base, answers),
+            greedy_match_rate=lambda answers: agreement(base, answers).greedy,
             log=self.log,
         )
 

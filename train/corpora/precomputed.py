@@ -7,7 +7,7 @@ from drafthead.data.answers.store import AnswerStore
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import file_digest, read_manifest
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.corpus import greedy_match_rate
+from drafthead.models.decoding.corpus import agreement
 from drafthead.train.corpora.answers import TURN_STRIDE, Log
 from drafthead.train.corpora.corpus_config import AnswersConfig
 
@@ -59,7 +59,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
             "raise it"
         )
     if made_by["sampler"]["temperature"] == 0:
-        rate = greedy_match_rate(base, islice(answers, COMPARED))
+        rate = agreement(base, islice(answers, COMPARED)).greedy
         share = f"{100 * rate:.1f} %"
         log(f"   {len(answers)} answers from {config.precomputed}; of {COMPARED} of them the base repeats {share}")
         if rate < MIN_MATCH_RATE:

@@ -69,6 +69,10 @@ class DraftHeadConfig(ABC):
     """Make the Markov table a projection [D, r] of the base's embedding. With false, it is a separate table [V, r]."""
     confidence: bool = False
     """Train a confidence head (DSpark), which ``prefix_threshold`` reads during decoding."""
+    one_prediction: ClassVar[bool] = False
+    """True: the prediction of a token does not depend on the draft position (a draft LM). The loss has one position."""
+    trains_base: ClassVar[bool] = False
+    """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
 
     @abstractmethod
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
@@ -80,18 +84,13 @@ class DraftHeadConfig(ABC):
     @property
     def trained_positions(self) -> int:
         """Number of draft positions that the loss trains, at most K; ``loss.depth_weights`` has one weight for each."""
-        return self.depth
+        return 1 if self.one_prediction else self.num_draft_tokens
 
     def check_layers(self, num_layers: int) -> None:
         """Raise a UserError if the settings name a layer that a base of ``num_layers`` layers does not have."""
         layers = getattr(self, "layers", None) or []
         if not all(0 <= layer <= num_layers for layer in layers):
             raise UserError(f"head.layers must be in [0, {num_layers}], the base's layers, got {list(layers)}")
-
-    @property
-    def trains_base(self) -> bool:
-        """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
-        return False
 
     # What every head's settings get ----------------------------------------------------------------------------------
 
@@ -104,11 +103,6 @@ class DraftHeadConfig(ABC):
     def head_type(self) -> str:
         """Name of the module under ``models/heads/``."""
         return type(self).__module__.rpartition(".")[2]
-
-    @property
-    def depth(self) -> int:
-        """Draft positions K."""
-        return self.num_draft_tokens
 
     def inference_dtype(self, base: BaseModel) -> torch.dtype | None:
         """Return the dtype of the weight copies for drafting, or None if drafting uses the trained weights."""
@@ -155,8 +149,6 @@ class DraftHead(nn.Module, Drafter):
     """False: no position reads the drafts before it. ``all_inputs`` then computes all positions in one pass."""
     attends = False
     """True: the head's own layers attend to the context."""
-    one_prediction = False
-    """True: the prediction of a token does not depend on the draft position (a draft LM). The loss has one position."""
     low_rank_name = "induction_out"
     """Name of the low-rank projection of the optional parts in saved heads."""
 
@@ -165,7 +157,7 @@ class DraftHead(nn.Module, Drafter):
         self.config = config
         self.base = base
         self.base_identity, self.base_fingerprint = base.identity(), base.fingerprint
-        self.depth, self.vocab_size = config.depth, base.vocab_size
+        self.depth, self.vocab_size = config.num_draft_tokens, base.vocab_size
         self.batch_trees = {}
         self.packed = PackedCopies()
         self._copied_dtype: torch.dtype | None = None
@@ -421,7 +413,7 @@ class DraftHead(nn.Module, Drafter):
         """
         weights = config.weights_of(self.config.trained_positions)
         # Without gradients, positions that are not trained are measured too, with weight 0.
-        depth = len(weights) if torch.is_grad_enabled() or self.one_prediction else self.depth
+        depth = len(weights) if torch.is_grad_enabled() or self.config.one_prediction else self.depth
         weights += [0.0] * (depth - len(weights))
         draft_targets = self.trained_targets(DraftTargets.of(batch, depth))
         hidden = self.position_hidden(batch, base_hidden, draft_targets)
@@ -429,7 +421,7 @@ class DraftHead(nn.Module, Drafter):
         heads = [self.output_head(k) for k in range(depth)]
         confidence = self.confidence_logits(hidden)
         loss_sum, stats = heads_loss(hidden, heads, labels, config, confidence=confidence, position_weights=weights)
-        if self.one_prediction:
+        if self.config.one_prediction:
             stats = stats.expand(self.depth, -1)
         return loss_output(loss_sum, stats, training=torch.is_grad_enabled())
 

@@ -46,7 +46,7 @@ class InductionHead(nn.Module):
     def __init__(self, base: BaseModel, rank: int) -> None:
         """Create a head whose codes have ``rank`` numbers. The sink's score is a projection of a hidden state."""
         super().__init__()
-        width, device = base.hidden_size, base.device
+        self.rank, width, device = rank, base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
         self.table: Tensor | None = None
         """[V, 3, r] the codes of all token ids; None except in an inference copy."""
@@ -60,10 +60,6 @@ class InductionHead(nn.Module):
             self.codes_proj.bias.copy_(-self.codes_proj.weight @ self._embed(sample).mean(0))
             nn.init.zeros_(self.sink.weight)
             nn.init.constant_(self.sink.bias, SINK)
-
-    @property
-    def rank(self) -> int:
-        return self.codes_proj.out_features // 3
 
     def inference(self, dtype: torch.dtype | None = None) -> "InductionHead":
         """Return a copy that looks codes up in ``table`` instead of computing them."""
