@@ -278,8 +278,7 @@ def waterfall(demo: dict[str, Any]) -> Figure:
 
 def cost(demo: dict[str, Any]) -> Figure:
     """The cost of verifying n tokens."""
-    latency = [(int(n), seconds) for n, seconds in demo["costs"]["verify"].items()]
-    return plots.cost(latency, demo["calibration"]["nodes"], None)
+    return plots.cost(demo["costs"]["verify"], demo["calibration"]["nodes"], None)
 
 
 DIAGRAMS: dict[str, Callable[[], Figure]] = {

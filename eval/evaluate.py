@@ -60,7 +60,7 @@ def evaluate(
     candidates: Mapping[str, tuple[Drafter, DraftConfig]] = MappingProxyType({}),
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
-    training_log: list[dict[str, Any]] | None = None,
+    training_log: Sequence[dict[str, Any]] = (),
     development: Sequence[FinishedAnswer] | None = None,
     training_data: str | None = None,
 ) -> dict[str, Any]:
@@ -103,10 +103,7 @@ def evaluate(
     }
     evaluation |= {key: value for key, value in optional.items() if value is not None}
     write_json(folder / "eval.json", evaluation)
-    tree = draft_config.tree if isinstance(draft_config.tree, TokenTree) else None
-    latency = sorted(costs.verify.items()) if costs else None
-    shown: dict[str, Any] = {"latency": latency, "tree": tree, "training_log": training_log}
-    write_report(folder, evaluation, **shown, title=folder.name, training_data=training_data)
+    write_report(folder, evaluation, training_log, training_data)
     # Not in the file, which must not depend on how often the evaluation was interrupted.
     return evaluation | {"resumed": [timed.resumed, len(timed.prompts)]}
 

@@ -116,10 +116,10 @@ def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:
 
     template = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(tokenizer.chat_template))  # transformers' own tag
     try:
-        read = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+        read_names = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
     except TemplateError:
-        read = {*re.findall(r"\w+", template)}
-    return sorted({*names} - read)
+        read_names = {*re.findall(r"\w+", template)}
+    return sorted({*names} - read_names)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -6,7 +6,7 @@ Figures have no backend and leave matplotlib's global state unchanged. They are 
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,7 @@ BarRow = tuple[str, float, float | None, float | None]
 """Name, value, and the bounds of its interval (None: unknown)."""
 
 
-def draw_figures(
-    evaluation: dict[str, Any],
-    latency: Sequence[tuple[int, float]] | None,
-    tree: TokenTree | None,
-    training_log: Sequence[dict[str, Any]] | None,
-) -> Iterator[tuple[str, Figure]]:
+def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Figure]]:
     """Yield (file name, figure) for everything that was measured. The arguments are those of ``write_report``."""
     overall = evaluation["overall"]
     groups = [*evaluation["tasks"].items(), ("overall", overall)]
@@ -55,8 +50,8 @@ def draw_figures(
         yield "methods", speedup(methods)
     if explained := evaluation["speedup_breakdown"][fastest_autoregressive(overall)[0]]:
         yield "waterfall", waterfall(explained)
-    if latency:
-        yield "cost", cost(latency, None if tree is None else len(tree), overall["mean_accepted_length"])
+    if costs := evaluation.get("costs"):
+        yield "cost", cost(costs["verify"], evaluation["tree"]["nodes"], overall["mean_accepted_length"])
     if overall["acceptance_per_depth"]:
         yield "acceptance", acceptance(overall["acceptance_per_depth"])
     if overall["mean_accepted_length"] is not None:
@@ -68,10 +63,10 @@ def draw_figures(
     if entropies := evaluation["by_entropy"]:
         yield "by_entropy", bins(entropies, "entropy in nats", "{:.1f}")
     for name, prefix in TRAINING.items():
-        if (figure := training(training_log or [], prefix)) is not None:
+        if (figure := training(training_log, prefix)) is not None:
             yield name, figure
-    if tree is not None and tree.depth:
-        yield "tree", draw_tree(tree)
+    if choices := evaluation["tree"].get("choices"):
+        yield "tree", draw_tree(TokenTree.from_paths([tuple(path) for path in choices]))
 
 
 @styled
@@ -163,20 +158,20 @@ def waterfall(explained: dict[str, Any]) -> Figure:
 
 
 @styled
-def cost(latency: Sequence[tuple[int, float]], nodes: int | None, mean_accepted: float | None) -> Figure:
-    """Draw the cost of verifying n tokens in one forward pass, in autoregressive steps: v(n) / v(1), from (n, seconds).
+def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None) -> Figure:
+    """Draw the cost of verifying n tokens in one forward pass, in autoregressive steps: v(n) / v(1).
 
-    The chosen tree's size is marked on the curve, and the mean accepted length is a horizontal line.
+    ``verify`` has the seconds by n. The size of the draft tree, ``nodes``, is marked on the curve, and the mean
+    accepted length is a horizontal line.
     """
-    sizes, seconds = np.array(sorted(latency)).T
+    sizes, seconds = np.array(sorted((int(n), s) for n, s in verify.items())).T  # JSON has turned n into a string
     relative = seconds / seconds[0]
     figure, axes = new_axes()
     axes.plot(sizes, relative, "o-", color=MUTED, markersize=4, label="cost of one verification")
     if mean_accepted is not None:
         axes.axhline(mean_accepted, color=ACCENT, linestyle="--", label=f"tokens committed: {mean_accepted:.2f}")
-    if nodes is not None:
-        at = float(np.interp(nodes, sizes, relative))
-        axes.plot([nodes], [at], "D", color=WARM, markersize=9, label=f"chosen tree: {nodes} tokens, {at:.2f}")
+    at = float(np.interp(nodes, sizes, relative))
+    axes.plot([nodes], [at], "D", color=WARM, markersize=9, label=f"chosen tree: {nodes} tokens, {at:.2f}")
     top = max(relative.max(), mean_accepted or 0.0) * 1.55  # room for the legend above the data
     axes.set(xlabel="n, tokens in one forward", ylabel="in autoregressive steps", ylim=(0, top))
     axes.set_xscale("log", base=2)

@@ -1,6 +1,7 @@
 """Report of an evaluation: one HTML page that needs no other file, and its figures as PNGs."""
 
 from base64 import b64encode
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 from drafthead.eval.report import tables
 from drafthead.eval.report.plots import draw_figures, save_png
-from drafthead.models.token_tree import TokenTree
 
 REMARK_COLUMNS = ("95 %", "decode tok/s")
 """Columns whose values the page prints small below the previous cell, so that a row fits a phone."""
@@ -21,29 +21,19 @@ REMARK_COLUMNS = ("95 %", "decode tok/s")
 def write_report(
     folder: Path,
     evaluation: dict[str, Any],
-    *,
-    latency: list[tuple[int, float]] | None,
-    tree: TokenTree | None,
-    training_log: list[dict[str, Any]] | None,
-    title: str,
+    training_log: Sequence[dict[str, Any]] = (),
     training_data: str | None = None,
-) -> Path:
+) -> None:
     """Write ``folder/report.html`` and its plots as ``folder/plots/*.png``.
 
     Args:
-        folder: the run folder.
+        folder: the run folder, whose name is the page's heading.
         evaluation: the contents of ``eval.json``.
-        latency: (n, seconds) of verifying n tokens in one forward pass; None omits the cost plot.
-        tree: the draft tree that was used; None if it was not static.
         training_log: rows of ``metrics.jsonl`` with "phase", "step", "loss_1", "accept_1", ...
-        title: heading of the page.
         training_data: a line about the data that the head was trained on.
-
-    Returns:
-        Path of the page.
     """
     figures = []
-    for name, figure in draw_figures(evaluation, latency, tree, training_log):
+    for name, figure in draw_figures(evaluation, training_log):
         png = save_png(figure, folder / "plots" / f"{name}.png")
         figures.append((name, "data:image/png;base64," + b64encode(png).decode()))
     overall, (by_task, *by_method) = evaluation["overall"], tables.result_tables(evaluation)
@@ -57,7 +47,7 @@ def write_report(
     )
     environment.filters |= {"number": tables.number, "ms": lambda seconds: f"{1e3 * seconds:.1f} ms"}
     html = environment.get_template("report.html.jinja").render(
-        title=title,
+        title=folder.name,
         machine=machine_line(overall),
         rule=tables.sentence(tables.rule_line(evaluation)),
         training_data=training_data,
@@ -79,9 +69,7 @@ def write_report(
         figures=figures,
         versions=overall["hardware"] | overall["versions"],
     )
-    path = folder / "report.html"
-    write_atomic(path, html)
-    return path
+    write_atomic(folder / "report.html", html)
 
 
 def machine_line(overall: dict[str, Any]) -> str:

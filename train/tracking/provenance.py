@@ -5,15 +5,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import drafthead
 from drafthead.data.utils.files import write_atomic, write_json
-from drafthead.data.utils.machine import hardware
+from drafthead.data.utils.machine import hardware, versions
 
-PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "safetensors", "numpy", "hydra-core", "wandb")
+PACKAGES = ("datasets", "accelerate", "peft", "safetensors", "numpy", "hydra-core", "wandb")
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """Environment variables that change what a run computes. Only these are recorded: others may hold secrets."""
 MAX_DIFF_BYTES = 2_000_000
@@ -85,10 +85,5 @@ def _write_diff(path: Path, checkout: Path | None) -> None:
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"drafthead": drafthead.__version__, "python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return versions
+    installed = {package.name: package.version for package in distributions()}
+    return {**versions(), **{name: installed.get(name) for name in PACKAGES}}

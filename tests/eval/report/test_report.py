@@ -24,7 +24,7 @@ from drafthead.models.token_tree import TokenTree
 from support import TinyBase, call, evaluation_of, small_head, step_record, summarised, task_results
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
-LATENCY = [(1, 0.05), (4, 0.06), (16, 0.09)]
+COSTS = {"1": 0.05, "4": 0.06, "16": 0.09}
 MEASURED = {"loss_1": 2.9, "loss_2": math.nan, "accept_1": 0.2}
 LOG: list[dict[str, Any]] = [
     {"phase": phase, "step": step, "total_step": start + step, **MEASURED}
@@ -42,15 +42,15 @@ def page_of(folder: Path, evaluation: dict[str, Any], figures: bool = False) -> 
     with pytest.MonkeyPatch.context() as patch:
         if not figures:  # they take a second
             patch.setattr(report, "draw_figures", lambda *_: ())
-        page = report.write_report(folder, evaluation, latency=None, tree=None, training_log=None, title="t")
-    return page.read_text()
+        report.write_report(folder / "t", evaluation)
+    return (folder / "t" / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    title = "<script>alert(1)</script>"
-    report.write_report(folder, evaluation(), latency=LATENCY, tree=TREE, training_log=LOG, title=title)
+    folder = tmp_path_factory.mktemp("run") / "<script>alert(1)"
+    tree = {"spec": "head", "nodes": len(TREE), "choices": [list(path) for path in TREE.paths[1:]]}
+    report.write_report(folder, evaluation() | {"costs": {"verify": COSTS}, "tree": tree}, LOG)
     return folder
 
 
@@ -120,8 +120,9 @@ def on_console(found: dict[str, Any]) -> str:
 
 def test_nothing_measured_draws_nothing() -> None:
     nothing = evaluation_of(task_results(None, same=0))
-    assert list(plots.draw_figures(nothing, None, None, [])) == []
-    assert list(plots.draw_figures(nothing, None, TokenTree.chain(0), [{"phase": "a", "step": 1, "lr": 0.1}])) == []
+    assert list(plots.draw_figures(nothing, [])) == []
+    nothing["tree"]["choices"] = []
+    assert list(plots.draw_figures(nothing, [{"phase": "a", "step": 1, "lr": 0.1}])) == []
 
 
 def test_phases_follow_one_another_although_steps_start_again() -> None:
@@ -139,7 +140,7 @@ def test_phases_follow_one_another_although_steps_start_again() -> None:
 
 
 def test_the_chosen_tree_is_marked_on_the_cost_curve() -> None:
-    lines = plots.cost(LATENCY, 10, None).axes[0].get_lines()
+    lines = plots.cost(COSTS, 10, None).axes[0].get_lines()
     curve, mark = (line for line in lines if len(line.get_xdata()) in (1, 3))
     assert list(curve.get_ydata()) == pytest.approx([1, 1.2, 1.8])
     assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (10, pytest.approx(1.5))
@@ -178,7 +179,7 @@ def test_several_methods_and_the_explained_speedup(compared: dict[str, Any], tmp
     assert "loop) =\n1.54x predicted; 1.46x measured" in page
     assert "closed form</th>" in page and "optimal lookahead</th>" in page
     assert "prompt_lookup, prompt 1 at answer token 12, tokens 5 and 91, logits 1.7e+00 apart: cache fault" in page
-    names = {path.stem for path in (tmp_path / "plots").iterdir()}
+    names = {path.stem for path in (tmp_path / "t" / "plots").iterdir()}
     assert names == {"speedup", "methods", "waterfall", "acceptance", "ctar", "by_position", "by_entropy"}
 
 
@@ -239,7 +240,7 @@ def test_without_a_comparison_there_is_no_claim_of_identical_outputs(compared: d
 def test_long_answers_have_few_bars(compared: dict[str, Any]) -> None:
     row = {"steps": 2, "mean_accepted_length": 1.5, "first_accepted": None}
     bins = [row | {"low": 32.0 * n, "high": 32.0 * (n + 1)} for n in range(20)]
-    figure = dict(plots.draw_figures(compared | {"by_position": bins}, None, None, None))["by_position"]
+    figure = dict(plots.draw_figures(compared | {"by_position": bins}, []))["by_position"]
     assert 1 < len(figure.axes[0].patches) <= plots.MAX_BINS
     assert figure.axes[0].get_xticklabels()[-1].get_text() == "576–640\n10%"
 
