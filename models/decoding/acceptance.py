@@ -1,6 +1,7 @@
-"""Acceptance rules: pure functions from a proposal, the target's probs and random numbers to an ``Acceptance``.
+"""Acceptance rules: pure functions from a proposal, the target's distributions and random numbers to an ``Acceptance``.
 
-``speculative`` walks down from the root. The way the candidates were drawn decides which published rule this is:
+``speculative`` walks down the tree from the root. Which published rule it computes depends on how the proposal's
+candidates (children with the distributions from which they were drawn) were chosen:
 
 - a chain: speculative sampling (Leviathan et al., 2211.17192);
 - with replacement: SpecInfer's multi-step sampling (2305.09781), whose random order is here the order of drawing;
@@ -8,7 +9,7 @@
 - top-k: EAGLE.
 
 Trees combined from several drafters may mix these. If all candidates are top-k, ``naive_sampling`` accepts as often and
-costs less. ``drafthead certify`` enumerates what each rule commits.
+costs less. ``drafthead certify`` enumerates all outcomes of each rule to prove it lossless.
 
 Shape legend: B rows, N tree nodes (root included), M requested nodes, S candidates at a node, V vocabulary.
 """
@@ -27,7 +28,8 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD
 
 Target = Callable[[Tensor], Tensor]
-"""The target's warped distributions after nodes of the proposal: [B, M] int64 nodes -> [B, M, V] probabilities."""
+"""Maps nodes of the proposal, [B, M] int64, to the target's distributions after them (with temperature, top-p and so
+on), [B, M, V]."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -36,17 +38,19 @@ class AcceptanceRule:
 
     name: Literal["exact", "block", "typical", "lenient"] = "exact"
     """Acceptance rule. ``exact`` and ``block`` keep the target's distribution; ``typical`` and ``lenient`` do not.
-    ``block`` judges chains as a whole. For lossy rules the report gives the total variation."""
+    ``block`` verifies a chain as a whole, not token by token. For ``typical`` and ``lenient``, the report gives the
+    total variation between the output's distribution and the target's."""
     epsilon: PositiveShare = 0.09
     """Target probability above which ``typical`` always accepts."""
     delta: PositiveShare = 0.3
     """Fraction of exp(-entropy) above which ``typical`` accepts."""
     lenience: PositiveShare = 1.0
-    """Lenience l of ``lenient``, which accepts with probability p / (l q). 1 is exact."""
+    """Lenience l of ``lenient``, which accepts a draft with probability min(1, p / (l q)), from the target's p and the
+    drafter's q. 1 is exact."""
 
     @property
     def lossless(self) -> bool:
-        """True if the output's distribution is the target's."""
+        """True if the output has the target's distribution."""
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
     def check(self, draft_config: DraftConfig) -> None:
@@ -58,7 +62,7 @@ class AcceptanceRule:
             )
 
     def verify(self, proposal: Proposal, target: Target, rng: RandomSource, return_probs: bool = False) -> Acceptance:
-        """Judge ``proposal``; ``return_probs`` adds the target's probs of the committed tokens."""
+        """Return the accepted path of each row; ``return_probs`` adds the target's distributions along the path."""
         if self.name == "block":
             return block(proposal, target, rng, return_probs=return_probs)
         if self.name == "typical":
@@ -72,8 +76,9 @@ class AcceptanceRule:
 def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
     """Accept the longest path on which every draft is the target's greedy choice. Lossless for any draft sampling.
 
-    A node is accepted if it and all its ancestors equal the target's argmax at their parents. Distinct children make
-    that path unique; of equal ones the first is taken. ``target_BN`` [B, N] int64 is the argmax after every node.
+    A node is accepted if it and all its ancestors equal the target's argmax at their parents. That path is unique if
+    the children of a node are different tokens; of equal children, the first is taken. ``target_BN`` [B, N] int64 has
+    the argmax after every node.
     """
     shape = proposal.shape
     parents = shape.parents.expand(target_BN.shape)
@@ -85,10 +90,12 @@ def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
 
 
 def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the path [B, 1 + depth] to the deepest node that passes with all ancestors, its depth and it ([B]).
+    """Find the deepest node that passes and whose ancestors all pass.
 
-    All are int64; paths are padded with 0. Of equally deep nodes, the one with the highest ``score`` [B, N] is taken,
-    by default the first.
+    Of equally deep nodes, the one with the highest ``score`` [B, N] is taken, by default the first.
+
+    Returns:
+        The path to the node, [B, 1 + depth] padded with 0, its depth [B], and the node [B]; all int64.
     """
     shape = proposal.shape
     rows, count = passes.shape
@@ -109,10 +116,10 @@ def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) ->
 def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs: bool = False) -> Acceptance:
     """Draw the target's own token after each node, and continue while it is one of the drafts.
 
-    SpecInfer's naive sampling (2305.09781, section 4.3). Lossless for any drafts, since the target draws every
-    token. Top-k candidates are accepted as often as by ``speculative`` (p(x) each), without residuals. The n-th token
-    of an answer takes the random number that plain decoding takes for it. With one seed, the answer therefore equals
-    plain decoding's for any drafter (in float32, up to ties of rounding).
+    SpecInfer's naive sampling (2305.09781, section 4.3). It is lossless for any drafts, because the target draws every
+    token. A top-k candidate x is accepted with probability p(x), as by ``speculative``. The n-th token of an answer has
+    the same random number as in decoding without drafts. With the same seed, the answer is therefore the same for any
+    drafter (in float32, up to ties of rounding).
     """
     shape, tokens = proposal.shape, proposal.tokens
     rows = torch.arange(tokens.shape[0], device=tokens.device)
@@ -145,11 +152,11 @@ def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, ret
 def speculative(
     proposal: Proposal, target: Target, rng: RandomSource, *, lenience: float = 1.0, return_probs: bool = False
 ) -> Acceptance:
-    """Walk down from the root: try the children of a node in turn, and go to the first that is accepted.
+    """Walk down the tree from the root: try the children of a node in turn, and go to the first that is accepted.
 
     A candidate x drawn from q is accepted with probability min(1, p(x) / q(x)). After a rejection, p becomes the
-    normalised positive part of p - q (p itself if that is empty). The bonus is drawn from the final p. ``lenience`` 1
-    is lossless; below 1, q counts as ``lenience * q`` and the output's distribution is not the target's.
+    normalised positive part of p - q (or stays p if that is empty). The bonus is drawn from the last p. ``lenience`` 1
+    is lossless. Below 1, the probability is min(1, p(x) / (lenience q(x))), which is not.
     """
     shape = proposal.shape
     tokens = proposal.tokens
@@ -195,9 +202,10 @@ def speculative(
 
 
 def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Tensor, token: Tensor) -> Tensor | None:
-    """Return the distributions [B, V] that the ``candidate``-th child of each row's node, ``token``, was drawn from.
+    """Return the distribution [B, V] from which each row's candidate was drawn, or None if all are top-k.
 
-    A top-k candidate has all the mass. Returns None if all candidates are top-k.
+    The candidate is child number ``candidate`` of ``node`` [B], with the token ``token`` [B]. The distribution of a
+    top-k candidate is one-hot.
     """
     if proposal.probs is None or proposal.prob_index is None:
         return None
@@ -221,21 +229,22 @@ def _one_hot(like: Tensor, token: Tensor) -> Tensor:
 
 
 def _residual(left: Tensor, dist: Tensor) -> Tensor:
-    """Return ``left``, the positive part of p - q, normalised; or ``dist`` if it is empty (p equals q)."""
+    """Return ``left``, the positive part of p - q, normalised; or ``dist``, p, where ``left`` is zero (p equals q)."""
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, dist)
 
 
 def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs: bool = False) -> Acceptance:
-    """Verify a chain as one block (Sun et al., 2403.10444). Lossless; accepts at least as much as token by token.
+    """Verify a chain as one block (Sun et al., 2403.10444). Lossless; accepts no fewer drafts than ``speculative``.
 
-    Let w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i the mass of the positive part of w_i p_{i+1} - q_{i+1}. The
-    prefix of i drafts passes with probability s_i / (s_i + 1 - w_i), and the whole chain of n drafts with w_n. The
-    longest prefix that passes is accepted. The bonus is drawn from the positive part, or from p after the whole chain.
+    Let w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i the sum of the positive part of
+    w_i p_{i+1} - q_{i+1}. The prefix of i drafts passes with probability s_i / (s_i + 1 - w_i), the whole chain of n
+    drafts with probability w_n. The longest prefix that passes is accepted. The bonus is drawn from that positive part,
+    or from p after the whole chain.
     """
     tokens = proposal.tokens
     rows = torch.arange(tokens.shape[0], device=tokens.device)
-    children = proposal.shape.children.expand(len(rows), -1, -1)[..., 0]  # [B, N]: a chain has one child a node
+    children = proposal.shape.children.expand(len(rows), -1, -1)[..., 0]  # [B, N]: one child per node of a chain
     node, accepted = torch.zeros_like(rows), torch.zeros_like(rows)
     dist = target(node[:, None])[:, 0]
     weight = torch.ones_like(dist[:, 0])
@@ -253,7 +262,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
         ends = children[rows, node] == NO_CHILD
         left = (weight[:, None] * dist - drafted).clamp(min=0)
         rest = left.sum(-1)
-        # A prefix passes on its own, even if a shorter one failed, so no level ends the loop.
+        # A longer prefix may pass even if a shorter one failed, so a failure does not end the loop.
         accepts = rng.bernoulli(
             torch.where(ends, weight, rest), torch.where(ends, torch.ones_like(weight), rest + 1 - weight), exists
         )
@@ -271,7 +280,10 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
 
 
 def _chain_probs(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
-    """Return the distribution [B, V] that each row's next draft was drawn from, like ``dist``; zeros after the last."""
+    """Return the distribution [B, V] from which the draft after each row's ``node`` was drawn; zeros after the last.
+
+    ``dist`` only gives shape and dtype.
+    """
     rows = torch.arange(len(node), device=node.device)
     child = proposal.shape.children.expand(len(node), -1, -1)[rows, node, 0]
     token = proposal.tokens[rows, child]
@@ -283,11 +295,12 @@ def _chain_probs(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
 def typical(
     proposal: Proposal, target: Target, rng: RandomSource, *, epsilon: float = 0.09, delta: float = 0.3
 ) -> Acceptance:
-    """Typical acceptance (Medusa, 2401.10774): NOT lossless.
+    """Accept typical drafts (Medusa, 2401.10774). NOT lossless.
 
-    A draft passes if its target probability is above min(epsilon, delta * exp(-entropy)); the drafter's probability
-    does not matter. The longest path that passes is accepted, or the likeliest of several. The bonus is drawn from the
-    tokens that would pass, including the likeliest. The reference code takes the likeliest; drawing stays nearer to p.
+    A draft passes if its probability under the target is above min(epsilon, delta * exp(-entropy)), with the entropy of
+    the target's distribution there. The longest path that passes is accepted; of equally long paths, the likeliest. The
+    bonus is sampled from p restricted to the tokens that would pass and the likeliest token. The reference code always
+    takes the likeliest token; sampling stays nearer to p.
     """
     shape = proposal.shape
     rows, count = proposal.tokens.shape

@@ -1,6 +1,6 @@
-"""The base's answers for a phase-2 corpus, from plain batched decoding, and prompts that the base writes itself.
+"""The base's answers for a corpus, by batched decoding without drafts, and prompts that the base writes itself.
 
-On request, an answer includes the final hidden states of the tokens read, which decoding computes anyway.
+On request, an answer has the final hidden states of its tokens, which decoding computes anyway.
 """
 
 import random
@@ -21,11 +21,12 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import ROOT_ONLY, DecodeConfig
 
 BATCHES_PER_BLOCK = 2
-"""Batches per block. With more, the batch empties less often; with fewer, an interruption loses less."""
+"""Batches per block of prompts that are answered together. Larger blocks keep the batch full for longer; smaller blocks
+lose less work in an interruption."""
 LOGIT_ROWS = 512
-"""Positions whose logits are in memory at a time."""
+"""Number of positions whose logits are in memory at once."""
 SEED_STRIDE = 1_000_003
-"""Distance between the seeds of two corpora, so that their rows do not share random numbers."""
+"""Factor of a corpus's seed; the number of a prompt is added. Different corpora then share no random numbers."""
 
 
 def generate_answers(
@@ -41,11 +42,13 @@ def generate_answers(
 
     Args:
         base: the model that answers.
-        prompts: (number, token ids); a prompt longer than ``max_prompt_tokens`` is skipped. The number seeds its row.
-        sampler: temperature 0 is greedy.
-        batch_size: rows decoded at a time.
-        keep_hidden_states: with ``h`` as float16, [len(input_ids) - 1, D]: the last token is never read.
-        max_prompt_tokens: with ``sampler.max_new_tokens`` the capacity of a row.
+        prompts: (number, token ids). The number is a part of the answer's seed. Prompts longer than
+            ``max_prompt_tokens`` are skipped.
+        sampler: sampling of the answers; temperature 0 is greedy decoding.
+        batch_size: number of prompts that are decoded at once.
+        keep_hidden_states: add the final hidden states, float16 [len(input_ids) - 1, D]. The last token has none,
+            because the base does not read it.
+        max_prompt_tokens: most tokens of a prompt; the cache has room for them and ``sampler.max_new_tokens``.
     """
     config = DecodeConfig(
         draft_config=ROOT_ONLY,
@@ -72,8 +75,8 @@ def generate_answers(
         hidden = torch.cat(row.hidden).cpu() if keep_hidden_states else None
         if hidden is not None and not bool(hidden.isfinite().all()):
             raise UserError(
-                f"a hidden state of {base.name} is not finite in float16, which ends at 65504 and stores the states of "
-                "answers; compute them while training instead: set store_hidden_states=false in the phases on answers"
+                f"a hidden state of {base.name} is not finite in float16 (up to 65504), the dtype of stored answers; "
+                "set store_hidden_states=false in the phases on answers, which computes the states while training"
             )
         yield Answer(
             prompt_number=row.number,
@@ -86,12 +89,12 @@ def generate_answers(
 
 
 def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfig) -> int:
-    """Return the positions that a prompt and its answer need; reject more than the base's context."""
+    """Return the number of positions that a prompt and its answer need; reject more than the base's context."""
     needed = max_prompt_tokens + sampler.max_new_tokens
     if needed > base.max_context:
         raise UserError(
             f"prompts of {max_prompt_tokens} and answers of {sampler.max_new_tokens} tokens exceed {base.name}'s "
-            f"context of {base.max_context}; lower one of them"
+            f"context of {base.max_context}; lower one of the two limits"
         )
     return needed
 
@@ -100,9 +103,9 @@ def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfi
 class BuiltInBackend:
     """A :class:`~drafthead.data.answers.backend.Backend` that decodes with the base, on every process of the group.
 
-    Prompts are answered in blocks of ``BATCHES_PER_BLOCK`` batches, and each block starts with an empty batch. Rounding
-    depends on the rows of a batch, so this makes hidden states bit-equal for any number of processes and after any
-    interruption. A block is a shard, and an interruption loses unfinished blocks.
+    Prompts are answered in blocks of ``BATCHES_PER_BLOCK`` batches. Each block starts with an empty batch and is saved
+    as one shard. Rounding depends on the rows of a batch; with fixed blocks, hidden states are bit-equal for any number
+    of processes and after any interruption. An interruption loses only unfinished blocks.
     """
 
     base: BaseModel
@@ -112,7 +115,7 @@ class BuiltInBackend:
     max_prompt_tokens: int
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the dtype of the base."""
+        """Return the dtype of the base, on which the answers depend."""
         return {"dtype": str(self.base.dtype)}
 
     def at(self, temperature: float) -> "BuiltInBackend":
@@ -126,10 +129,10 @@ class BuiltInBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield the answers of this process's blocks; blocks are assigned to the processes in turn.
+        """Yield the number and the answers of each block of this process; blocks are assigned to processes in turn.
 
-        A block has prompts of similar length, because a batch attends to its longest row. Blocks are shuffled, so the
-        remaining time is known early, and an unfinished corpus is representative.
+        A block has prompts of similar length, because the cost of a batch depends on its longest row. Blocks are
+        shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative.
         """
         size = BATCHES_PER_BLOCK * self.batch_size
         prompts = sorted(prompts, key=lambda prompt: -len(prompt[1]))
@@ -158,7 +161,7 @@ class BuiltInBackend:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The base's opinion of answers that another model or a person may have written."""
+    """Agreement of the base with answers that another model or a person may have written."""
 
     answers: int
     tokens: int
@@ -170,9 +173,9 @@ class Agreement:
 
 @torch.inference_mode()
 def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
-    """Return how far the base agrees with ``answers``.
+    """Measure the base's agreement with ``answers``, in one pass over each.
 
-    Of greedy answers by the same weights all tokens agree, but for ties and rounding (bfloat16, a quantised server).
+    All tokens of greedy answers by the same weights agree, except for ties and rounding (bfloat16, a quantised server).
     """
     greedy, probability, tokens, count = 0, 0.0, 0, 0
     for count, answer in enumerate(answers, start=1):  # noqa: B007
@@ -190,10 +193,10 @@ def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
 
 MARKER = "\u0001"
 MIN_CHARS = 12
-"""Characters; shorter turns are mostly greetings."""
+"""Least characters of a prompt that the base writes; shorter ones are mostly greetings."""
 MAX_TURN_TOKENS = 60
 EXPECTED_YIELD = 0.6
-"""Expected share of the prompts that the base writes which end within the limit and are no duplicates."""
+"""Expected share of the base's own prompts that end within the limit and are not duplicates."""
 
 
 def self_prompted_prompts(
@@ -205,7 +208,7 @@ def self_prompted_prompts(
     progress: Callable[[str, int, int], None],
     max_tokens: int,
 ) -> list[str]:
-    """Return ``wanted`` distinct user turns, sampled from the base by ``backend`` at temperature 1 and top-p 0.95."""
+    """Let the base write ``wanted`` different prompts, sampled by ``backend`` at temperature 1 and top-p 0.95."""
     opening = _user_opening(base)
     turns: dict[str, None] = {}
     attempt = 0
@@ -223,14 +226,14 @@ def self_prompted_prompts(
                 break
         if attempt > 20 * wanted + 200:
             raise UserError(
-                f"the base ended only {len(turns)} of {attempt} prompts it began; set data.answers.self_prompted=0 "
-                "and name prompt sources"
+                f"the base finished only {len(turns)} of the {attempt} prompts that it began to write; set "
+                "data.answers.self_prompted=0 and name prompt sources"
             )
     return list(turns)[:wanted]
 
 
 def _user_opening(base: BaseModel) -> list[int]:
-    """Return the token ids of the chat template before the user's message."""
+    """Return the token ids of the chat template that stand before the user's message."""
     if not base.tokenizer.chat_template:
         raise UserError(f"{base.name} has no chat template, so it cannot write prompts; name prompt sources instead")
     text = base.tokenizer.apply_chat_template(

@@ -226,7 +226,10 @@ class Session(ABC):
         """Keep only these rows of the batch. It is called between steps, when rows have ended."""
 
     def rollback(self, lengths: list[int]) -> None:
-        """Remove all but the first ``lengths`` committed tokens of each row. Drafters with ``reads_base`` lack it."""
+        """Remove all but the first ``lengths`` committed tokens of each row.
+
+        Sessions of drafters with ``reads_base`` do not implement it.
+        """
         raise NotImplementedError
 
 

@@ -1,8 +1,9 @@
-"""The one decoding loop: one prompt, batches, and the answers of a corpus.
+"""The only decoding loop: it decodes single prompts, batches and the answers of a corpus.
 
-Every step drafts a token tree after the last committed token and reads it in one pass of the base. A rule of
-``acceptance.py`` accepts a path, which is committed with the target's next token. Plain decoding is the same loop with
-a tree that is only its root. Rows of a batch differ in prompts, accepted lengths and ends.
+Every step drafts a token tree after the last committed token of each row, and reads the tree in one pass of the base. A
+rule of ``acceptance.py`` accepts a path, which is committed together with the target's next token. Decoding without
+drafts is the same loop with a tree that is only its root. The rows of a batch may have different prompts, accept
+different numbers of drafts and end at different steps.
 
 Shape legend: B rows, T tokens, D width, V vocabulary.
 """
@@ -31,7 +32,10 @@ EXACT = AcceptanceRule()
 
 
 def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
-    """Return a config with the drafter's tree for ``rows`` rows, else a chain; without a drafter only the root."""
+    """Return a config with the drafter's tree for a batch of ``rows``, or a chain over its positions if it has no tree.
+
+    Without a drafter, the tree is only its root.
+    """
     if drafter is None:
         return ROOT_ONLY
     sizes = [n for n in drafter.batch_trees if n <= rows]
@@ -41,7 +45,7 @@ def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
 
 @dataclass(kw_only=True)
 class DecodingSequence:
-    """One sequence being decoded: a prompt and its answer so far."""
+    """One sequence being decoded: a prompt and its answer so far. Times in seconds."""
 
     number: int
     prompt: list[int]
@@ -50,23 +54,24 @@ class DecodingSequence:
     answer: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-    """Logits [V] of every answer token, if they are kept."""
+    """The base's logits [V] for every token of the answer, with ``keep_logits``."""
     hidden: list[Tensor] = field(default_factory=list)
-    """Final hidden states, float16 [T, D] pieces in order, if they are kept. The last token is not read."""
+    """The base's final hidden states, float16, in pieces [T, D], with ``keep_hidden_states``. The answer's last token
+    has none, because the base does not read it."""
     ended: bool = False
     started: float = 0.0
     prefill_s: float = 0.0
     total_s: float = 0.0
     draft_length: int = 0
-    """Levels to draft next, if the length is adaptive."""
+    """Tree levels to draft in the next step, if ``DraftConfig.adaptive`` is set."""
 
 
 @dataclass(kw_only=True)
 class DecodeLoop:
-    """Decodes prompts, up to ``batch_size`` side by side.
+    """Decodes prompts, up to ``batch_size`` at once.
 
-    In plain decoding, the next prompt takes the slot of a sequence that ended. A session's rows cannot be replaced, so
-    with a drafter a batch runs to its end.
+    Without a drafter, the next prompt takes the row of a sequence that ended. With a drafter, whose session cannot
+    replace rows, the next prompts wait until all sequences of the batch have ended.
     """
 
     base: BaseModel
@@ -75,7 +80,7 @@ class DecodeLoop:
     max_new_tokens: int
     batch_size: int
     capacity: int
-    """Tokens of the longest prompt with its answer."""
+    """Most tokens of a prompt with its answer."""
     record_steps: bool = True
     keep_hidden_states: bool = False
     keep_logits: bool = False
@@ -112,7 +117,8 @@ class DecodeLoop:
                     break
                 if every_step:
                     yield from [rows[slot] for slot in active]
-                # Copying the caches costs more than a few empty rows, but a drafter must not draft for empty rows.
+                # Dropping rows copies the caches, which costs more than keeping a few empty rows. With a drafter, rows
+                # are always dropped, because it must not draft for empty rows.
                 if len(active) < len(rows) and (self.drafter is not None or len(active) <= 0.75 * len(rows)):
                     state.select(active)
                     rows = [rows[slot] for slot in active]
@@ -192,11 +198,11 @@ def decode(
     ignore_eos: bool = False,
     timed: bool = False,
 ) -> DecodeResult:
-    """Decode one prompt. With a drafter and an exact rule, the distribution is that of plain decoding.
+    """Decode one prompt. With an exact rule, the answer's distribution does not depend on the drafter.
 
-    The arguments are those of ``generate``. EOS stops before ``max_new_tokens`` and is kept as the last token; with
-    ``ignore_eos`` decoding continues (for timing at a fixed length). ``timed`` waits for
-    the device after each part of a step, so that ``draft_s`` and ``verify_s`` are exact.
+    The arguments are those of ``generate``. EOS ends the answer and is its last token; with ``ignore_eos``, decoding
+    continues to ``max_new_tokens``, to time a fixed length. With ``timed``, the host waits for the device after each
+    part of a step, so that ``draft_s`` and ``verify_s`` are exact.
     """
     return decode_batch(
         base,
@@ -227,18 +233,20 @@ def decode_batch(
     ignore_eos: bool = False,
     timed: bool = False,
 ) -> list[DecodeResult]:
-    """Decode several prompts at once with ``decode``'s arguments. Each answer equals that of decoding its prompt alone.
+    """Decode several prompts at once. Each answer equals that of decoding its prompt alone.
 
-    The random numbers of a row depend on its seed (by default its number) and its length alone. Sampled answers may
-    differ near the end of the base's or a draft model's context, because the longest row limits all drafts. The times
-    of a step and of the prefill are those of the whole batch; ``total_s`` ends with the row.
+    The arguments are those of ``decode``, with a list of ``seeds`` (default: the number of each prompt) and of
+    ``on_tokens``. The random numbers of a row depend only on its seed and its length. Sampled answers may nevertheless
+    differ from those of single prompts near the end of the base's or a draft model's context, because the longest row
+    limits the drafts of all rows. The times of a step and of the prefill are those of the whole batch; the ``total_s``
+    of a result ends with its row.
     """
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
     if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
         raise UserError(
-            f"a batch needs prompts, and a seed and a listener for each or none, got {len(prompts)} prompts, "
-            f"{len(seeds)} seeds and {len(listeners)} listeners"
+            "decode_batch needs at least one prompt, and one seed and one function on_tokens per prompt or none, "
+            f"got {len(prompts)} prompts, {len(seeds)} seeds and {len(listeners)} functions on_tokens"
         )
     loop = prepare(
         base,
@@ -272,9 +280,9 @@ def prepare(
     name: str = "prompt {} of the batch",
     **settings: Any,
 ) -> DecodeLoop:
-    """Return the loop that decodes ``prompts`` side by side; reject what does not fit together.
+    """Return a loop that decodes ``prompts`` at once; reject prompts and settings that do not fit together.
 
-    ``settings`` are fields of ``DecodeConfig``. ``name`` names a prompt of several in messages.
+    ``settings`` are the other fields of ``DecodeConfig``. ``name`` is the format of a prompt's name in messages.
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -286,7 +294,10 @@ def prepare(
         draft_config = draft_config.at_most(drafter.depth)
     if draft_config.adaptive is not None and len(prompts) > 1:
         # All rows share a draft length, so a row's random numbers would depend on its neighbours.
-        raise UserError(f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode one by one")
+        raise UserError(
+            f"an adaptive draft length needs one prompt at a time, got {len(prompts)}; decode them one by one, or set "
+            "draft_config.adaptive=None"
+        )
     check_drafter(base, drafter, draft_config, settings["rule"])
     return DecodeLoop(
         base=base,
@@ -299,24 +310,24 @@ def prepare(
 
 
 def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_tokens: int, where: str) -> None:
-    """Reject ids that the base cannot read and answer; ``where`` names the prompt in messages."""
+    """Reject a prompt that the base cannot read and answer; ``where`` names the prompt in messages."""
     if not ids:
-        raise UserError(f"{where} is empty; give it at least one token, or leave it out")
+        raise UserError(f"{where} is empty; give at least one token, or leave the prompt out")
     outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise UserError(
-            f"{where} holds token id {outside[1]} at position {outside[0]}, but the base's ids go from 0 to "
-            f"{vocab_size - 1}; tokenise it with the base's own tokenizer"
+            f"{where} has the token id {outside[1]} at position {outside[0]}, but the base's ids go from 0 to "
+            f"{vocab_size - 1}; tokenise the prompt with the base's own tokenizer"
         )
     if len(ids) + max_new_tokens > max_context:
         raise UserError(
-            f"{where} has {len(ids)} tokens, which with max_new_tokens={max_new_tokens} is more than the base's "
-            f"context of {max_context}; shorten the prompt or lower max_new_tokens"
+            f"{where} has {len(ids)} tokens, and with max_new_tokens={max_new_tokens} exceeds the base's context of "
+            f"{max_context}; shorten the prompt or lower max_new_tokens"
         )
 
 
 def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule) -> None:
-    """Reject a drafter, a tree and a rule that do not fit together or would bias the output."""
+    """Reject a drafter, a draft config and a rule that do not fit together, or that would bias the output."""
     if drafter is None:
         return
     if drafter.vocab_size is not None and drafter.vocab_size > base.vocab_size:
@@ -326,15 +337,18 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
         )
     if draft_config.draft_sampling is not DraftSampling.TOP_K and drafter.vocab_size not in (None, base.vocab_size):
         raise UserError(
-            f"the drafter's probs are over {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; give the "
-            "drafter its target"
+            f"the drafter's distributions have {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; create "
+            "the drafter with target=base"
         )
     if drafter.base_fingerprint is not None and drafter.base_fingerprint != base.fingerprint:
-        raise UserError(f"the draft head was loaded for another base than {base.name}; attach it to this one")
+        raise UserError(
+            f"the draft head was loaded for another base than {base.name}; load the head with this base "
+            "(load_head(name, base))"
+        )
     if draft_config.prefix_threshold > 0 and not drafter.says_confidence:
         raise UserError(
-            f"prefix_threshold={draft_config.prefix_threshold:g} needs a drafter that says how likely its drafts are "
-            "accepted, such as a head trained with head.confidence=true; leave it out"
+            f"prefix_threshold={draft_config.prefix_threshold:g} needs a drafter that predicts how likely its drafts "
+            "are accepted, such as a head trained with head.confidence=true; leave it out or use such a head"
         )
     if isinstance(draft_config.tree, TokenTree) and draft_config.depth > drafter.depth:
         raise UserError(

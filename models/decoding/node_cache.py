@@ -1,10 +1,12 @@
-"""The key/value caches of drafters: of the committed tokens, and of the nodes being drafted.
+"""The key/value caches of drafters: keys and values of the committed tokens, and of the tree that is being drafted.
 
-Committed inputs are read late, in one pass with the root of the next step. Only a prompt is read at once, because that
-belongs to the prefill. A causal LM keeps the nodes that were accepted. A head's layer reads them again, because their
-inputs change: the base's own states replace those that the head predicted.
+To *read* an input means to run the model over it, which writes its keys and values. Committed inputs are not read at
+once, but together with the root of the next tree, in one pass. Only a prompt is read at once, as a part of the prefill.
+A causal LM keeps the keys and values of accepted drafts. The layers of a head read accepted tokens again, because their
+inputs change: the base's hidden states replace those that the head predicted.
 
-Shape legend: B rows, T tokens, R roots, F frontier nodes, P pending nodes, W vocabulary.
+Shape legend: B rows, T tokens, R inputs of a first pass, F frontier nodes (the nodes of a level that get children),
+P pending nodes, D width, W vocabulary.
 """
 
 from collections.abc import Callable
@@ -23,25 +25,26 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TreeShape
 
 ROW_BY_ROW = 32
-"""Most unread positions of a padded pass. Above, rows are read one by one, because masks would cost more."""
+"""Most unread positions that the rows of a batch read together, padded. If there are more, rows are read one by one,
+because the masks of a padded pass would cost more."""
 INITIAL_CAPACITY = 256
 """Spare positions of a new cache; capacity doubles when they are used up."""
 
 
 @dataclass(frozen=True)
 class PendingNodes:
-    """The ancestors of each pending node, itself included."""
+    """The ancestors of the pending nodes, which were read after the committed inputs and may still be rejected."""
 
     ancestors: Tensor
-    """[B, P, P] bool."""
+    """[B, P, P] bool: [i, j] is true if node j is node i or one of its ancestors."""
 
     @classmethod
     def none(cls, rows: int, device: torch.device) -> "PendingNodes":
-        """Return a state without nodes."""
+        """Return an object without nodes."""
         return cls(torch.zeros(rows, 0, 0, dtype=torch.bool, device=device))
 
     def extend(self, rows: int, new: int, above: Tensor | None) -> "PendingNodes":
-        """Return the nodes and ``new`` children of ``above`` ([B, new] int64); None: they have no pending parent."""
+        """Return these nodes and ``new`` more, whose parents are ``above`` [B, new] int64; None: no pending parents."""
         pending, device = self.ancestors.shape[1], self.ancestors.device
         ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=device)
         ancestors[:, :pending, :pending] = self.ancestors
@@ -51,36 +54,44 @@ class PendingNodes:
         return PendingNodes(ancestors)
 
     def shape(self) -> TreeShape:
-        """Return a tree shape with the fields that a pass over the nodes reads."""
+        """Return a ``TreeShape`` for ``BaseModel.verify``, which reads only depths and ancestors."""
         none = self.ancestors.new_zeros(1, 1, 1, dtype=torch.int64)
         depths = self.ancestors.sum(-1) - 1
         return TreeShape(parents=depths, depths=depths, ancestors=self.ancestors, children=none, depth=0)
 
 
 Pass = Callable[[Tensor, TreeCache, list[int] | None, PendingNodes | None], Tensor]
-"""Runs a model or a layer over inputs [B, F, ...] with a cache -> [B, F, D]. Without nodes, the inputs are a
-chain, whose first counts (None: all) are committed to the cache. With nodes, they are the last F nodes, which stay
-pending."""
+"""Runs a model or layers over inputs [B, F, ...] with a cache, and returns outputs [B, F, D]. Its other arguments are
+counts and pending nodes. Without nodes, the inputs are a chain, and the first ``counts`` (None: all) of each row are
+committed to the cache. With nodes, the inputs are the last F of them, and stay pending."""
 
 
 class NodeCache:
-    """Keys and values of a model or a layer for some rows.
+    """Keys and values of a drafter's model or layers, for some rows.
 
-    Drafting reads the root, then one level of nodes after the other. As long as levels have one node, the cache holds
-    them like committed positions, without a mask. From the first wider level on, nodes stay pending. With "a b"
-    committed, the root c, its child d and d's children e and f::
+    Drafting reads the root, then one level of nodes after the other. As long as each level has one node (a chain), the
+    cache stores the nodes like committed positions, which needs no mask. From the first wider level on, nodes are
+    pending. A slot is a node's number in the order of reading. With "a b" committed, the root c, its child d, and d's
+    children e and f::
 
-        cache.lengths 4: a b c d    pending: e f    order of reading ("slots"): c 0, d 1, e 2, f 3
+        cache.lengths 4: a b c d    pending: e f    slots: c 0, d 1, e 2, f 3
     """
 
     def __init__(self, run: Pass, shape: CacheShape, rows: int, new_row: Callable[[int], TreeCache]) -> None:
-        """Cache the passes of ``run``; ``new_row`` creates the cache of a single row of a given capacity."""
+        """Create an empty cache.
+
+        Args:
+            run: runs the model or the layers.
+            shape: the shape of their keys and values.
+            rows: number of rows.
+            new_row: creates the cache of a single row from its capacity, possibly with static shapes.
+        """
         self._run, self._shape, self._new_row = run, shape, new_row
         self._cache: TreeCache | None = None
-        self._read = [0] * rows  # committed positions that were read
-        self._unread: Tensor | None = None  # [B, T, ...] committed inputs that were not, by their counts
-        self._counts = [0] * rows
-        self._chain = 0
+        self._read = [0] * rows  # number of committed inputs that were read
+        self._unread: Tensor | None = None  # [B, T, ...] committed inputs that were not read yet
+        self._counts = [0] * rows  # number of unread inputs in each row
+        self._chain = 0  # number of nodes stored like committed positions
         self._nodes: PendingNodes | None = None
         self._width = 0  # nodes of the last pending level
         self._last_out: Tensor | None = None
@@ -98,24 +109,27 @@ class NodeCache:
 
     @property
     def unread(self) -> tuple[Tensor, list[int]] | None:
-        """The committed inputs [B, T, ...] that were not read, by their counts; None if all were."""
+        """The committed inputs that were not read yet, [B, T, ...], and their number in each row; None if all were."""
         return None if self._unread is None else (self._unread, self._counts)
 
     @torch.inference_mode()
     def commit(self, inputs: Tensor, counts: list[int], slots: Tensor | None = None) -> list[int]:
-        """Add the first ``counts`` of ``inputs`` [B, T, ...] to the committed positions and drop all other nodes.
+        """Commit the first ``counts`` of ``inputs`` [B, T, ...] in each row, and remove all drafted nodes.
 
-        ``slots`` [B, T] int64 are their places in the order of reading, -1 for what was not read. Leading inputs that
-        were read keep their keys and values. None: all are read again. The result is how many were kept in each row.
+        ``slots`` [B, T] int64 has the slot of each input that drafting has read, and -1 for the others. The leading
+        inputs with a slot keep their keys and values; the rest is read later. None: all inputs are read later.
+
+        Returns:
+            The number of inputs of each row that kept their keys and values.
         """
         kept = [0] * len(counts)
         if slots is not None:
-            # Of each row's leading inputs, those that were read up to its count.
+            # Count each row's leading inputs that were read.
             for row, row_slots in enumerate(slots.tolist()):  # the only wait for the device
                 kept[row] = next((n for n, slot in enumerate(row_slots[: counts[row]]) if slot < 0), counts[row])
             in_tree = [max(0, keep - self._chain) for keep in kept]
             if max(in_tree):
-                # Past a row's count, the path lists other nodes; they land behind the committed length.
+                # Beyond a row's count, the path lists other nodes, which are written behind the committed length.
                 path = slots[:, self._chain : self._chain + max(in_tree)] - self._chain
                 self.cache.commit_path(path.clamp(min=0), in_tree)
             self._read = [read + keep for read, keep in zip(self._read, kept, strict=True)]
@@ -135,13 +149,13 @@ class NodeCache:
 
     @torch.inference_mode()
     def read_all(self) -> Tensor:
-        """Read all committed inputs; return the output after the last one of every row, [B, D]."""
+        """Read all committed inputs that are unread; return the output at each row's last input, [B, D]."""
         self._catch_up()
         assert self._last_out is not None
         return self._last_out
 
     def _catch_up(self) -> None:
-        """Drop all nodes and read all committed inputs."""
+        """Remove all drafted nodes, and read the committed inputs that are unread."""
         self._drop_nodes()
         if self._unread is None:
             return
@@ -158,9 +172,9 @@ class NodeCache:
         self._advance(counts)
 
     def lend(self, extra: int, nodes: int) -> TreeCache:
-        """Return the cache with all committed inputs read, to be extended by up to ``extra`` positions.
+        """Return the cache, with all committed inputs read, to a caller that appends up to ``extra`` positions.
 
-        The first ``nodes`` of them will be a chain of drafts, for ``commit``.
+        The caller's first ``nodes`` positions are a chain of drafts with slots 0, 1, ..., which ``commit`` may keep.
         """
         self._reserve(extra + (0 if self._unread is None else self._unread.shape[1]))
         self._catch_up()
@@ -169,12 +183,12 @@ class NodeCache:
 
     @torch.inference_mode()
     def start(self, roots: Tensor) -> Tensor:
-        """Read what is unread and a chain of draft nodes in one pass: [B, R, ...] -> their outputs [B, R, D].
+        """Read the unread inputs and then a chain of nodes ``roots`` in one pass: [B, R, ...] -> [B, R, D].
 
-        Row b of the pass is its ``counts[b]`` unread inputs, then the nodes, then padding::
+        Only the outputs at the nodes are returned. A row of the pass has its unread inputs u, the nodes n and padding::
 
-            counts 2, 1; 2 nodes:    u0 u1 n0 n1
-                                     u0 n0 n1 --
+            2 unread inputs, 2 nodes:    u0 u1 n0 n1
+            1 unread input, 2 nodes:     u0 n0 n1 --
         """
         size, counts, inputs = roots.shape[1], self._counts, roots
         self._reserve(size + (0 if self._unread is None else self._unread.shape[1]))
@@ -196,7 +210,10 @@ class NodeCache:
 
     @torch.inference_mode()
     def expand(self, inputs: Tensor, parents: Tensor) -> Tensor:
-        """Read one more level of nodes, [B, F, ...] -> [B, F, D]; ``parents`` [B, F] index the level before."""
+        """Read the next level of nodes, [B, F, ...] -> [B, F, D].
+
+        ``parents`` [B, F] is the index of each node's parent in the previous level.
+        """
         rows, new = inputs.shape[:2]
         self._reserve(new)
         if new == 1 and self._nodes is None:
@@ -211,7 +228,7 @@ class NodeCache:
         return self._run(inputs, self.cache, None, self._nodes)
 
     def rollback(self, lengths: list[int]) -> None:
-        """Forget all but the first ``lengths`` committed positions of each row."""
+        """Remove all but the first ``lengths`` committed inputs of each row, and all drafted nodes."""
         self._counts = [max(0, n - read) for n, read in zip(lengths, self._read, strict=True)]
         self._read = [min(n, read) for n, read in zip(lengths, self._read, strict=True)]
         if not any(self._counts):
@@ -233,7 +250,7 @@ class NodeCache:
         self._counts = [0] * len(counts)
 
     def _reserve(self, new: int) -> None:
-        """Make or enlarge the cache to hold ``new`` positions after all others."""
+        """Create or enlarge the cache so that ``new`` more positions fit."""
         pending = 0 if self._nodes is None else self._nodes.ancestors.shape[1]
         needed = max(self.lengths) + self._chain + pending + new
         if self._cache is None:
@@ -250,7 +267,7 @@ class NodeCache:
 
 
 def model_cache(model: BaseModel, rows: int) -> NodeCache:
-    """Return an empty cache of a causal LM over token ids; ids that it does not know become its last id."""
+    """Return an empty cache of a causal LM, whose inputs are token ids. Ids above its vocabulary become its last id."""
     largest = model.vocab_size - 1
 
     def run(tokens: Tensor, cache: TreeCache, counts: list[int] | None, nodes: PendingNodes | None) -> Tensor:
@@ -263,12 +280,12 @@ def model_cache(model: BaseModel, rows: int) -> NodeCache:
 
 
 class LMSession(StepwiseSession):
-    """A session of a drafter that is a causal LM: every level is one pass over its nodes."""
+    """The session of a causal LM that drafts: it reads every level of the tree in one pass."""
 
     def __init__(
         self, drafter: StepwiseDrafter, model: BaseModel, rows: int, logits: Callable[[Tensor], Tensor]
     ) -> None:
-        """Draft with ``model``; ``logits`` maps its hidden states [B, F, D] to [B, F, W]."""
+        """Draft with ``model``; ``logits`` maps its hidden states [B, F, D] to draft logits [B, F, W]."""
         self.drafter, self._model, self._logits = drafter, model, logits
         self.context = model_cache(model, rows)
         self._slots: Tensor | None = None
@@ -294,7 +311,7 @@ class LMSession(StepwiseSession):
         return proposal
 
     def drafted(self, proposal: Proposal) -> None:
-        """Take note of the proposal that was made of this session's levels."""
+        """Store the slots of the proposal that was grown from this session's levels, for ``commit``."""
         self._slots = proposal.slots
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:

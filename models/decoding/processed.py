@@ -34,26 +34,35 @@ READ_LOGITS_ONLY = (
     *(TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper, InfNanRemoveLogitsProcessor, LogitNormalization),
     SuppressTokensLogitsProcessor,
 )
-"""Processors that ignore the tokens so far."""
+"""Processors that read only the logits, not the tokens so far."""
 WITH_STATE = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
-"""transformers' own processors that remember earlier calls."""
+"""transformers' own processors whose results depend on earlier calls."""
 
 
 class ProcessedSampler:
-    """Logits processors as a sampler of the decoding loop.
+    """A sampler of the decoding loop that applies transformers' logits processors.
 
-    ``generate`` calls processors with all rows of a batch at one length: prompts are padded on the left, and finished
-    rows on the right. In the loop, rows have different lengths. So processors are called once per length. Rows of other
-    lengths are then cut or padded to it like finished rows, and only the results of rows of this length are used.
+    transformers' ``generate`` calls processors with a batch whose rows have one length: prompts are padded on the left,
+    and finished rows on the right. In our loop, rows have different lengths. Processors are therefore called once for
+    each length that occurs. Rows of other lengths are cut or padded on the right for that call, and their results are
+    not used.
     """
 
     plain_greedy = False
 
     description = ""
-    """Settings of ``generate`` that it applies."""
+    """The settings of ``generate`` that the processors apply, as text for the user."""
 
     def __init__(self, processors: LogitsProcessorList, prompts: Tensor, padding: list[int], pad: int, sample: bool):
-        """Prepare for left-padded ``prompts`` [B, T] with so much ``padding`` each; not ``sample`` is greedy."""
+        """Create a sampler for given prompts.
+
+        Args:
+            processors: the processors, in the order of their calls.
+            prompts: [B, T] token ids, padded on the left.
+            padding: number of padding tokens of each prompt.
+            pad: token id for padding on the right.
+            sample: sample from the distribution; False: take the argmax.
+        """
         self._prompts, self._padding, self._pad, self._sample = prompts, padding, pad, sample
         self.reads_context = any(type(processor) not in READ_LOGITS_ONLY for processor in processors)
         self._processors = [
@@ -63,7 +72,7 @@ class ProcessedSampler:
         ]
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
-        """Return the distributions [n, V] of the next tokens; for greedy decoding one-hot at the first argmax."""
+        """Return the distributions [n, V] of the next tokens; in greedy decoding, one-hot at the first argmax."""
         # Processors may keep tensors, or write to their arguments: both fail later for tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             scores = logits.to(torch.float32, copy=True)
@@ -98,7 +107,11 @@ class ProcessedSampler:
 
 
 def stock_sampler(base: BaseModel, ids: list[int], max_new_tokens: int, given: OutputSampler) -> TargetSampler:
-    """Return the distribution of stock ``generate`` for one prompt: by ``given`` and the base's generation config."""
+    """Return a sampler with the distribution of transformers' ``generate`` for the prompt ``ids``.
+
+    ``given`` overrides the base's generation config. To get the processors, transformers' ``generate`` is called
+    without decoding.
+    """
     prompts, call = torch.tensor([ids], device=base.device), dict[str, Any]()
 
     def capture(
@@ -134,7 +147,7 @@ def stock_sampler(base: BaseModel, ids: list[int], max_new_tokens: int, given: O
 
 
 def sampling_lines(base: BaseModel, sampler: TargetSampler) -> list[str]:
-    """Return lines for the user: settings of ``stock_sampler`` in use, and those of the base that it ignores."""
+    """Return lines for the user: the settings that ``sampler`` applies, and the base's settings that are ignored."""
     used, ignored = getattr(sampler, "description", ""), ", ".join(base.ignored_settings(NEVER_APPLIED))
     lines = {
         f"sampled as by transformers' generate, with {used} (sampler.temperature=0 is greedy)": used,
@@ -144,14 +157,15 @@ def sampling_lines(base: BaseModel, sampler: TargetSampler) -> list[str]:
 
 
 def check_stateless(processors: LogitsProcessorList, ids: Tensor, vocab_size: int) -> None:
-    """Reject processors whose results depend on earlier calls: drafts would be judged by tokens that were rejected.
+    """Reject processors whose results depend on earlier calls, because calls for rejected drafts would change them.
 
-    A processor from outside transformers is called for the prompt, for a longer text and for the prompt again.
+    A processor that is not transformers' own is tried: it is called for the prompt, for a longer text, and for the
+    prompt again, which must give the first result.
     """
     for processor in processors:
         name = type(processor).__name__
         if name in WITH_STATE:
-            raise UserError(f"the logits processor {name} has state, so drafts would change it; leave it out")
+            raise UserError(f"the logits processor {name} has state, which drafts would change; leave it out")
         if type(processor).__module__ == logits_process.__name__:
             continue
         trial = copy(processor)
@@ -162,17 +176,17 @@ def check_stateless(processors: LogitsProcessorList, ids: Tensor, vocab_size: in
             trial(torch.cat([ids, first.argmax(-1, keepdim=True)], 1), scores.clone())
             equal = torch.equal(trial(ids, scores.clone()), first) and _sizes(trial) == before
             why = "" if equal else "its results or attributes change from call to call"
-        except Exception as error:  # a processor that follows the answer may reject an earlier text in any way
+        except Exception as error:  # a processor with state may raise any error for the earlier text
             why = f"it cannot return to an earlier text: {type(error).__name__}: {one_line(error)}"
         if why:
             raise UserError(
-                f"the logits processor {name} has state ({why}), so drafts would change it; make it a function of "
+                f"the logits processor {name} has state ({why}), which drafts would change; make it a function of "
                 "input_ids and scores, or leave out custom_generate"
             )
 
 
 def _sizes(processor: Any) -> dict[str, object]:
-    """Return the plain attributes of a processor, and the lengths of its containers."""
+    """Return a processor's attributes that are numbers, strings or None, and the lengths of its containers."""
     attributes = getattr(processor, "__dict__", {})
     plain = {key: value for key, value in attributes.items() if isinstance(value, bool | int | float | str | None)}
     return plain | {
