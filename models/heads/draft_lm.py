@@ -1,9 +1,9 @@
 """A small causal LM made of some of the base's layers, trained to draft for it (vanilla speculative decoding,
 2211.17192 and 2302.01318).
 
-It reads tokens, not hidden states. The base's embedding and output head are frozen and shared; copies of a few decoder
-layers and of the final norm are trained. DistilBERT and Distil-Whisper start the same way. As a draft model it needs no
-tokenizer and no published weights.
+It reads tokens, not hidden states. The base's embedding and output head are frozen and shared. Copies of a few decoder
+layers and of the final norm are trained, as in DistilBERT and Distil-Whisper. Unlike a published draft model, it always
+has the base's tokenizer.
 
 Shape legend: B batch, T time, D width, W draft vocabulary.
 """
@@ -42,9 +42,9 @@ class DraftLMConfig(DraftHeadConfig):
     from_layers: list[int] | None = None
     """Layers of the base to start from, in order. With null, spread evenly from the first to the last."""
     intermediate_size: Annotated[int, Field(ge=16)] | None = None
-    """Channels of each layer's MLP. Fewer than the base's: the largest of its channels. More: the base's, and further
-    ones that add nothing at first. With null, as many as the base. Compare shapes at equal parameters with ``drafthead
-    study`` (2402.01528)."""
+    """Inner width of each layer's MLP. A smaller width than the base's keeps its channels with the largest weights. A
+    larger width adds channels that have no effect at first. With null, the base's. ``drafthead study`` compares shapes
+    with equal numbers of parameters (2402.01528)."""
 
     def __post_init__(self) -> None:
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:
@@ -61,7 +61,7 @@ class DraftLMConfig(DraftHeadConfig):
 
 
 class DraftLM(DraftHead):
-    """A few decoder layers between the base's embedding and output head."""
+    """A few trained decoder layers between the base's embedding and its output head."""
 
     config: DraftLMConfig
     reads_base = False
@@ -87,7 +87,7 @@ class DraftLM(DraftHead):
         return DraftLMSession(self, rows)
 
     def inference_trunk(self) -> BaseModel:
-        """Return the trunk to draft with; its layers are fused and packed if the base's are."""
+        """Return the model (embedding, layers and norm) to draft with; it is fused and packed if the base is."""
         if not self.base.prepacked:
             return self._trunk
         layers = deepcopy(self.layers).requires_grad_(False)
@@ -113,12 +113,12 @@ class DraftLM(DraftHead):
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
-        """Return the state after the root for all positions, because a draft LM reads nothing of the base."""
+        """Return the draft LM's own state after the root, for all positions, because it does not read the base's."""
         return [draft_targets.to_anchors(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
 
 
 class DraftLMSession(HeadSession):
-    """A session of the causal LM, whose logits the parts add to."""
+    """A session whose levels the causal LM computes; the optional parts add to its logits."""
 
     def __init__(self, head: DraftLM, rows: int) -> None:
         super().__init__(head, rows)
@@ -146,7 +146,7 @@ class DraftLMSession(HeadSession):
 
 @torch.no_grad()
 def resize_mlp(mlp: Any, width: int) -> None:
-    """Cut a gated MLP to the ``width`` channels with the largest weights, or add channels whose output is zero.
+    """Change the inner width of a gated MLP: keep the channels with the largest weights, or add ones that output zero.
 
     Raises:
         UserError: the MLP has biases.

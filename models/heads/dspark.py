@@ -1,23 +1,24 @@
 """DSpark (DeepSeek's DeepSpec, 2026): a few layers draft a whole block in one pass, and a Markov head corrects it.
 
-A block has P slots at the positions after t. The first holds the embedding of ``x_{t+1}`` (the first token), the others
-a mask token. Every layer attends to the block and to the context: the base's hidden states up to t, fused once for
-all layers, whose keys and values are stored between steps. So drafting is one pass over P rows at any depth::
+A block has P slots at the positions after t. The input of the first slot is the embedding of ``x_{t+1}``, that of the
+others a mask token. Every layer attends to the block and to the context: the base's hidden states up to t, which ``fc``
+maps to one state per token for all layers. Their keys and values are stored between steps. Drafting is therefore one
+pass over P slots, whatever the depth::
 
     context  h_0 .. h_t  |  slot 0: x_{t+1}   slot 1: mask   slot 2: mask
     drafts               |  x_{t+2}           x_{t+3}        x_{t+4}
 
-A slot cannot know which tokens were drafted before it. The Markov head adds ``W2 W1[x_{t+k}]`` to its logits, a product
-of rank r that depends on the token before. So every node of a tree has its own distribution. A confidence head
-reads the same input and predicts how likely the draft is accepted.
+A slot does not know which tokens were drafted before it. The Markov head therefore adds ``W2 W1[x_{t+k}]`` to its
+logits, a product of rank r that depends on the previous token, so every node of a tree has its own distribution. A
+confidence head reads the same input and predicts how likely the draft is accepted.
 
-The family: ``markov_rank: 0`` is DFlash, ``causal`` is JetSpec's block, and ``anchor_predicts: false`` leaves slot 0
-unused for drafts, as both do. Weights have the names of DeepSpec's checkpoints, except for the Markov head.
+Related heads: ``markov_rank: 0`` gives DFlash, and ``causal: true`` JetSpec's block. Both set ``anchor_predicts:
+false``, so that slot 0 drafts nothing. Weights have the names of DeepSpec's checkpoints, except for the Markov head.
 
-Differences from the reference code: layers can start as the base's last ones, and the Markov table can be a projection
-of the base's embedding (``tied_markov``). Random starts lose on small data (``docs/dev/log.md``). All anchors are
-trained unless ``places`` limits them. The head can draft over a part of the vocabulary. ``reads_state`` and the
-induction head are our additions.
+Differences from the reference code: layers can start as the base's last layers, and the Markov table can be a
+projection of the base's embedding (``tied_markov``). Random initial weights are worse on small data
+(``docs/dev/log.md``). All anchors are trained unless ``places`` limits their number. The head can have a draft
+vocabulary. ``reads_state`` and the induction head are our additions.
 
 Shape legend: B batch, T time, S anchors, P slots of a block, F frontier nodes, K draft positions, N layers, n targets,
 D width, r Markov rank, W draft vocabulary.
@@ -67,21 +68,23 @@ class DSparkConfig(DraftHeadConfig):
     causal: bool = False
     """Let each slot attend to earlier slots only, as in JetSpec."""
     anchor_predicts: bool = True
-    """Predict the first draft at the anchor's slot. With false, the anchor's slot drafts nothing, as in DFlash and
-    JetSpec."""
+    """Predict the first draft at slot 0, whose input is the last committed token. With false, slot 0 drafts nothing, as
+    in DFlash and JetSpec."""
     confidence: bool = True
     mask_token: int | None = None
-    """Token id whose embedding fills the block. It must not occur in text. With null, it is chosen from the base's
-    tokenizer."""
+    """Token id of the mask token, the input of all slots after the first. It must not occur in text. With null, an
+    unused id of the base's tokenizer."""
     copy_layers: bool = True
-    """Start as the base's last layers. With false, start at random, adding nothing at first."""
+    """Start the layers as copies of the base's last layers. With false, they start at random and initially add nothing
+    to their inputs."""
     reads_state: bool = False
-    """Start slots from the base's last state. The untrained head then equals the next-token head (our addition; no
-    format has it)."""
+    """Add the base's last hidden state to the input of every slot. The untrained head then equals the base's next-token
+    head (our addition; no export format has it)."""
     intermediate_size: Positive | None = None
     """Inner width of the MLPs. With null, the base's."""
     places: Positive | None = None
-    """Largest number of anchors per micro-batch in training, drawn at random. With null, all."""
+    """Most anchors (positions from which drafts are made) per micro-batch in training, drawn at random. With null,
+    all."""
 
     def __post_init__(self) -> None:
         if self.layers is not None and not self.layers:
@@ -100,7 +103,7 @@ class DSparkConfig(DraftHeadConfig):
 
     @property
     def slots(self) -> int:
-        """Rows P of a block."""
+        """Number of slots P of a block."""
         return self.num_draft_tokens + (not self.anchor_predicts)
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DSparkHead":
@@ -140,7 +143,10 @@ class DSparkHead(DraftHead):
 
     @torch.no_grad()
     def _start(self, deepest: int) -> None:
-        """Start as the base's last layers over its deepest state that the head reads, or as its next-token head."""
+        """Initialise the head as the base's last layers over the deepest layer's state, or as its next-token head.
+
+        ``deepest`` is the number of that state among those that ``fc`` reads.
+        """
         base = self.base
         start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
         if self.config.copy_layers:
@@ -159,7 +165,7 @@ class DSparkHead(DraftHead):
         return draft_targets.subset(limit) if self.training and limit else draft_targets
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Fuse the base's states of ``spec`` to the context: [..., layers * D] -> [..., D]."""
+        """Map the base's concatenated states of ``spec`` to the context: [..., layers * D] -> [..., D]."""
         context: Tensor = self.hidden_norm(self.fc(states.to(reads_in(self.fc))))
         return context
 
@@ -167,8 +173,8 @@ class DSparkHead(DraftHead):
         """Return the first layer's input at the slots, [..., P, D].
 
         Args:
-            first_tokens: [...] int64 tokens ``x_{t+1}`` of slot 0.
-            hidden: [..., D] the base's states ``h_t``, which are read with ``reads_state``.
+            first_tokens: [...] int64 tokens ``x_{t+1}``, the inputs of slot 0.
+            hidden: [..., D] the base's last states ``h_t``, for ``reads_state``.
         """
         assert self.config.mask_token is not None
         tokens = torch.full((*first_tokens.shape, self.config.slots), self.config.mask_token, device=hidden.device)
@@ -180,15 +186,15 @@ class DSparkHead(DraftHead):
         return hidden[..., None, :].to(projected.dtype) + projected + self.slot_offset
 
     def seen_slots(self, device: torch.device) -> Tensor:
-        """Return a mask [P, P] bool of the slots of its block that a slot sees."""
+        """Return the attention mask within a block, [P, P] bool: row i has the slots that slot i sees."""
         seen = causal_mask(self.config.slots, device)
         return seen if self.config.causal else torch.ones_like(seen)
 
     def open(self, rows: int, cache: TreeCache | None = None) -> "DSparkSession":
         return DSparkSession(self, rows)
 
-    # The block has two passes: training runs the blocks of all anchors, which must not see each other, and drafting
-    # one block over the cache.
+    # There are two passes over blocks. Training runs the blocks of all anchors at once, which must not see each other.
+    # Drafting runs one block over the cache (``DSparkSession.block_inputs``).
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         depth = len(draft_targets.valid)
@@ -202,7 +208,7 @@ class DSparkHead(DraftHead):
         x = self.block(first_tokens, context.at_anchors(base_hidden.final).nan_to_num()).flatten(1, 2)  # [B, S P, D]
         positions = context.block_positions(torch.arange(1, self.config.slots + 1, device=x.device))
         for layer in self.decoder_layers:
-            # The context is not changed by the layers: each makes keys and values of the same fused states.
+            # Layers do not change the context: each computes its keys and values from the same fused states.
             key, value = layer.self_attn.keys_values(fused, batch.position_ids)
             x = context.read_block(layer, x, key, value, positions, self.seen_slots(x.device))
         slots = self.norm(x).unflatten(1, (-1, self.config.slots)).flatten(0, 1)[:, self.first_slot :]
@@ -211,14 +217,14 @@ class DSparkHead(DraftHead):
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
-        """Return the slots: each position has its own state."""
+        """Return the outputs of the slots, because every draft position has its own."""
         return [draft_targets.to_anchors(hidden[k], k, batch.input_ids.shape) for k in range(len(hidden))]
 
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
-    """Return a layer that writes the keys and values of all ``layers`` for a context, from one joined product.
+    """Return a function that writes the context's keys and values of all ``layers`` into the cache, by one product.
 
-    This works because they depend on the context alone, not on the layers below.
+    One product is enough, because the keys and values depend only on the context and not on lower layers.
     """
     attentions = [layer.self_attn for layer in layers]
     product = joined_linear([linear for a in attentions for linear in (a.k_proj, a.v_proj)], dtype)
@@ -237,7 +243,7 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
 
 
 class DSparkSession(HeadSession):
-    """A session with the keys and values of the fused context."""
+    """A session with the keys and values of the context."""
 
     model: DSparkHead
     context: LayerCache
@@ -265,9 +271,9 @@ class DSparkSession(HeadSession):
 
 @torch.no_grad()
 def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
-    """Copy the weights of a base's decoder layer into ``layer``, in float32 and without biases.
+    """Copy the weights of a base's decoder layer ``stock`` into ``layer``, in float32 and without biases.
 
-    Query and key norms that the base lacks start with the average size of its queries and keys.
+    If the base has no query and key norms, those of ``layer`` start with the average size of its queries and keys.
 
     Raises:
         UserError: the base's layer is not like Llama's.
@@ -290,9 +296,9 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
 
 
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:
-    """Return the layers that published heads read: L // 2, or ``count`` layers spread from 1 to L - 3, from 0.
+    """Return the default of ``head.layers`` for a base of L = ``layers`` layers: ``count`` layers, counted from 1.
 
-    The result counts from 1, as ``head.layers`` does.
+    As in published heads, they are, counted from 0, L // 2 for one layer, and else spread evenly from 1 to L - 3.
     """
     if count == 1:
         return (layers // 2 + 1,)

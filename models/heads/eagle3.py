@@ -1,21 +1,21 @@
 """EAGLE-3 (Li et al., 2503.01840): one decoder layer that drafts from the base's features and then from its own.
 
-The hidden states of three layers of the base are projected to one feature ``f_t``. The layer reads it together with
-the embedding of ``x_{t+1}`` and predicts ``x_{t+2}``. For the next draft, its output stands for ``f_{t+1}``, which the
+The hidden states of three layers of the base are projected to one feature ``f_t``. The decoder layer reads ``f_t`` and
+the embedding of ``x_{t+1}``, and predicts ``x_{t+2}``. For the next draft, its output replaces ``f_{t+1}``, which the
 base has not computed yet, and so on. Training runs the same steps (the training-time test), so the layer learns to
-read its own output. Drafts come from the head's own projection over a draft vocabulary.
+read its own output. The head has its own projection to a draft vocabulary.
 
 Differences from the reference code:
 
 - The loss covers trained tokens only; there, the mean includes padding.
-- The untrained head is about the base's next-token head; there, it is random.
+- The untrained head is approximately the base's next-token head; there, it is random.
 - Attention stays inside a document.
-- All targets are imitated; there, only those at which the base's most likely token can be drafted.
+- All targets are trained; there, only those at which the base's most likely token is in the draft vocabulary.
 - The induction head is our addition. EAGLE-2's trees (2406.16858) are ``DynamicTree``, for any head.
 
 ``parallel`` is P-EAGLE (2602.01469): deeper positions read a learnt state and a mask token instead of the layer's own
-output. So all positions are drafted in one pass, which can have several layers. All anchors and depths are trained;
-the paper samples depths.
+output. All positions are therefore drafted in one pass, which can have several layers. All anchors and depths are
+trained; the paper samples depths.
 
 Shape legend: B batch, T time, S anchors, F frontier nodes, K draft positions, n targets, D width, W draft vocabulary.
 """
@@ -41,10 +41,10 @@ from drafthead.models.token_tree import causal_mask
 
 
 class EagleLayer(HeadDecoderLayer):
-    """Layer with attention over [norm(embedding), norm(feature)] and an MLP, both added to the feature.
+    """Decoder layer over [norm(embedding), norm(feature)], whose attention and MLP are added to the feature.
 
-    Its inputs [..., 2 D] are embeddings and features. It starts as the feature, unchanged. Weights have the names of
-    published checkpoints.
+    Its inputs [..., 2 D] are the embedding and the feature, concatenated. Untrained, it returns the feature unchanged.
+    Weights have the names of published checkpoints.
     """
 
     def __init__(self, base: BaseModel, config: "Eagle3Config") -> None:
@@ -152,7 +152,7 @@ class Eagle3Head(DraftHead):
             rows = self.target_lm_head.weight.detach().float()
             # Checkpoints have neither a scale nor a soft-cap, so the scale goes into the weight.
             self.lm_head.weight = nn.Parameter(rows * self.target_lm_head.scale)
-        # Start as the base's next-token prediction from the deepest state; the layer starts as the identity.
+        # Start as the base's next-token head over the deepest layer's state; the decoder layer starts as the identity.
         start_as_base(self.fc, self.norm, base, layers.index(max(layers)) if layers else 0, is_final=not layers)
         self.projections = self.lm_heads(0)
         self.reads_drafts = not config.parallel
@@ -165,11 +165,11 @@ class Eagle3Head(DraftHead):
         return super().projection(k) if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
     def _layer_states(self, base_hidden: HiddenStates) -> Tensor:
-        """Return the base's states that are fused to a feature, [..., layers * D]."""
+        """Return the base's states from which the feature is computed, [..., layers * D]."""
         return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(reads_in(self.fc))
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Fuse the base's states to features: [..., layers * D] -> [..., D]."""
+        """Return the feature of the base's concatenated states: [..., layers * D] -> [..., D]."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -179,7 +179,10 @@ class Eagle3Head(DraftHead):
         return fused
 
     def masked(self, count: int) -> Tensor:
-        """Return the mask input that P-EAGLE reads at every position after the first, [count, 2 D]."""
+        """Return P-EAGLE's input at the positions after the first, [count, 2 D], the same for all of them.
+
+        It is the embedding of the mask token and a learnt feature.
+        """
         assert self.config.mask_token is not None
         token = torch.full((), self.config.mask_token, device=self.base.device)  # filled there, without a wait
         feature = self.fuse(self.mask_hidden[0, 0])
@@ -205,7 +208,7 @@ class Eagle3Head(DraftHead):
         steps = len(draft_targets.valid)
         if len(draft_targets.target_idx) == 0:
             return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
-        # The last token of a document has no next token to pair with, and its states may be NaN.
+        # The last token of a document has no next token, and its states may be NaN.
         states = torch.where(has_next(batch.document_ids)[..., None], self._layer_states(base_hidden), 0.0)
         feature, context = self.fuse(states), AnchorContext(batch, draft_targets, self.dtype)
         pairs = torch.cat([self.embed(batch.input_ids.flatten().roll(-1).view_as(batch.input_ids)), feature], -1)
@@ -215,14 +218,15 @@ class Eagle3Head(DraftHead):
         slots: Tensor = self.norm(self._at_once(context, pairs, steps)).flatten(0, 1)
         return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.anchor_idx)])
 
-    # P-EAGLE has two passes: training drafts from all anchors, and drafting from one, whose cache is causal anyway.
+    # P-EAGLE has two passes. Training drafts from all anchors at once. Decoding drafts from one anchor, for which causal
+    # attention over the cache is enough (``EagleSession.block_inputs``).
 
     def _at_once(self, context: AnchorContext, pairs: Tensor, steps: int) -> Tensor:
-        """Return the last layer's outputs for ``steps`` draft positions at all anchors, [B, S, K, D].
+        """Return the last layer's outputs for K = ``steps`` draft positions at all anchors, [B, S, K, D].
 
-        The first position is causal attention over the context. Position i (from 0) is i tokens later and reads the
-        mask input. It sees the context up to its anchor and the positions of its anchor from 1 to i. So every layer
-        runs twice: over the context [B, T], and over the K - 1 masked positions of all anchors.
+        Position 0 stands in the context and is computed with it, by causal attention. Position i reads the mask input,
+        i tokens after its anchor. It sees the context up to its anchor and the positions 1 to i of the same anchor.
+        Every layer therefore runs twice: over the context [B, T], and over the K - 1 masked positions of all anchors.
         """
         anchors = context.anchors
         masked = self.masked(steps - 1).expand(*anchors.shape, -1, -1).flatten(1, 2)  # [B, S (K - 1), 2 D]
@@ -238,16 +242,16 @@ class Eagle3Head(DraftHead):
 
 
 def published_layers(count: int) -> tuple[int, int, int]:
-    """Return the layers that EAGLE-3 reads of a base of ``count``: 2, L // 2 and L - 3, where 1 is the first.
+    """Return the layers of a base with L = ``count`` layers whose outputs EAGLE-3 reads: 2, L // 2 and L - 3, from 1.
 
-    The reference code stores the inputs of these layers counted from 0. The input of layer n counted from 0 is the
-    output of the n-th layer, transformers' ``hidden_states[n]``.
+    The reference code stores the inputs of the layers with these numbers, counted from 0. The input of layer n counted
+    from 0 is the output of layer n counted from 1, transformers' ``hidden_states[n]``.
     """
     return min(2, count), count // 2, max(0, count - 3)
 
 
 class EagleSession(HeadSession):
-    """A session that pairs each token ``x_{t+1}`` with the feature ``f_t`` before it."""
+    """A session whose attention reads each token ``x_{t+1}`` together with the feature ``f_t`` of the token before."""
 
     model: Eagle3Head
 
@@ -264,7 +268,7 @@ class EagleSession(HeadSession):
 
         self.context: LayerCache = LayerCache(layers, shape, rows)
         self._feature = weight.new_full((rows, width), torch.nan)
-        """[B, D] feature of the last token that the base has read; its next token is not committed yet."""
+        """[B, D] feature of the last token that the base has read. It is read with the next token, the root."""
 
     def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
         before = fused = self.model.fuse(self.model._layer_states(base_hidden))

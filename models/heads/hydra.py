@@ -1,9 +1,9 @@
 """Hydra heads (Ankner et al., 2402.05109): Medusa's heads made sequentially dependent, and Hydra++.
 
-Head k reads the concatenation of ``h_t`` and the base's embeddings of ``x_{t+1} .. x_{t+k}``, the path so far. A first
-block maps it to the base's width; further residual blocks and a projection follow. Hydra++ (``prefix_layer``) adds a
-decoder layer over the context's hidden states before the heads. It has its own keys and values, and reads the newly
-committed tokens once per step.
+Head k reads the concatenation of ``h_t`` and the base's embeddings of ``x_{t+1} .. x_{t+k}``, the tokens before the
+draft. A first block maps it to the base's width; further residual blocks and a projection follow. Hydra++
+(``prefix_layer``) adds a decoder layer over the hidden states of the context, whose output replaces ``h_t``. The layer has its own keys
+and values, and reads the newly committed tokens once per step.
 
 Differences from the reference code:
 
@@ -11,9 +11,9 @@ Differences from the reference code:
 - The blocks of a head are separate modules; there, all but the first are one module.
 - An untrained head is the base's next-token head, with Hydra++ up to a factor per token; there, the first block is
   random.
-- Projections can be the base's, frozen, or cut to a draft vocabulary. The induction head is our addition.
+- Projections can be the base's, frozen, or restricted to a draft vocabulary. The induction head is our addition.
 
-Shape legend: B batch, T time, F frontier nodes, K heads, n picked targets, D width, W draft vocabulary.
+Shape legend: B batch, T time, F nodes of a tree level, K heads, n targets, D width, W draft vocabulary.
 """
 
 from dataclasses import replace
@@ -52,9 +52,9 @@ class HydraConfig(DraftHeadConfig):
     projection_bias: bool = False
     """Give own projections a bias, as in the released weights. Needs ``own_lm_head``."""
     tie_blocks: bool = False
-    """Share one block among all after a head's first, as in the reference code."""
+    """Use one block for all blocks after a head's first, as in the reference code."""
     unit_embeddings: bool = False
-    """Scale embeddings to unit RMS (our addition). This learns sooner if the base's embeddings are small."""
+    """Scale embeddings to RMS 1 (our addition). Training is faster with it if the base's embeddings are small."""
 
     def __post_init__(self) -> None:
         if self.projection_bias and not self.own_lm_head:
@@ -65,7 +65,7 @@ class HydraConfig(DraftHeadConfig):
 
 
 class FirstBlock(nn.Module):
-    """First block ``R x + SiLU(W x + b)`` over ``inputs`` concatenated vectors, initially equal to the first one."""
+    """First block ``R x + SiLU(W x + b)`` over ``inputs`` concatenated vectors, initially equal to the first, ``h_t``."""
 
     def __init__(self, width: int, inputs: int) -> None:
         super().__init__()
@@ -99,12 +99,12 @@ class HydraBlocks(nn.ModuleList):
 
 
 class PrefixLayer(HeadDecoderLayer):
-    """A decoder layer with a final norm over the base's hidden states; weights have the names of Llama checkpoints.
+    """A decoder layer with a final norm, over the base's hidden states; weights have the names of Llama checkpoints.
 
-    The untrained layer adds nothing, and the final norm starts with the scale of the base's states. So the layer
-    starts as the identity up to a factor per token, because the states have been normed once already. The factor is 1
-    if the base's final norm has one scale for all channels. On SmolLM2 it is 0.90 to 1.33, which costs an untrained
-    head 0.064 nats.
+    The untrained layer adds nothing, and its final norm has the scale of the base's states, which have already passed
+    the base's norm. The layer therefore starts as the identity up to a factor for each token. The factor is 1 if the
+    base's final norm has one scale for all channels. On SmolLM2 it is 0.90 to 1.33, which costs an untrained head 0.064
+    nats.
     """
 
     def __init__(self, base: BaseModel) -> None:
@@ -119,7 +119,7 @@ class PrefixLayer(HeadDecoderLayer):
 
 
 class HydraHead(DraftHead):
-    """K Hydra heads. A node's state is the next head's input: ``h`` and the embeddings on the node's path."""
+    """K Hydra heads. The state after a node is ``h`` and the embeddings of the tokens on its path, concatenated."""
 
     config: HydraConfig
 
@@ -154,14 +154,14 @@ class HydraHead(DraftHead):
         final = base_hidden.final.to(self.dtype)
         if self.prefix is None:
             return final
-        # Features of positions that were not stored are NaN, and NaN times a zero weight is still NaN.
+        # Hidden states that were not stored are NaN, and NaN times a zero weight is still NaN.
         mask = document_mask(batch.document_ids, final.dtype)
         prefixed: Tensor = self.prefix(final.nan_to_num(), batch.position_ids, mask)
         return prefixed
 
 
 class HydraSession(HeadSession):
-    """A session that with Hydra++ runs the prefix layer over the committed tokens."""
+    """A session that, with Hydra++, runs the prefix layer over the committed tokens."""
 
     model: HydraHead
 

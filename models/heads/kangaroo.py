@@ -1,16 +1,15 @@
 """Kangaroo (Liu et al., 2404.18911): the target's first layers and a small adapter draft for it.
 
-The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``, over the output of layer
-``exit_layer`` (the exit states). The base's frozen output head turns it into logits. Drafting stops after the first
-draft whose confidence is below ``confidence_threshold``.
+The adapter is one attention layer without an MLP, ``norm(x + attention(norm(x)))``. Its input x is the output of the
+base's layer ``exit_layer``, the exit states. The base's frozen output head maps its output to logits. Drafting stops
+after the first draft whose probability is below ``confidence_threshold``.
 
-Drafting and verification share one pass (early exit). The shallow layers write the nodes' keys and values into the
-target's cache, and verification continues from the exit states through the remaining layers only.
+Drafting and verification share the first layers (early exit). Drafting runs them, which writes the nodes' keys and
+values into the target's cache. Verification continues from the exit states through the other layers only.
 
 Beyond the paper: trees, batches, sampling, a reduced draft vocabulary, and training on the base's own answers.
 
-Shape legend: B rows, T time, F frontier nodes, N nodes of a proposal, D width, W draft
-vocabulary.
+Shape legend: B rows, T time, F nodes of a tree level, N nodes of a proposal, D width, W draft vocabulary.
 """
 
 from dataclasses import replace
@@ -38,9 +37,9 @@ from drafthead.models.token_tree import TokenTree
 
 
 class ExitStates:
-    """One step's nodes in the first layers of the target, which writes their keys and values into the target's cache.
+    """The pass of one step's nodes through the first layers of the target, in the target's cache.
 
-    Nodes are numbered in the order of reading, as ``Proposal.slots`` does.
+    Nodes are numbered in the order in which the layers read them, as in ``Proposal.slots``.
     """
 
     def __init__(self, first: BaseModel, cache: TreeCache) -> None:
@@ -66,11 +65,11 @@ class ExitStates:
         return self._hidden[-1]
 
     def finish(self, proposal: Proposal, static: bool) -> PartialForward:
-        """Read the nodes of ``proposal`` that drafting has not read, and return all exit states in its order.
+        """Read the nodes of ``proposal`` that drafting has not read, and return the exit states of all its nodes.
 
-        Drafting reads a node only to draft below it, so the leaves of the tree are unread, and their parents are read.
-        A dynamic tree may also have read nodes that it did not select. Reordering the cache drops these, so that
-        verification finds in the shallow layers exactly the keys and values of the proposal's nodes.
+        Drafting reads a node only to draft after it, so the leaves of the tree are unread. A dynamic tree may also have
+        read nodes that it did not select. The cache is reordered to the nodes of the proposal, without these, as
+        verification expects it. ``static``: the tree is static.
         """
         assert proposal.slots is not None
         numbers = proposal.slots.expand_as(proposal.tokens).clone()
@@ -82,7 +81,7 @@ class ExitStates:
         else:  # drafting has not stopped early, so it has read the root and every inner node of a static tree
             width = unread.shape[1] - (self._count if static else 1)
         if width:
-            # Rows with fewer unread nodes read other nodes again, and ignore them.
+            # Rows with fewer unread nodes read other nodes again; these results are not used.
             nodes = unread.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :width]
             above = numbers.gather(1, parents.gather(1, nodes).clamp(min=0)).clamp(min=0)
             new_numbers = torch.arange(self._count, self._count + width, device=numbers.device).expand_as(nodes)
@@ -97,7 +96,7 @@ class ExitStates:
 
 
 def check_early_exit(base: BaseModel, first: BaseModel) -> None:
-    """Raise a UserError if a base's pass differs when its first layers run alone and the others continue."""
+    """Reject a base whose hidden states differ when its first layers run alone and the others continue from them."""
     check = f"early exit after {first.num_layers}"
     if base.device.type == "meta" or check_key(base, check) in PASSED:
         return
@@ -113,7 +112,7 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
     if (error := relative_error(base, continued, whole)) > tolerance(base):
         raise UserError(
             f"the layers of {base.model.config.model_type} after the first {first.num_layers} give another result when "
-            f"they run alone (by {error:.1%} of the largest state); choose a head without an exit layer"
+            f"the first ones run separately (by {error:.1%} of the largest state); choose a head without an exit layer"
         )
     PASSED.add(check_key(base, check))
 
@@ -124,11 +123,11 @@ class KangarooConfig(DraftHeadConfig):
 
     one_prediction = True
     exit_layer: Positive = 2
-    """First layers of the base that draft. The paper uses 2 of 32 (7B) and 3 of 40 (13B)."""
+    """Number of the base's first layers that draft. The paper uses 2 of 32 (7B) and 3 of 40 (13B)."""
     num_draft_tokens: DraftPositions = 6
     confidence_threshold: BelowOne = 0.6
-    """Stop drafting after a draft with a lower probability. 0 never stops. The setting of the same name in decoding
-    overrides it."""
+    """Stop drafting after a draft with a lower probability. 0 never stops. The setting of the same name in evaluation
+    overrides this default."""
 
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:
@@ -139,7 +138,7 @@ class KangarooConfig(DraftHeadConfig):
 
 
 class KangarooHead(DraftHead):
-    """Adapter over an exit state of the base."""
+    """The adapter over the exit states of the base."""
 
     config: KangarooConfig
 
@@ -161,7 +160,7 @@ class KangarooHead(DraftHead):
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         """Return the adapter's outputs, [B, T, D]."""
-        # Features of positions that were not stored are NaN; zeros there carry no value and no gradient.
+        # States that were not stored are NaN; zeros have no effect on values and gradients.
         x = base_hidden.layer(0).to(self.dtype).nan_to_num()
         mask = document_mask(batch.document_ids, x.dtype)
         return self.adapter(x, batch.position_ids, mask)
@@ -178,7 +177,7 @@ class KangarooHead(DraftHead):
         return KangarooSession(self, rows, cache)
 
     def cache_slots(self, draft_config: DraftConfig) -> int:
-        # A dynamic tree may expand nodes that it does not select.
+        # A dynamic tree may read nodes that it does not select.
         tree = draft_config.tree
         return tree.width * tree.depth + 1 if isinstance(tree, DynamicTree) else 0
 

@@ -6,7 +6,7 @@ and shared (the later recipe).
 
 Differences from the reference code: the blocks of a head are separate modules instead of one repeated module. Their
 biases start at zero like their weights, so an untrained head is exactly the base's next-token head. The projections
-can be cut to a draft vocabulary.
+can be restricted to a draft vocabulary.
 
 ``reads_last_token`` is our addition. When drafting starts, ``x_{t+1}`` is already committed, but a Medusa head has to
 guess it from ``h_t``. With the option, the first block of every head also reads its embedding, as the first Hydra head
@@ -74,9 +74,9 @@ class MedusaHead(DraftHead):
         return x, states
 
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return what ``advance`` gives for all heads, by fewer and larger products, which are faster."""
-        # The first blocks of as many heads as were ever drafted are packed together. The end of an answer drafts fewer
-        # and uses a part of them.
+        """Return what ``advance`` returns for the first ``depth`` heads, by fewer and larger products."""
+        # The first blocks of several heads are packed together: as many heads as the longest draft so far had. Shorter
+        # drafts, at the end of an answer, use a part of the outputs.
         most = self.packed.get("most", lambda: [0])
         most[0] = heads = max(most[0], depth)
         first, *deeper = self.packed.get(heads, lambda: self._packed_blocks(heads))
@@ -88,7 +88,10 @@ class MedusaHead(DraftHead):
         return x
 
     def _packed_blocks(self, heads: int) -> list[list[nn.Module]]:
-        """Return the linear layers of each block; the first ones are one layer, because they read the same input."""
+        """Return the linear layers of each block, for the first ``heads`` heads.
+
+        The layers of all heads' first blocks are joined to one, because they read the same input.
+        """
         dtype = self.config.inference_dtype(self.base)
         by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
         first, *deeper = zip(*by_head[:heads], strict=True)

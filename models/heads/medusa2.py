@@ -5,10 +5,10 @@ close to the original. In phases with ``train_base`` the loss is::
 
     L = L_base + heads_weight * s(progress) * sum_k decay^k L_k
 
-over the tuned base's hidden states. L_base is the cross-entropy of the corpus, or (self-distillation) KL(p || q) from
-the original base's distribution p to the tuned base's q. Every batch has the original base's hidden states, so p costs
-no second pass. Earlier phases train the heads on the original base, which is Medusa-1: untrained heads would pull
-the base towards noise.
+where L_k is the loss of head k, over the tuned base's hidden states. L_base is the cross-entropy of the corpus, or with
+self-distillation KL(p || q) from the original base's distribution p to the tuned base's q. Every batch has the original
+base's hidden states, so p costs no second pass. Earlier phases train the heads on the original base (Medusa-1), because
+untrained heads would pull the base towards noise.
 
 Differences from the reference code: L_base covers the trained tokens only (there, prompts and padding too), and is
 computed in chunks like the heads' loss. A saved head has the adapter in its folder. It is loaded with the adapter
@@ -49,10 +49,10 @@ HEAD_SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "sine": lambda done: math.sin(math.pi / 2 * done),
 }
-"""Schedules by name: from the share of a phase that is done (0 to 1) to the factor of the heads' loss."""
+"""Schedules by name. Each maps the share of a phase that is done, 0 to 1, to a factor s of the heads' loss."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MERGED = "merged"
-"""Folder for the tuned base as a whole model, in the head's folder."""
+"""Name of the folder, in the head's folder, with the tuned base as a whole model."""
 
 
 @settings(kw_only=True)
@@ -69,8 +69,8 @@ class Medusa2Config(MedusaConfig):
     lora_targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
     """Linear layers in each decoder layer that get an adapter."""
     lora_lm_head: bool = False
-    """Also train an adapter on the output head. It is not for output heads tied to the embedding, and its input has no
-    dropout."""
+    """Also train an adapter of the base's output head, without dropout. Not possible if the output head is tied to the
+    embedding."""
     base_loss: Literal["ce", "self_distillation"] = SELF_DISTILLATION
     """Loss of the base: ``ce`` (on the corpus) or ``self_distillation`` (KL to the original base)."""
     heads_weight: NonNegativeFloat = 0.2
@@ -78,8 +78,8 @@ class Medusa2Config(MedusaConfig):
     heads_schedule: Literal["constant", "linear", "sine"] = "constant"
     """Schedule of ``heads_weight`` over the phase. ``linear`` and ``sine`` rise from 0 to it."""
     heads_lr_mult: PositiveFloat = 4.0
-    """Learning rate of the heads relative to the adapters' while both are trained. The adapters use the phase's
-    learning rate."""
+    """Learning rate of the heads divided by the phase's learning rate, in phases that train the base. The adapters use
+    the phase's learning rate."""
     checkpointing: bool = False
     """Recompute the base's activations in the backward pass instead of keeping them."""
     save_merged: bool = False
@@ -89,7 +89,8 @@ class Medusa2Config(MedusaConfig):
         super().__post_init__()
         if self.lora_lm_head and not self.own_lm_head:
             raise ValueError(
-                "head.lora_lm_head=true needs head.own_lm_head=true: shared projections are the output head as it was"
+                "head.lora_lm_head=true needs head.own_lm_head=true: heads that share the base's output head would use "
+                "the original one"
             )
         if not self.lora_targets:
             raise ValueError("head.lora_targets must be at least one layer's name, got none")
@@ -106,17 +107,20 @@ class Medusa2Head(MedusaHead):
     def __init__(self, config: Medusa2Config, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)
         self.adapter = nn.ParameterDict()
-        """Weights of the adapters, after the first ``train_base``; saved in checkpoints, not with the heads."""
+        """The adapters' weights, empty before ``train_base``. Checkpoints contain them, ``saved_weights`` does not."""
         self._tuned: LoraBase | None = None
         self._joint = False
 
     def train_base(self, now: bool) -> None:
-        """Prepare to train the base; ``now``: in the next phase. New adapters change nothing until they are trained."""
+        """Create the base's adapters at the first call; ``now`` says if the next phase trains them.
+
+        New adapters change nothing until they are trained.
+        """
         if self._tuned is None:
             if self.base.config.adapter is not None:
                 raise UserError(
                     f"{self.base.name} already has the adapter {self.base.config.adapter}; save it as a whole model "
-                    "(peft's merge_and_unload) and name that as base.name to train another one on it"
+                    "(peft's merge_and_unload) and give that model as base.name to train another adapter on it"
                 )
             config = self.config
             targets = [*config.lora_targets, *([LM_HEAD] if config.lora_lm_head else [])]
@@ -146,10 +150,11 @@ class Medusa2Head(MedusaHead):
     def loss(
         self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, progress: float = 1.0
     ) -> LossOutput:
-        """Return the heads' loss, and in phases that train the base its sum with the base's loss.
+        """Return the heads' loss; in phases that train the base, the weighted sum of the base's and the heads' loss.
 
-        The latter reads the tuned base's states; ``base_hidden`` is always the original base's. It has the further
-        metrics base_loss, heads_loss (without its weight, which the schedule changes) and base_accept.
+        ``base_hidden`` always has the original base's states. In phases that train the base, heads and base loss use
+        the tuned base's states, and there are further metrics: base_loss, heads_loss (without its weight, which the
+        schedule changes) and base_accept (the share of targets that are the tuned base's likeliest token).
         """
         if not self._joint:
             return super().loss(batch, base_hidden, config)
@@ -175,10 +180,10 @@ class Medusa2Head(MedusaHead):
         return super().candidate_ranks(batch, self._tuned_hidden_states(batch) if self._joint else base_hidden, top)
 
     def _tuned_hidden_states(self, batch: TrainBatch) -> HiddenStates:
-        """Return the tuned base's states, which the heads read while it is trained; they have gradients."""
+        """Return the tuned base's states, with gradients; the heads read them while the base is trained."""
         assert self._tuned is not None
         if self._tuned.adapts_head:
-            # The heads' loss compares with the tuned output head, which only the base's loss trains.
+            # The heads' labels come from the tuned output head, which only the base's loss trains.
             head = self._tuned.output_head()
             self.target_lm_head = replace(head, weight=head.weight.detach()).rows(self.d2t)
         return HiddenStates(final=self._tuned.hidden_states(batch))
@@ -186,7 +191,7 @@ class Medusa2Head(MedusaHead):
     def _base_loss(
         self, batch: TrainBatch, tuned_hidden: HiddenStates, original: HiddenStates
     ) -> tuple[Tensor, Tensor]:
-        """Return the base's own loss, summed over the trained tokens, and its ``STATS`` [1, len(STATS)]."""
+        """Return the base's loss L_base, summed over the trained tokens, and its ``STATS`` [1, len(STATS)]."""
         assert self._tuned is not None
         next_ids, valid = (batch.host or batch).draft_targets(0)
         device, chosen = tuned_hidden.final.device, valid.flatten().nonzero()[:, 0]
@@ -207,7 +212,7 @@ class Medusa2Head(MedusaHead):
         )
 
     def saved_weights(self) -> dict[str, Tensor]:
-        """Return the heads' weights; adapters are saved in a separate folder."""
+        """Return the heads' weights; ``save_base`` saves the adapters in a folder of their own."""
         return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
 
     def save_base(self, folder: Path) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Position k mixes the state of position k - 1 with the embedding of the token drafted last, and its projection reads the
 result. ``cell: rnn`` is the published MLPSpeculator, tied or untied; ``cell: lstm`` is the Arctic variant.
 
-Beyond the papers: a reduced draft vocabulary (of the projections; input tokens are always target ids), targets that
-stay in their document, and all kinds of trees. Two options train fewer parameters, for small data and few cores.
+Beyond the papers: projections to a reduced draft vocabulary (input tokens are always target ids), targets that stay in
+their document, and all kinds of trees. Two options train fewer parameters, for small data and few cores.
 ``own_embedding: false`` reads the base's embedding through a trained matrix. ``own_lm_head: false`` adds a linear map
 of the state to ``h`` and projects the sum with the base's frozen projection. Untrained, such a head equals the base's
 next-token head.
@@ -32,9 +32,9 @@ from drafthead.models.kernels.linear import reads_in
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")
 CellState = tuple[Tensor, ...]
-"""The state [..., E] that projections read, followed by the cell's other memory."""
+"""The state [..., E] that the projections read, followed by an LSTM's cell [..., E]."""
 Embed = Callable[[], nn.Module]
-"""Creates an embedding: a module from tokens [...] int64 to [..., E]."""
+"""Creates an embedding: a module that maps tokens [...] int64 to [..., E]."""
 
 
 class ScaledShiftedRMSNorm(nn.Module):
@@ -51,9 +51,9 @@ class ScaledShiftedRMSNorm(nn.Module):
 
 
 class BaseEmbedding(nn.Module):
-    """The base's embedding, frozen, through a trained matrix (our addition).
+    """The base's frozen embedding, mapped by a trained matrix (our addition).
 
-    Rows are normalised to unit norm, so that outputs initially have the size of a new embedding's.
+    Embeddings are scaled to norm 1, so that initial outputs are as large as those of a new embedding.
     """
 
     def __init__(self, table: Tensor, width: int) -> None:
@@ -68,7 +68,7 @@ class BaseEmbedding(nn.Module):
 
 
 def embedding_weight(positions: int, width: int) -> float:
-    """Return the published weight of an embedding relative to the state.
+    """Return the published factor of the embedding when it is added to the state.
 
     It is ``e / s`` with ``s = 0.5 ** (0.5 / K)`` and ``e = sqrt((1 - s^2) E / 2)``.
     """
@@ -77,7 +77,7 @@ def embedding_weight(positions: int, width: int) -> float:
 
 
 class RNNCells(nn.Module):
-    """Cells ``GELU(norm(P_k state + e/s E_k[x]))``; tied cells share all weights but the first projection."""
+    """Cells ``GELU(norm(P_k state + e/s E_k[x]))``; tied cells share all weights except the first projection P_0."""
 
     def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, tied: bool) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class RNNCells(nn.Module):
 
 
 class LSTMCells(nn.Module):
-    """Arctic's LSTM cell; all positions share it, but for the projections of the base's state."""
+    """Arctic's LSTM cell, shared by all positions; the first projects ``h`` by its own matrices."""
 
     def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, one_embedding: bool) -> None:
         super().__init__()
@@ -139,7 +139,10 @@ def _at(modules: nn.ModuleList, k: int) -> nn.Module:
 
 
 def _start(cells: nn.Module, deviation: Callable[[torch.Size], float]) -> None:
-    """Draw normal weights of embeddings and projections, as the reference code does; norms start as ones."""
+    """Initialise embeddings and projections with normal weights, as the reference code does; norms start as ones.
+
+    ``deviation`` maps a weight's shape to the standard deviation.
+    """
     for module in cells.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, 0, deviation(module.weight.shape))
@@ -151,12 +154,13 @@ class MLPSpeculatorConfig(DraftHeadConfig):
 
     num_draft_tokens: Annotated[int, Field(ge=1, le=8)] = 3
     own_lm_head: bool = True
-    """Train a projection to the vocabulary for each position, from the state. With false, all positions share the
-    base's, frozen, over ``h`` and a trained matrix of the state (our addition)."""
+    """Train a projection from the state to the vocabulary for each position. With false, all positions share the base's
+    frozen projection, which reads ``h`` plus a trained linear map of the state (our addition)."""
     inner_dim: NonNegative = 0
     """Width of the state. 0 takes the base's hidden size."""
     tie_weights: bool = False
-    """Share embedding, norm and projections among positions. The projection of the base's state stays separate."""
+    """Share embedding, norm and projections among all positions. Only the first position's projection of the base's
+    state is separate."""
     scale_input: bool = False
     """Scale the base's state to an RMS of ``1 / sqrt(2)``."""
     cell: Literal["rnn", "lstm"] = "rnn"
@@ -164,7 +168,7 @@ class MLPSpeculatorConfig(DraftHeadConfig):
     tie_lstm_embs: bool = False
     """Share one embedding among the gates of the LSTM."""
     own_embedding: bool = True
-    """Train an embedding. With false, use the base's, frozen, through a trained matrix (our addition)."""
+    """Train an embedding. With false, use the base's frozen embedding and a trained matrix (our addition)."""
 
     def __post_init__(self) -> None:
         if self.cell == "lstm" and not self.tie_weights:
@@ -206,7 +210,7 @@ class MLPSpeculatorHead(DraftHead):
         for output in self.outputs.parameters():
             nn.init.zeros_(output)
         if config.own_lm_head:
-            # The width differs from the base's, so the base's projection cannot be copied.
+            # The state's width may differ from the base's, so the projections do not start as the base's.
             blank = torch.zeros(1, 1, device=base.device).expand(len(self.d2t), width)
             self.projections = self.lm_heads(stages, LMHead(weight=blank))
             for weight in self.projections.weights:
