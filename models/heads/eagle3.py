@@ -218,8 +218,8 @@ class Eagle3Head(DraftHead):
         slots: Tensor = self.norm(self._at_once(context, pairs, steps)).flatten(0, 1)
         return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.anchor_idx)])
 
-    # P-EAGLE has two passes. Training drafts from all anchors at once. Decoding drafts from one anchor, for which causal
-    # attention over the cache is enough (``EagleSession.block_inputs``).
+    # P-EAGLE has two passes. Training drafts from all anchors at once. Decoding drafts from one anchor, for which
+    # causal attention over the cache is enough (``EagleSession.block_inputs``).
 
     def _at_once(self, context: AnchorContext, pairs: Tensor, steps: int) -> Tensor:
         """Return the last layer's outputs for K = ``steps`` draft positions at all anchors, [B, S, K, D].

@@ -2,8 +2,8 @@
 
 Head k reads the concatenation of ``h_t`` and the base's embeddings of ``x_{t+1} .. x_{t+k}``, the tokens before the
 draft. A first block maps it to the base's width; further residual blocks and a projection follow. Hydra++
-(``prefix_layer``) adds a decoder layer over the hidden states of the context, whose output replaces ``h_t``. The layer has its own keys
-and values, and reads the newly committed tokens once per step.
+(``prefix_layer``) adds a decoder layer over the hidden states of the context, whose output replaces ``h_t``. The layer
+has its own keys and values, and reads the newly committed tokens once per step.
 
 Differences from the reference code:
 
@@ -65,7 +65,7 @@ class HydraConfig(DraftHeadConfig):
 
 
 class FirstBlock(nn.Module):
-    """First block ``R x + SiLU(W x + b)`` over ``inputs`` concatenated vectors, initially equal to the first, ``h_t``."""
+    """First block ``R x + SiLU(W x + b)`` over ``inputs`` concatenated vectors; it starts as the first, ``h_t``."""
 
     def __init__(self, width: int, inputs: int) -> None:
         super().__init__()
