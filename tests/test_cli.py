@@ -40,7 +40,7 @@ def test_every_command_explains_and_prints_its_settings(command: str, capsys: py
         call(command, "--help")
     shown = capsys.readouterr().out
     assert f"drafthead {'train' if command == 'data' else command}" in shown and "settings (key=default):" in shown
-    call(command, *SETTINGS[command], "--cfg", "job")
+    call(command, *SETTINGS[command][:1], "--cfg", "job", *SETTINGS[command][1:])
     assert capsys.readouterr().out.count(": ") >= 2
 
 

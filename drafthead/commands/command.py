@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,8 +62,11 @@ def command(
                 sys.stdout.write(help_text(usage, cls, REGISTERED[name].spelled))
                 raise SystemExit(0)
             with one_line_errors(cls):
-                only_prints = arguments[-2:] == ["--cfg", "job"]
-                cfg = _composed(arguments[:-2] if only_prints else arguments, cls, keys, words)
+                only_prints = ("--cfg", "job") in pairwise(arguments)
+                if only_prints:
+                    at = arguments.index("--cfg")
+                    del arguments[at : at + 2]
+                cfg = _composed(arguments, cls, keys, words)
                 missing = [name for name in required(cls) if OmegaConf.is_missing(cfg, name)]
                 if only_prints:
                     sys.stdout.write(OmegaConf.to_yaml(cfg))
