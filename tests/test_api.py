@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import drafthead
 from drafthead.data.utils.errors import UserError
@@ -64,15 +63,6 @@ def test_streamed_pieces_are_the_answer_with_accepted_drafts_marked(tiny_base: T
 def test_another_base_is_refused(saved: Path, tiny_base: TinyBase) -> None:
     with pytest.raises(UserError, match="trained for random-llama"):
         drafthead.load_head(saved, tiny_base(seed=1))
-
-
-def test_wrapping_a_loaded_model(tiny_base: TinyBase) -> None:
-    inner = tiny_base()
-    model = AutoModelForCausalLM.from_config(inner.config.transformers_config(), dtype=torch.float32).eval()
-    wrapped = BaseModel.wrap(model, inner.tokenizer)
-    tokens = drafthead.generate(wrapped, None, [5, 6, 7], max_new_tokens=8).tokens
-    out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert tokens == out[0, 3 : 3 + len(tokens)].tolist()
 
 
 def test_unknown_name() -> None:

@@ -18,10 +18,8 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.kangaroo import KangarooFormat
 from drafthead.models.formats.medusa import MedusaFormat
 from drafthead.models.heads.eagle3 import Eagle3Config
-from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
-from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
@@ -83,9 +81,6 @@ def test_there_and_back(
     ("name", "config"),
     [
         ("vllm_medusa", MedusaConfig(num_draft_tokens=2)),
-        ("tgi_medusa", MedusaConfig(num_draft_tokens=2, own_lm_head=False)),
-        ("hydra", HydraConfig(num_draft_tokens=2, num_layers=2, prefix_layer=True)),
-        ("mlp_speculator", MLPSpeculatorConfig(num_draft_tokens=3, inner_dim=24, tie_weights=True)),
         ("kangaroo", KangarooConfig(exit_layer=1, num_draft_tokens=3)),
         ("eagle3", Eagle3Config(num_draft_tokens=3, ttt_steps=3, draft_vocab_size=100, layers=[1, 2])),
     ],

@@ -160,11 +160,9 @@ def test_a_drafter_that_sees_its_path_is_led_along_the_text(base: BaseModel) -> 
                 assert probs[t, k, 0] == pytest.approx(min(1.0, float(q[at - 1, x] / p[at - 1, x])), rel=1e-3)
 
 
-CASES = {
+CASES = {  # test_simulate.py enumerates the others
     "deterministic": (DraftSampling.TOP_K, TREE, "exact"),
-    "chain": (DraftSampling.WITH_REPLACEMENT, TokenTree.chain(3), "exact"),
     "block": (DraftSampling.WITH_REPLACEMENT, TokenTree.chain(3), "block"),
-    "iid": (DraftSampling.WITH_REPLACEMENT, TokenTree.expansion([3, 2]), "exact"),
     "without": (DraftSampling.WITHOUT_REPLACEMENT, TREE, "exact"),
 }
 

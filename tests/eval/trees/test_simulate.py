@@ -19,7 +19,6 @@ from drafthead.eval.trees.simulate import (
     simulate_acceptance,
     simulate_steps,
     start_probs,
-    top_k_accept_probs,
     trials_in_order,
 )
 from drafthead.models.decoding.drafter import DraftSampling
@@ -179,9 +178,3 @@ def test_block_verification_against_enumeration() -> None:
         q = torch.tensor([[dist("draft", (), i)[x] for i, x in enumerate(text)]])
         simulated[1:] += float(p.prod()) * block_accept_probs(p, q)[0].numpy().cumprod()
     assert simulated[1:] == pytest.approx(at_least[1:])
-
-
-def test_ranks_of_a_draft_vocabulary() -> None:
-    logits = torch.tensor([[0.1, 0.5, 0.3], [0.1, 0.5, 0.3], [0.1, 0.5, 0.3]])
-    accept_probs = top_k_accept_probs(logits, torch.tensor([7, 2, 5]), d2t=torch.tensor([2, 5, 7]), width=2)
-    assert accept_probs.tolist() == [[0.0, 1.0], [0.0, 0.0], [1.0, 0.0]]

@@ -1,7 +1,9 @@
 """Random numbers of a row: their distributions, what they depend on, and the candidates drawn with them."""
 
 import math
+from itertools import product
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.growth import MISSING, draw_candidates
 from drafthead.models.decoding.random_source import _BLOCK, DRAFT, VERIFY, PerRowRng
+from support import p_value
 
 CPU = torch.device("cpu")
 
@@ -22,6 +25,20 @@ def ask(source: PerRowRng, rows: int, times: int, active: torch.Tensor | None = 
     half = torch.full((rows,), 0.5)
     active = torch.ones(rows, dtype=torch.bool) if active is None else active
     return torch.stack([source.bernoulli(half, half * 2, active) for _ in range(times)])
+
+
+def test_decisions_and_samples_follow_their_probs() -> None:
+    rows = 4000
+    p, q, active = torch.full((rows,), 0.3), torch.full((rows,), 0.4), torch.ones(rows).bool()
+    accepted = rng(list(range(rows))).bernoulli(p, q, active)
+    assert abs(float(accepted.float().mean()) - 0.75) < 0.03
+    probs = torch.tensor([0.5, 0.0, 2.0, 1.5])  # not normalised
+    drawn = rng(list(range(rows))).categorical(probs.expand(rows, 2, 4))
+    for column in drawn.T:
+        counts = torch.bincount(column, minlength=4)
+        assert counts[1] == 0
+        assert p_value(counts[[0, 2, 3]], probs[[0, 2, 3]] / 4 * rows) > 1e-3
+    assert (drawn[:, 0] != drawn[:, 1]).any()
 
 
 PROBABILITIES = st.floats(0, 1, width=32, allow_subnormal=False)
@@ -84,11 +101,33 @@ def test_seed_position_and_stream_each_matter() -> None:
 # Candidates ----------------------------------------------------------------------------------------------------
 
 PROBS = torch.tensor([0.4, 0.0, 0.35, 0.25])
+ROWS = 4000
 
 
 def drawn(probs: torch.Tensor, count: int, kind: DraftSampling) -> torch.Tensor:
     rows = probs.shape[0]
     return draw_candidates(probs, count, kind, rng(list(range(rows)), stream=DRAFT))
+
+
+def joint(kind: DraftSampling) -> dict[tuple[int, ...], float]:
+    """Probabilities of two candidates of one node."""
+    exact: dict[tuple[int, ...], float] = {}
+    for first, second in product(range(4), repeat=2):
+        left = 1.0 - PROBS[first].item() * (kind is DraftSampling.WITHOUT_REPLACEMENT)
+        allowed = kind is DraftSampling.WITH_REPLACEMENT or first != second
+        exact[first, second] = allowed * PROBS[first].item() * PROBS[second].item() / left
+    return exact
+
+
+@pytest.mark.parametrize("kind", [DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT])
+def test_two_candidates_have_their_joint_distribution(kind: DraftSampling) -> None:
+    samples = drawn(PROBS.expand(ROWS, 1, 4), 2, kind)[:, 0]
+    expected = joint(kind)
+    assert sum(expected.values()) == pytest.approx(1)
+    possible = [pair for pair, chance in expected.items() if chance > 0]
+    counts = torch.tensor([int((samples == torch.tensor(pair)).all(-1).sum()) for pair in possible])
+    assert counts.sum() == ROWS
+    assert p_value(counts, torch.tensor([expected[pair] * ROWS for pair in possible])) > 1e-3
 
 
 def test_every_parent_has_its_own_samples() -> None:

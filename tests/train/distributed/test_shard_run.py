@@ -74,14 +74,6 @@ def test_a_sharded_run_of_one_process_is_a_run(tmp_path: Path) -> None:
     assert_same(train(tmp_path / "sharded", "medusa_smollm2", "shard=head", STOCK, TRAINED), plain)
 
 
-def test_bfloat16_is_a_way_to_compute_and_float32_is_what_is_saved(tmp_path: Path) -> None:
-    run = train(tmp_path, "medusa_smollm2", "shard.precision=bfloat16")
-    assert all(value.dtype != torch.bfloat16 for value in load_file(run / "head" / "model.safetensors").values())
-    for row in read_json_lines(run / "metrics.jsonl"):
-        assert "loss" not in row or 0 <= row["data_wait"] < 1
-    load_base_and_head(run / "head")
-
-
 def test_automatic_precision_is_what_was_measured(tiny_base: TinyBase) -> None:
     sharding, base = Sharding(ShardConfig(precision="auto"), torch.device("cpu")), copy(tiny_base())
     assert base.kernels is None and sharding.precision(base) == torch.float32, "too small to be measured"
