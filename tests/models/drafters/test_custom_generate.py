@@ -480,7 +480,7 @@ REJECTED_MODELS: dict[str, tuple[Callable[[Any, Path, TinyBase], None], str]] = 
     "a head for another base": (for_another_base, "was trained for"),
     "a model that drafthead already drives": (already_driven, "already the base of a drafthead.BaseModel"),
     "a model on several devices": (on_several_devices, "the whole model on one device, but it is on 2"),
-    "a model in 8 bits (`load_in_8bit`)": (in_eight_bits, "8 bits"),
+    "a model in 8 bits (`load_in_8bit`)": (in_eight_bits, "8-bit"),
 }
 
 
