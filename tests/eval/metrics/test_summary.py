@@ -13,8 +13,6 @@ from support import steady_answer, summarised
 NAMES = ("transformers", "autoregressive", "speculative")
 SAME = Equality(same=True)
 FAILED = FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error="the prompt is too long; shorten it")
-HEADLINE_KEYS = {"mean_accepted_length", "acceptance_per_depth", "ctar", "speedup", "spec_bench"}
-HEADLINE_KEYS |= {"tokens_per_second", "decode_tokens_per_second", "identical_outputs"}
 
 
 def prompts(count: int) -> list[EvalPrompt]:

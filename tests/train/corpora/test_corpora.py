@@ -13,7 +13,6 @@ from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora.corpora import Corpora, is_held_out
@@ -117,29 +116,6 @@ def test_states_are_stored_with_answers_only_if_a_phase_reads_them(tiny_base: Ti
     phase = PhaseConfig(corpus="answers", seq_len=512, store_hidden_states=True)
     data = open_phase(made, "distill", phase, HiddenStatesSpec())
     assert data.cache is not None and not data.cache.missing_rows() and not made.answers().has_hidden_states
-
-
-def test_corpora_of_version_0_2_0_are_found(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """Version 0.2.0 named folders by another digest, the folder of answers ``generations``, and had one more key."""
-    base, spec = tiny_base(), HiddenStatesSpec(layers=(1,))
-    phase = PhaseConfig(corpus="answers", seq_len=512, store_hidden_states=True)
-
-    def contents() -> tuple[list[Any], list[Any]]:
-        made, progress = make(base, tmp_path)
-        data = open_phase(made, "distill", phase, spec)
-        states = data.load(list(range(len(data))))[1]
-        assert states.layers is not None
-        values = [states.final.numpy().tobytes(), states.layers.numpy().tobytes()]
-        return [made.text_rows(64).to_dict(), *values], progress
-
-    first, made_now = contents()
-    (tmp_path / "answers").rename(tmp_path / "generations")
-    manifest = read_json(tmp_path / "generations" / "manifest.json")
-    write_manifest(tmp_path / "generations", {**manifest, "keep_hidden_states": True})
-    for path in [*tmp_path.glob("text/*"), *tmp_path.glob("features/*")]:
-        path.rename(path.with_name(f"{path.name[:-8]}01234567"))
-    assert made_now and contents() == (first, [])
-    assert not (tmp_path / "answers").exists()
 
 
 def test_a_short_phase_has_the_base_read_its_own_rows_only(tiny_base: TinyBase, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Resuming equals never having stopped, and damage never goes unnoticed."""
 
+import random
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from drafthead.train.trainer.checkpoint import (
     capture_rng,
     load_best,
     load_latest,
+    restore_rng,
     save_checkpoint,
 )
 from drafthead.train.trainer.optim import OptimConfig, build_optimizer
@@ -39,6 +42,18 @@ class Run:
         state = replace(STATE, global_step=step, score=score)
         weights, optimizer = full_state_dict(self.head, self.optimizer)
         return save_checkpoint(folder, state, weights, optimizer, rng=[capture_rng()], keep=keep)
+
+
+def test_the_random_generators_are_restored(tmp_path: Path) -> None:
+    def drawn() -> tuple[float, ...]:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    Run().save(tmp_path, 7)
+    expected = drawn()
+    checkpoint = load_latest(tmp_path)
+    assert checkpoint is not None and checkpoint.state == STATE and drawn() != expected
+    restore_rng(checkpoint.rng[0])
+    assert drawn() == expected
 
 
 def truncate(path: Path) -> None:
