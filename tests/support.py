@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import hypothesis.strategies as st
 import pytest
@@ -476,9 +476,10 @@ def flip(path: Path) -> None:
 # Commands ----------------------------------------------------------------------------------------------------
 
 
-def call(command: str, *arguments: str) -> None:
+def call(command: str, *arguments: str, stdin: TextIO | None = None) -> None:
     """Run ``drafthead COMMAND ...`` in this process; an exit status other than 0 raises ``SystemExit``."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", stdin or sys.stdin)
         patch.setattr("sys.argv", ["drafthead", command, *arguments])
         cli.main()
 

@@ -133,11 +133,10 @@ def test_bad_settings_are_one_line(
 
 
 @pytest.mark.parametrize("prompt", ["-", "caf\udce9"])
-def test_a_prompt_that_is_no_text_is_one_line(prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_is_no_text_is_one_line(prompt: str) -> None:
     """Bytes of another encoding, on standard input or as an argument."""
-    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8"))
     with pytest.raises(SystemExit, match="^error: .*prompt is no.* UTF-8"):
-        call("generate", "head=x", prompt)
+        call("generate", "head=x", prompt, stdin=TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

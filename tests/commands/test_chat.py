@@ -22,11 +22,10 @@ def settings(tiny_base: TinyBase, tmp_path: Path) -> list[str]:
 
 
 def test_piped_messages_are_answered_without_colour_and_recorded_with_it(
-    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("aaaa\n\n/reset\naaaa\n/exit\nnot read\n"))
     svg = tmp_path / "chat.svg"
-    call("chat", *settings, f"record={svg}")
+    call("chat", *settings, f"record={svg}", stdin=io.StringIO("aaaa\n\n/reset\naaaa\n/exit\nnot read\n"))
     shown = capsys.readouterr().out
     first, second = shown.split("new conversation\n")
     assert "\x1b" not in shown and "not read" not in shown and shown.startswith("plain decoding: ")
@@ -39,11 +38,9 @@ def test_piped_messages_are_answered_without_colour_and_recorded_with_it(
     assert recorded.startswith("<svg") and "font-weight: bold" in recorded and "aaaa" in recorded
 
 
-def test_the_end_of_the_context_is_one_line(
-    settings: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"hello\nhello again\n{'x' * 200}\n/reset\nhello\n"))
-    call("chat", *settings, "base.max_context=90", "max_new_tokens=80")
+def test_the_end_of_the_context_is_one_line(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = io.StringIO(f"hello\nhello again\n{'x' * 200}\n/reset\nhello\n")
+    call("chat", *settings, "base.max_context=90", "max_new_tokens=80", stdin=said)
     shown = capsys.readouterr().out.splitlines()
     assert sum("stopped because the base's context is full" in line for line in shown) == 2
     assert sum(bool(re.search(r"has \d+ tokens, which fill the base's context of 90", line)) for line in shown) == 2
