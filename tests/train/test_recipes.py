@@ -94,7 +94,7 @@ def test_it_composes_for_its_real_base(name: str, tmp_path: Path) -> None:
     assert f"recipe={name}" in header(name).split(), "the header has the command"
 
 
-@all_recipes(fast=["eagle3_llama3", "hydra_pp_vicuna_7b"])
+@all_recipes(fast=["eagle3_llama3", "dspark_llama3", "hydra_pp_vicuna_7b"])
 def test_a_tiny_head_can_be_exported_like_the_real_one(name: str, tmp_path: Path) -> None:
     """``debug=tiny`` rehearses the whole path to an engine."""
 

@@ -163,7 +163,6 @@ def test_a_drafter_that_sees_its_path_is_led_along_the_text(base: BaseModel) -> 
 CASES = {  # test_simulate.py enumerates the others
     "deterministic": (DraftSampling.TOP_K, TREE, "exact"),
     "block": (DraftSampling.WITH_REPLACEMENT, TokenTree.chain(3), "block"),
-    "without": (DraftSampling.WITHOUT_REPLACEMENT, TREE, "exact"),
 }
 
 

@@ -1,11 +1,9 @@
 """Prompt lookup against a loop over the context, and its trees by hand."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.drafter import DraftConfig, Proposal
 from drafthead.models.drafters.experimental.max_gram import MaxGram, bigram_table
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
@@ -60,11 +58,6 @@ def test_its_bound_is_named_after_its_tokens(tiny_base: TinyBase) -> None:
     lookups = [build_drafter(parse_drafter(spec), tiny_base())[0] for spec in ("prompt_lookup:8:2", "prompt_lookup:8")]
     limits = [(x.depth, x.max_ngram, x.per_match) for x in lookups if isinstance(x, PromptLookup)]
     assert limits == [(8, 4, 2), (8, 3, None)]
-
-
-def test_refuses_numbers_below_one() -> None:
-    with pytest.raises(UserError, match="matches"):
-        PromptLookup(matches=0)
 
 
 @settings(max_examples=100, deadline=None)

@@ -3,14 +3,9 @@
 import json
 from pathlib import Path
 
-import pytest
-import torch
 from head_cases import EXAMPLE, HEADS, PAGE, example_blocks
 from omegaconf import OmegaConf
 
-from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_model import BaseModel
-from drafthead.models.formats import all_formats
 from drafthead.models.heads.parts.loading import head_types, load_head
 from drafthead.train.pipeline import run_pipeline
 from support import composed
@@ -34,14 +29,3 @@ def test_the_example_is_among_the_tested_heads() -> None:
     assert set(head_types()) == {config.head_type for config in HEADS.values()} >= {EXAMPLE, "medusa"}
     documented = OmegaConf.create(example_blocks()[f"recipes/head/{EXAMPLE}.yaml"])
     assert set(documented) == {"head_type", *vars(HEADS[EXAMPLE])}
-
-
-@pytest.mark.parametrize(("recipe", "form"), [("eagle3_llama3", "eagle3"), ("dspark_llama3", "dspark")])
-def test_tiny_heads_read_layers_that_engines_can_join(tmp_path: Path, recipe: str, form: str) -> None:
-    """A tiny run rehearses the path to an engine, so what it trains must have the form of an export."""
-    run, _ = composed(tmp_path, f"recipe={recipe}", "debug=tiny")
-    base, config = BaseModel.load(run.base), run.head_config()
-    head = config.build(base, torch.arange(config.drafted_ids(base.vocab_size)))
-    all_formats()[form].checkpoint(head, None, None)
-    with pytest.raises(UserError, match="layers"):  # the default of a base of four layers
-        all_formats()[form].checkpoint(type(config)(layers=None).build(base), None, None)

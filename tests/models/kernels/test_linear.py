@@ -23,9 +23,7 @@ from drafthead.models.kernels.linear import (
     Kernel,
     KernelTable,
     PrepackedLinear,
-    can_prepack,
     inference_linear,
-    prepack_linears,
 )
 from support import TinyBase, random_ids, row_of
 
@@ -53,13 +51,6 @@ def test_product_equals_f_linear(rows: tuple[int, ...], bias: bool) -> None:
     product = PrepackedLinear(stock.weight, stock.bias)(x)
     assert product.shape == (*rows, 40)
     torch.testing.assert_close(product, F.linear(x, stock.weight, stock.bias))
-
-
-def test_only_plain_float32_layers_are_prepacked() -> None:
-    module = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()))
-    assert prepack_linears(module) == 2
-    assert not can_prepack(torch.zeros(4, 4, dtype=torch.bfloat16))
-    assert not can_prepack(torch.zeros(4))
 
 
 @pytest.mark.parametrize("rows", [1, 4, 40])
