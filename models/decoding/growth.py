@@ -114,14 +114,10 @@ class StepwiseDrafter(Protocol):
 
     d2t: Tensor
     """[W] int64: the target's token id of every draft id."""
-
-    @property
-    def depth(self) -> int:
-        """The most drafts on a path."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Size V of the target's vocabulary, the width of ``Proposal.probs``."""
+    depth: int
+    """The most drafts on a path."""
+    vocab_size: int
+    """Size V of the target's vocabulary, the width of ``Proposal.probs``."""
 
 
 class Levels(ABC):
@@ -214,8 +210,6 @@ def grow(
     tokens[:, 0] = last_token
     stopping = _Stopping(draft_config, tokens)
     probs: list[Tensor] = []
-    prob_index = torch.zeros(len(tree), dtype=torch.int64, device=device)
-    parent_nodes = torch.zeros(1, dtype=torch.int64, device=device)  # the frontier
     frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
     for level in tree_levels(tree, device, sampled, most=len(d2t)):
         logits = levels.expand(*frontier)
@@ -225,8 +219,6 @@ def grow(
         exists = likelihood = None
         if sampled:
             candidates, exists, dist = _sampled(logits, level, draft_config, stopping.drawing(logits.shape[1]), rng)
-            count = sum(earlier.shape[1] for earlier in probs)
-            prob_index[parent_nodes] = torch.arange(count, count + dist.shape[1], device=device)
             # Copied even if draft ids equal target ids, because testing that would wait for the device.
             probs.append(dist.new_zeros(*dist.shape[:2], vocabulary).index_copy_(2, d2t, dist))
         else:
@@ -236,18 +228,27 @@ def grow(
         if not stopping.continues(level, exists, likelihood):
             break
         frontier = drafted.index_select(1, level.inner), level.above.expand(rows, -1)
-        if sampled:
-            parent_nodes = level.nodes.index_select(0, level.inner)
     nodes, shape = stopping.kept_nodes(tree, sampled=bool(probs))
     proposal = Proposal(
         tokens=tokens[:, nodes], shape=shape, draft_sampling=DraftSampling.TOP_K, slots=slots[None, nodes]
     )
     if not probs:
         return proposal
-    prob_index = prob_index[None, nodes, None].expand(1, -1, shape.children.shape[2])
+    prob_index = _drawn_from(probs, tree, slots)[None, nodes, None].expand(1, -1, shape.children.shape[2])
     return replace(
         proposal, draft_sampling=draft_config.draft_sampling, probs=torch.cat(probs, 1), prob_index=prob_index
     )
+
+
+def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
+    """Return the index, [N] int64, of the distribution that the children of each node of ``tree`` were drawn from.
+
+    ``probs`` of a level are [B, F, V] in the order in which the drafter has read the nodes (``slots``), or [B, 1, V] if
+    all nodes of a level share one. The index of a node without children is not used.
+    """
+    count = sum(level.shape[1] for level in probs)
+    order = slots if count > len(probs) else tree.shape_on(slots.device).depths[0]
+    return order.clamp(0, count - 1)
 
 
 def _likeliest(logits: Tensor, level: TreeLevel, with_likelihood: bool) -> tuple[Tensor, Tensor | None]:
