@@ -28,21 +28,6 @@ class TokenTree:
     ranks: tuple[int, ...]
     """Rank of each node among the drafter's candidates after its parent, 0 for the likeliest; 0 for the root."""
 
-    def __post_init__(self) -> None:
-        if len(self.parents) != len(self.ranks):
-            raise ValueError(
-                f"a tree needs one rank per parent, got {len(self.parents)} parents and {len(self.ranks)} ranks"
-            )
-        if not self.parents or self.parents[0] != -1:
-            raise ValueError(f"node 0 must be the root with parent -1, got parents {self.parents[:4]}")
-        for node, parent in enumerate(self.parents[1:], start=1):
-            if not 0 <= parent < node:
-                raise ValueError(f"node {node} has parent {parent}; a parent must stand before its child")
-        if any(rank < 0 for rank in self.ranks):
-            raise ValueError(f"ranks must be >= 0, got {min(self.ranks)}")
-        if len(set(self.paths)) != len(self.paths):
-            raise ValueError("two nodes of the tree have the same path of ranks; leave one of them out")
-
     @staticmethod
     @lru_cache(maxsize=256)
     def chain(depth: int) -> "TokenTree":
@@ -62,6 +47,8 @@ class TokenTree:
         missing = [p for p in ordered if p[:-1] not in index]
         if missing:
             raise ValueError(f"tree path {list(missing[0])} has no parent {list(missing[0][:-1])}; add it")
+        if (smallest := min(map(min, ordered), default=0)) < 0:
+            raise ValueError(f"ranks must be >= 0, got {smallest}")
         return cls(parents=(-1, *(index[p[:-1]] for p in ordered)), ranks=(0, *(p[-1] for p in ordered)))
 
     def __len__(self) -> int:
