@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor, nn
@@ -106,10 +105,8 @@ class LoraBase:
 
     def save(self, folder: Path) -> str:
         """Write the adapter in peft's format, and return the fingerprint of the base with it merged."""
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder.parent) as tmp_path:
-            self._peft.save_pretrained(tmp_path, save_embedding_layers=False)
-            adapter.copy(Path(tmp_path), folder)  # without peft's empty model card
+        self._peft.save_pretrained(str(folder), save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
         return adapter.fingerprint(self.base.model, adapter.digest_of(self.base.fingerprint, folder))
 
 

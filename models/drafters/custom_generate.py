@@ -107,10 +107,8 @@ def generate_with_head(model: Any, **arguments: Any) -> GenerateDecoderOnlyOutpu
     return type(model).generate(model, **arguments, custom_generate=decode)
 
 
-@lru_cache(maxsize=8)
-def _folder(name: str, revision: str | None) -> Path:
-    """Return ``resolve_folder``'s folder; a repository is looked up once per process."""
-    return resolve_folder(name, revision)
+_folder = lru_cache(maxsize=8)(resolve_folder)
+"""``resolve_folder``, which looks up a repository once per process."""
 
 
 def _arguments_of_generate() -> dict[str, Any]:

@@ -56,11 +56,6 @@ class TokenBuffer:
         """The lengths as a tensor, [B] int64."""
         return on_device(self.lengths, self.tokens.device)
 
-    @property
-    def longest(self) -> int:
-        """Length of the longest row."""
-        return self.tokens.shape[1]
-
 
 class PromptLookup(Drafter):
     """A lookup of the longest n-grams at the end of a row in its own prompt and answer.
@@ -132,7 +127,7 @@ class PromptLookup(Drafter):
         valid = (length > 0)[..., None] & (positions < text.ends[:, None, None])
         if self.per_match is not None:
             valid &= offsets < self.per_match * length[..., None]
-        tokens = text.tokens.gather(1, positions.clamp(max=text.longest - 1).flatten(1)).view(positions.shape)
+        tokens = text.tokens.gather(1, positions.clamp(max=text.tokens.shape[1] - 1).flatten(1)).view(positions.shape)
         valid &= (tokens != SEPARATOR).cumprod(-1, dtype=torch.int32).bool()
         return tokens.clamp(min=0), valid  # padding is embedded too, and must be a token id
 
