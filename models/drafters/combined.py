@@ -3,7 +3,7 @@
 Nodes with the same tokens from the root on become one node, which the target reads once. Their candidates stay
 separate: a token that two drafters sampled is a candidate twice, each time with the distribution it was drawn from.
 Dropping one, or using one distribution for both, would make the output inexact. Candidates are tried in the order of
-the drafters, whatever was sampled. Tensor operations combine all rows at once, in a loop over depths.
+the drafters, whatever was sampled. All rows are combined at once, by tensor operations in a loop over depths.
 
 For example, after the root "a", drafter 1 drafts "b c" and drafter 2 drafts "b d"::
 
@@ -30,10 +30,10 @@ from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 
 class CompositeDrafter(Drafter):
-    """Several drafters of the same context; a subclass combines their drafts."""
+    """Base class of drafters that combine the drafts of several drafters."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
-        """Check and store ``drafters``; messages call the composite ``kind``."""
+        """Check and store ``drafters``; messages call the combination ``kind``."""
         if len(drafters) < 2:
             raise UserError(f"{kind} needs at least two drafters, got {len(drafters)}")
         bases = {d.base_fingerprint for d in drafters if d.base_fingerprint is not None}
@@ -75,7 +75,10 @@ class CompositeSession(Session):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
-        """Return a session's own numbers of committed ``nodes`` [B, T], -1 for others; None: its nodes are dropped."""
+        """Return ``session``'s own numbers for committed ``nodes`` [B, T] of the combined tree, -1 for nodes it lacks.
+
+        None: the session must discard all nodes that it drafted.
+        """
         return None
 
     def select(self, rows: list[int]) -> None:
@@ -90,16 +93,17 @@ class CompositeSession(Session):
 
 
 class CombinedDrafter(CompositeDrafter):
-    """Drafts the union of the trees of several drafters.
+    """A drafter of the union of several drafters' trees.
 
     Draft sampling, sampler, threshold and depth of a ``DraftConfig`` apply to all drafters. The nodes of a dynamic tree
     are divided equally. No drafter is attached to the target's cache: the target reads the whole union, and an early
     exit would know only its own nodes.
 
-    Up to some size, a pass of the target costs as much as one token; every node beyond costs time. ``nodes`` limits the
-    union to that size. The other drafters draft first, and the first drafter's tree is cut to its likeliest nodes that
-    still fit. How many nodes the others drafted depends on the context alone, not on what is sampled next, so the
-    output stays exact. All rows of a batch get the room that the fullest row leaves.
+    Up to some number of nodes, verification takes as long as for one token; every further node costs time. ``nodes``
+    limits the union to that number. The other drafters draft first, and the first drafter's tree is cut to its
+    likeliest nodes that still fit. How many nodes the others drafted depends on the context alone, not on what is
+    sampled next, so the output stays exact. All rows of a batch get as many nodes of the first drafter as the row with
+    the most other nodes allows.
     """
 
     def __init__(
@@ -109,8 +113,8 @@ class CombinedDrafter(CompositeDrafter):
 
         Args:
             drafters: the drafters.
-            trees: a tree for each; by default the drafter's tree, or a chain over all its positions.
-            nodes: most nodes of the union, root included, if cutting the first drafter's tree suffices; None: no limit.
+            trees: a tree for each drafter; by default its own tree, or a chain over all its positions.
+            nodes: most nodes of the union, root included; only the first drafter's tree is cut. None: no limit.
         """
         super().__init__(drafters, "a combined drafter")
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
@@ -128,12 +132,13 @@ class CombinedDrafter(CompositeDrafter):
         return CombinedSession(self, rows)
 
     def draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
-        """Return each drafter's part of ``draft_config``."""
+        """Return a draft config for each drafter: with its own tree, or its share of a dynamic tree's nodes."""
         if isinstance(draft_config.tree, DynamicTree):
             share = 1 + (draft_config.nodes - 1) // len(self.drafters)
             if share < 2:
                 raise UserError(
-                    f"{len(self.drafters)} combined drafters cannot share a tree of {draft_config.nodes} nodes"
+                    f"{len(self.drafters)} combined drafters cannot share a tree of {draft_config.nodes} nodes; "
+                    f"give at least {len(self.drafters) + 1}"
                 )
             return [replace(draft_config, tree=replace(draft_config.tree, nodes=share)) for _ in self.drafters]
         trees = [tree.truncate(draft_config.depth) for tree in self.trees]
@@ -178,7 +183,10 @@ class CombinedSession(CompositeSession):
 
 
 def union(trees: Sequence[TokenTree]) -> TokenTree:
-    """Return all ``trees`` under one root, each tree's ranks after those of the tree before: the largest union."""
+    """Join ``trees`` at one root without merging nodes, which is the largest possible union.
+
+    The root's children are numbered through: those of each tree follow those of the tree before.
+    """
     paths: list[tuple[int, ...]] = []
     offset = 0
     for tree in trees:
@@ -188,11 +196,11 @@ def union(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
-    """Return the union of trees with one root, and each drafter's own number of the union's nodes, [B, N] or -1.
+    """Return the union of the drafted trees and, for each drafter, its own numbers of the union's nodes [B, N].
 
-    A node is replaced by an earlier drafter's node with the same path. A drafter without drafts adds nothing. Equal
-    samples of one drafter stay separate nodes: they may share the samples below them, and one node would have these
-    twice.
+    The number is -1 for nodes that the drafter did not draft. Nodes of two drafters with the same tokens from the root
+    become one node. Equal samples of one drafter stay separate nodes: both may have the same children, which one merged
+    node would have twice.
     """
     drafting = [n for n, proposal in enumerate(proposals) if len(proposal.shape) > 1] or [0]
     drafters, device = len(proposals), proposals[0].tokens.device
@@ -204,9 +212,7 @@ def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
     proposals = [proposals[n] for n in drafting]
     kinds = {p.draft_sampling for p in proposals if p.probs is not None}
     if len(kinds) > 1:
-        raise UserError(
-            "combined drafters must sample alike, but some sample with and some without replacement; choose one kind"
-        )
+        raise UserError("combined drafters must all sample with, or all without replacement; choose one kind")
     table = _Table(proposals)
     same = _same_node(table)
     parents, tokens, new_number = _compact(table, same)
@@ -227,7 +233,7 @@ def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
 
 
 class _Table:
-    """The nodes of all proposals in one list: the root, then each drafter's nodes in turn."""
+    """The nodes of all proposals in one list: the shared root, then the other nodes of each drafter in turn."""
 
     def __init__(self, proposals: Sequence[Proposal]) -> None:
         rows = proposals[0].tokens.shape[0]
@@ -253,11 +259,11 @@ class _Table:
         free = reads_freely(device)
         levels = sorted((int(p.shape.depths.max()) if free else p.shape.depth for p in proposals), reverse=True)
         self.shared_depth = levels[1]
-        """The deepest level on which two drafters have nodes; nodes below it cannot coincide."""
+        """Largest depth at which two drafters have nodes; deeper nodes cannot coincide."""
 
 
 def _same_node(table: _Table) -> Tensor:
-    """Return the node that each node becomes, itself or one of an earlier drafter, [B, M] int64."""
+    """Return for each node the one that represents it in the union: itself or an earlier drafter's, [B, M] int64."""
     rows, count = table.tokens.shape
     device = table.tokens.device
     index = torch.arange(count, device=device)
@@ -278,7 +284,7 @@ def _same_node(table: _Table) -> Tensor:
 
 
 def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return parents [B, N] and tokens [B, N] without duplicates, and the new numbers [B, M] of the list's nodes."""
+    """Return parents and tokens [B, N] of the union, and the number in the union of each node of the list [B, M]."""
     rows, count = same.shape
     index = torch.arange(count, device=same.device)
     active = (same == index) & (table.parents >= 0)
@@ -294,9 +300,10 @@ def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _list_nodes(table: _Table, drafter: int, count: int, new_number: Tensor, width: int) -> Tensor:
-    """Return the union's number of each of a drafter's ``count`` nodes, [B, count]; ``width`` for padding.
+    """Return the numbers in the union of a drafter's ``count`` nodes, [B, count].
 
-    Padding has the root's number but no children, so a column that is dropped takes it.
+    Padding gets the number ``width`` of an extra column, which callers drop: ``new_number`` maps padding to the root,
+    whose entries it would overwrite.
     """
     nodes = torch.arange(count, device=new_number.device) + table.offsets[drafter]
     nodes[:1] = 0  # a slice is filled; writing one element would wait for the device
@@ -306,7 +313,7 @@ def _list_nodes(table: _Table, drafter: int, count: int, new_number: Tensor, wid
 
 
 def _own_numbers(proposals: Sequence[Proposal], table: _Table, new_number: Tensor, width: int) -> list[Tensor]:
-    """Return each drafter's number of the union's nodes, [B, N], -1 for nodes that it did not draft."""
+    """Return for each drafter its own numbers of the union's nodes, [B, N], -1 for nodes that it did not draft."""
     own = []
     for drafter, proposal in enumerate(proposals):
         at = _list_nodes(table, drafter, len(proposal.shape), new_number, width)
@@ -316,10 +323,10 @@ def _own_numbers(proposals: Sequence[Proposal], table: _Table, new_number: Tenso
 
 
 def _candidates(proposals: Sequence[Proposal], table: _Table, new_number: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the children of every node and the indices of their probs, both [B, N, S] int64.
+    """Return ``children`` and ``prob_index`` of the union (see ``Proposal``), both [B, N, S] int64.
 
-    Each node of the union contains at most one node per drafter. Each drafter therefore fills separate columns first,
-    and the gaps are closed at the end.
+    Each node of the union stands for at most one node per drafter. Each drafter's candidates therefore get columns of
+    their own first, and empty columns are removed at the end.
     """
     rows, device = new_number.shape[0], new_number.device
     children, prob_index, probs = [], [], 0

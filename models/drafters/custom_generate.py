@@ -1,8 +1,8 @@
 """``model.generate(..., custom_generate=drafthead.custom_generate(head))``: stock ``generate`` with drafts.
 
-transformers prepares prompts, logits processors and stopping criteria. The decoding loop then answers all rows. Rows
-get a different number of tokens per step, so ``Replay`` makes the calls that stock ``generate`` makes once per token of
-all rows: stopping criteria, the streamer, scores.
+transformers prepares prompts, logits processors and stopping criteria. drafthead's decoding loop then answers all rows.
+Rows get different numbers of tokens per step there. ``Replay`` therefore calls stopping criteria, streamer and
+processors as stock ``generate`` does: once for each token, with all rows.
 
 Shape legend: B rows, T tokens, V vocabulary.
 """
@@ -48,7 +48,7 @@ UNSUPPORTED = (
 )
 """Arguments and settings of ``generate`` that are rejected, unless they have no effect."""
 MODES = ("training", "attn_temperature_tuning")
-"""Flags of modules that are off during decoding."""
+"""Attributes of modules that are set to False during decoding."""
 PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 """Arguments for the model's forward pass that ``generate`` prepares itself."""
 
@@ -108,7 +108,7 @@ def generate_with_head(model: Any, **arguments: Any) -> GenerateDecoderOnlyOutpu
 
 
 _folder = lru_cache(maxsize=8)(resolve_folder)
-"""``resolve_folder``, which looks up a repository once per process."""
+"""Function that returns the folder of a saved head; a Hub repository is looked up once per process."""
 
 
 def _arguments_of_generate() -> dict[str, Any]:
@@ -131,17 +131,19 @@ def _arguments_of_generate() -> dict[str, Any]:
 def _check_call(
     model: Any, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], call: dict[str, Any]
 ) -> list[int]:
-    """Reject by name what drafting does not support; return the left padding of every row."""
+    """Reject unsupported arguments and name them; return the number of left-padding tokens of every row."""
     values = {name: call.get(name) or getattr(config, name, None) for name in UNSUPPORTED}
     given = [name for name, value in values.items() if value is True or value not in (None, 0, 1)]
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         given.append("past_key_values")
     given += [name for name, value in model_kwargs.items() if value is not None and name not in PREPARED]
     if given:
-        raise UserError(f"drafting does not support {', '.join(given)}; leave out either these or custom_generate")
+        raise UserError(f"drafting does not support {', '.join(given)}; leave them out, or leave out custom_generate")
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1 or not has_values(model.device):
-        raise UserError(f"drafting needs the whole model on one device, but it is on {len(devices)}; load it onto one")
+        raise UserError(
+            f"drafting needs the whole model on one device, but it is on {len(devices)} devices; load it onto one"
+        )
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1:].all()):
@@ -154,14 +156,14 @@ def _check_call(
 
 @dataclass
 class Replay:
-    """The steps of stock ``generate``, in which every row gets one token, made while the loop decodes ahead of them."""
+    """The calls that stock ``generate`` makes after each token of all rows; the decoding loop may be tokens ahead."""
 
     ids: Tensor
-    """[B, T] the left-padded prompts, then also the tokens of earlier steps if somebody reads them."""
+    """[B, T] the left-padded prompts, followed by the tokens of earlier steps if criteria or scores need them."""
     padding: list[int]
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
-    """Stopping criteria; after preparation those other than ``max_new_tokens`` and ``eos_ids``."""
+    """Stopping criteria. Those for length and end tokens are replaced by ``max_new_tokens`` and ``eos_ids``."""
     config: GenerationConfig
     streamer: Any
 
@@ -193,7 +195,7 @@ class Replay:
         self.logits: list[Tensor] | None = [] if wanted and config.output_logits else None
 
     def run(self, base: BaseModel, head: DraftHead, draft_config: DraftConfig | None) -> None:
-        """Answer all rows by the decoding loop."""
+        """Answer all rows with drafthead's decoding loop."""
         sampler: TargetSampler = Sampler()
         if self.config.do_sample or self.processors:
             sampled, prompts = bool(self.config.do_sample), self.ids.to(base.device)
@@ -216,7 +218,7 @@ class Replay:
             self.streamer.end()
 
     def advance(self, _tokens: Sequence[int]) -> None:
-        """Make the steps for which all rows have a token."""
+        """Make every step for which each unfinished row has its token."""
         while not all(self.finished):
             padded = [done and self.pad is not None for done in self.finished]
             if any(not pad and len(row.answer) <= len(self.tokens) for pad, row in zip(padded, self.rows, strict=True)):
@@ -265,7 +267,7 @@ class Replay:
 
 
 class _Attached:
-    """What a model keeps from call to call; neither copied nor pickled with the model."""
+    """The base and head that a model keeps between calls; they are not copied or pickled with the model."""
 
     def __init__(self) -> None:
         self.lock = RLock()
@@ -273,7 +275,7 @@ class _Attached:
         self.weights: tuple[object, ...] = ()
         """Dtype and addresses of the weights that ``base`` was made of."""
         self.heads: dict[tuple[str, int], DraftHead] = {}
-        """At most one: folder and time of change -> head."""
+        """(folder, time of its last change) -> head. It has at most one entry."""
 
     def __deepcopy__(self, _memo: object) -> "_Attached":
         return _Attached()
@@ -284,9 +286,10 @@ class _Attached:
 
 @contextmanager
 def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, DraftHead]]:
-    """Prepare ``model`` for decoding with a head, and restore its attention, modes and gradients afterwards.
+    """Prepare ``model`` for decoding with a head, and restore its attention, modes and ``requires_grad`` afterwards.
 
-    The model is checked and the head is loaded in the first call, and again after the weights or the folder changed.
+    The first call compares the model with stock transformers and loads the head. Later calls do so only if the weights
+    or the head's folder have changed.
     """
     state: _Attached = vars(model).setdefault("_drafthead", _Attached())
     own = isinstance(source, DraftHead) and source.base.model is model

@@ -18,13 +18,13 @@ from drafthead.models.decoding.node_cache import LMSession
 
 
 class LMDrafter(Drafter):
-    """A drafter whose drafts are those of a causal LM with the target's tokenizer."""
+    """A drafter that uses a causal LM with the target's tokenizer."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
-        """Draft with ``model``, on the target's device, at most ``num_tokens`` on a path.
+        """Draft with ``model``, which is on the target's device, up to ``num_tokens`` tokens deep.
 
         ``target``, the model to draft for, is needed only if its vocabulary is padded to more ids than ``model`` has.
-        Ids that ``model`` does not know are never drafted.
+        The additional ids are never drafted.
         """
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")
@@ -33,8 +33,8 @@ class LMDrafter(Drafter):
         self.vocab_size: int = (target or model).vocab_size
         if model.vocab_size > self.vocab_size:
             raise UserError(
-                f"the draft model {model.name} has {model.vocab_size} ids but the target has {self.vocab_size}; use "
-                "one with the target's tokenizer"
+                f"the draft model {model.name} has {model.vocab_size} token ids but the target has "
+                f"{self.vocab_size}; use a model with the target's tokenizer"
             )
 
     def identity(self) -> tuple[object, ...]:
@@ -42,7 +42,7 @@ class LMDrafter(Drafter):
 
 
 class ModelDrafter(LMDrafter):
-    """A smaller model with the target's tokenizer."""
+    """A draft model with the target's tokenizer, usually a smaller one."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:
         super().__init__(model, target, num_tokens)

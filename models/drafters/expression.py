@@ -1,8 +1,9 @@
-"""The grammar of drafters that all commands share.
+"""The grammar in which all commands name drafters.
 
 ``A+B`` drafts one tree from both, ``relay:A@2+B@4`` one path (first A, then B), and in ``nested:A@6+B`` model A drafts
 for the base, sped up by B. ``@N`` limits the tokens of a drafter, and parentheses nest. ``head`` alone is the command's
-head, ``head:FOLDER`` another one. Drafters of ``experimental/`` are imported only if an expression names them.
+head, and ``head:FOLDER`` loads another head. Drafters of ``experimental/`` are imported only if an expression names
+them.
 """
 
 import re
@@ -32,17 +33,17 @@ class Kind:
     """The syntax of one kind of drafter: ``kind[:NAME][:NUMBER[:NUMBER]]``."""
 
     form: str
-    """The form that messages show."""
+    """The syntax as messages show it."""
     tokens: int = 0
-    """Tokens to draft by default."""
+    """Number of tokens to draft by default."""
     numbers: tuple[int, int] = (0, 0)
-    """Fewest and most numbers."""
+    """Fewest and most NUMBERs in an expression."""
     tokens_at: int = 0
-    """Index of the tokens among the numbers."""
+    """Index of the NUMBER that says how many tokens to draft."""
     takes_name: bool = False
     needs_name: bool = False
     combines: bool = False
-    """True if drafters joined by ``+`` follow."""
+    """True if ``kind:`` is followed by several drafters, joined by ``+``."""
 
 
 KINDS = {
@@ -59,7 +60,7 @@ KINDS = {
 FORMS = ", ".join([*(kind.form for kind in KINDS.values()), "A+B"])
 DEFAULT_MEMORY = 16384
 MOST_TOKENS = 256
-"""Longest drafts: the masks of a tree grow with the square of its nodes."""
+"""Largest TOKENS or ``@N``, because the mask of a tree grows with the square of its nodes."""
 LONGEST_MATCH = 3
 """Longest n-gram for prompt lookup, unless ``PER_MATCH`` needs a longer one to allow all of its drafts."""
 DEFAULT_POLICY = "retrieval:8"
@@ -67,7 +68,7 @@ DEFAULT_POLICY = "retrieval:8"
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed drafter."""
+    """A parsed description of a drafter."""
 
     text: str
     kind: str
@@ -75,12 +76,12 @@ class Expression:
     name: str = ""
     numbers: tuple[int, ...] = ()
     most_tokens: int | None = None
-    """``N`` of ``@N``."""
+    """The ``N`` of ``@N``, a limit on drafted tokens; None without it."""
     parts: tuple["Expression", ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Most tokens of a single drafter."""
+        """Largest number of tokens to draft; only for single drafters, not for combinations."""
         kind = KINDS[self.kind]
         given = self.numbers[kind.tokens_at] if len(self.numbers) > kind.tokens_at else kind.tokens
         return self.most_tokens or given
@@ -110,7 +111,7 @@ class DrafterConfig:
         parse_drafter(self.drafter)
 
     def build(self, base: BaseModel, head: Drafter, head_config: DraftConfig) -> tuple[Drafter, DraftConfig]:
-        """Return ``drafter`` with ``head``, which drafts by ``head_config`` alone, and what the drafter drafts."""
+        """Build the drafter around ``head``, whose draft config is ``head_config``; return drafter and draft config."""
         return build_drafter(parse_drafter(self.drafter), base, head, head_config, self.tree_nodes)
 
 
@@ -127,7 +128,7 @@ def parse_drafter(text: str) -> Expression:
     if colon and kind in KINDS and KINDS[kind].combines:
         parts = [first, *parts[1:]]
         if len(parts) < 2:
-            raise UserError(f"{text!r} has one part; a {kind} needs two or more, {kind}:A@4+B@4")
+            raise UserError(f"{text!r} has one part; a {kind} needs two or more drafters, such as {kind}:A@4+B@4")
         if kind == "nested" and len(parts) > 2:  # nested:A+B+C is nested:A+(nested:B+C)
             parts = [parts[0], f"(nested:{'+'.join(parts[1:])})"]
         return Expression(text, kind, parts=tuple(map(_part, parts)))
@@ -137,7 +138,7 @@ def parse_drafter(text: str) -> Expression:
 
 
 def _split(text: str) -> list[str] | None:
-    """Split ``text`` at every ``+`` outside parentheses; None if these do not match."""
+    """Split ``text`` at every ``+`` outside parentheses; return None if parentheses do not match."""
     parts, depth = [""], 0
     for character in text:
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -151,7 +152,7 @@ def _split(text: str) -> list[str] | None:
 
 
 def _part(text: str) -> Expression:
-    """Return one drafter, or an expression in parentheses, with an optional ``@N``."""
+    """Parse one drafter, or an expression in parentheses, with an optional ``@N``."""
     body, most_tokens = text.strip(), None
     if limited := re.fullmatch(r"(.+)@(\d+)", body):
         body, most_tokens = limited[1], int(limited[2])
@@ -174,7 +175,7 @@ def _part(text: str) -> Expression:
     if not kind.numbers[0] <= len(details) <= kind.numbers[1] or (kind.needs_name and not name):
         raise _unknown(text)
     if not all(detail.isdigit() and int(detail) > 0 for detail in details):
-        raise UserError(f"{text!r}: the numbers of {kind_name} are whole and at least 1; its form is {kind.form}")
+        raise UserError(f"{text!r}: the numbers of {kind_name} are whole and at least 1; write {kind.form}")
     expression = Expression(text, kind_name, name, tuple(map(int, details)), most_tokens)
     if len(details) > kind.tokens_at:
         _check_tokens(text, expression.numbers[kind.tokens_at])
@@ -191,7 +192,7 @@ def _unknown(text: str) -> UserError:
 
 
 def is_drafter(spec: str) -> bool:
-    """Return True if ``spec`` is an expression of this grammar, and not a head's folder or repository."""
+    """Return True if ``spec`` is an expression of this grammar, False if it is a head's folder or repository."""
     return "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in KINDS
 
 
@@ -207,8 +208,8 @@ def build_drafter(
     Args:
         expression: the drafter to build.
         base: the target.
-        head: the drafter that ``head`` alone names.
-        head_config: the draft config of ``head``. Other drafters sample their drafts in the same way.
+        head: the drafter that the word ``head`` stands for.
+        head_config: the draft config of ``head``. The other drafters use its kind of draft sampling.
         nodes: nodes of a combined tree, root included; by default as many as the tree of its first drafter. The head's
             tree was sized for this machine, and more nodes cost time. On 36 Spec-Bench-like answers, a head and prompt
             lookup had the same mean accepted length with six nodes together as with the nine nodes of both trees.
@@ -220,7 +221,9 @@ def build_drafter(
     if expression.kind == "combine":
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
-            raise UserError("only a static tree of the head can be combined; set tree=head, chain:K or expansion:1-1-3")
+            raise UserError(
+                "drafters can be combined only if the head's tree is static; set tree=head, chain:K or expansion:1-1-3"
+            )
         drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes)
         config = replace(parts[0][1], tree=union(trees))
     elif expression.kind == "relay":
@@ -230,7 +233,7 @@ def build_drafter(
         config = replace(parts[0][1], tree=TokenTree.chain(drafter.depth))
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
-            raise UserError(f"{expression.text!r} names no head; name its folder, head:outputs/NAME/head")
+            raise UserError(f"{expression.text!r} names no head here; name its folder, such as head:outputs/NAME/head")
         drafter, config = head, head_config
     else:
         drafter = _nested(expression, base, *parts) if parts else _single(expression, base)
@@ -272,7 +275,7 @@ def _single(expression: Expression, base: BaseModel) -> Drafter:
 def _nested(
     expression: Expression, base: BaseModel, middle: tuple[Drafter, DraftConfig], inner: tuple[Drafter, DraftConfig]
 ) -> Drafter:
-    """Return the speculative decoding of the model ``middle``, for which ``inner`` drafts."""
+    """Return a drafter that decodes the model ``middle`` speculatively, with ``inner`` as its drafter."""
     from drafthead.models.drafters.experimental.triforce import TriForce
     from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 
@@ -281,8 +284,8 @@ def _nested(
         return TriForce(base, model.budget, named.name, num_tokens=model.depth, drafter=drafter, draft_config=config)
     if not isinstance(model, ModelDrafter):
         raise UserError(
-            f"in {expression.text!r}, {named.text!r} is not a model; give early_exit:LAYERS, budget:POSITIONS or "
-            "model:NAME"
+            f"in {expression.text!r}, {named.text!r} is not a model, which must come first; give early_exit:LAYERS, "
+            "budget:POSITIONS or model:NAME"
         )
     return VerticalCascade(model.model, drafter, num_tokens=model.depth, draft_config=config, target=base)
 

@@ -5,9 +5,9 @@ nor training. It pays if answers repeat their prompt: summaries, edits, retrieva
 continuations of several occurrences become one tree.
 
 Two extensions come from suffix decoding (SuffixDecoding, 2411.04975). ``per_match`` limits the drafts by the length of
-the match, because what followed a single token is seldom right again. In a tree shared with a head, those nodes are
-worth more to the head. ``memory`` also searches the latest finished answers, here by one pass over their tokens instead
-of a suffix tree.
+the match, because what followed a single token is seldom right again. In a tree shared with a head, its drafts are a
+better use of these nodes. ``memory`` also searches the latest finished answers, here by one pass over their tokens
+instead of a suffix tree.
 
 Shape legend: B rows, T tokens, M matches, K draft positions, N nodes, V vocabulary.
 """
@@ -27,7 +27,7 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 SEPARATOR = -1
-"""Separator of remembered answers, which matches no token."""
+"""Separator between remembered answers, which equals no token id."""
 NO_TOKEN = -2
 """Stand-in for a separator in the n-gram to look up, so that separators do not match each other."""
 
@@ -36,11 +36,12 @@ class TokenBuffer:
     """The committed tokens of every row."""
 
     def __init__(self, tokens: Tensor, lengths: list[int]) -> None:
-        """Hold ``tokens`` [B, T] int64, left-aligned; anything may follow a row's length. T is the longest row's."""
+        """Store left-aligned ``tokens`` [B, T] int64; T is the longest of ``lengths``; values after a row's end are
+        ignored."""
         self.tokens, self.lengths = tokens, lengths
 
     def append(self, tokens: Tensor, counts: list[int]) -> "TokenBuffer":
-        """Return the buffer with the first ``counts`` of ``tokens`` ([B, T]) added to each row."""
+        """Return a buffer in which row b also has the first ``counts[b]`` of its new ``tokens`` [B, T]."""
         lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         known = self.tokens.to(tokens.device)
         if len(counts) == 1:
@@ -58,7 +59,7 @@ class TokenBuffer:
 
 
 class PromptLookup(Drafter):
-    """A lookup of the longest n-grams at the end of a row in its own prompt and answer.
+    """A drafter that searches a row's prompt and answer for earlier occurrences of its last tokens.
 
     Drafts are a function of the context, so they are top-k candidates for any ``draft_sampling``. Of a ``DraftConfig``
     only the depth and the number of nodes are used.
@@ -75,11 +76,11 @@ class PromptLookup(Drafter):
         """Set the limits of the search.
 
         Args:
-            num_tokens: most drafts of a continuation.
-            max_ngram: longest suffix to look for (transformers: 2); shorter ones follow, down to one token. None: any.
-            matches: continuations to draft. The longest matches come first, then the latest (transformers: the first).
-            memory: tokens of finished answers, with their prompts, to search too; the oldest are dropped first.
-            per_match: most drafts per matching token; None: ``num_tokens`` after any match.
+            num_tokens: largest number of tokens to draft after a match.
+            max_ngram: longest n-gram to search for (transformers: 2), then shorter ones, down to one token; None: any.
+            matches: number of matches to draft from: the longest, of equal ones the latest (transformers: the first).
+            memory: number of tokens of the latest answers and their prompts that are searched too.
+            per_match: most drafted tokens per token of the match; None: only ``num_tokens`` limits them.
 
         Raises:
             UserError: a number is below 1, or ``memory`` below 0.
@@ -157,7 +158,7 @@ class PromptLookup(Drafter):
 
 
 class LookupSession(Session):
-    """The committed tokens of the rows, which are searched in every step."""
+    """A session that searches the committed tokens of its rows at every step."""
 
     def __init__(self, drafter: PromptLookup, rows: int) -> None:
         self._drafter = drafter
@@ -200,7 +201,7 @@ class LookupSession(Session):
 
 
 def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Proposal:
-    """Return the continuations ``tokens`` [B, M, K] as one tree of up to ``nodes`` nodes, the first ones preferred."""
+    """Merge the continuations ``tokens`` [B, M, K] into one tree of up to ``nodes`` nodes, the first ones first."""
     rows, matches, depth = tokens.shape
     device = tokens.device
     equal = (tokens[:, :, None] == tokens[:, None]) & valid[:, :, None] & valid[:, None]

@@ -24,9 +24,9 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 
 
 class HorizontalCascade(CompositeDrafter):
-    """Chains that several drafters draft in turn.
+    """A drafter of chains (``relay:A+B``) whose drafts come from several drafters in turn.
 
-    If a drafter stops early or finds nothing in a row, the next one continues there. Draft sampling, sampler and
+    If a drafter stops early in a row, or drafts nothing, the next drafter continues there. Draft sampling, sampler and
     threshold of a ``DraftConfig`` apply to all drafters.
     """
 
@@ -37,11 +37,13 @@ class HorizontalCascade(CompositeDrafter):
         """
         super().__init__(drafters, "a relay")
         if len(lengths) != len(drafters):
-            raise UserError(f"{len(drafters)} drafters of a relay need as many lengths, got {len(lengths)}")
+            raise UserError(f"a relay of {len(drafters)} drafters needs as many lengths, got {len(lengths)}")
         for index, (drafter, length) in enumerate(zip(drafters, lengths, strict=True)):
             name = type(drafter).__name__
             if not 1 <= length <= drafter.depth:
-                raise UserError(f"{name} drafts 1 to {drafter.depth} tokens, but the relay gives it {length}")
+                raise UserError(
+                    f"{name} can draft 1 to {drafter.depth} tokens, but in the relay it should draft {length}"
+                )
             if index and drafter.reads_base:
                 raise UserError(
                     f"{name} reads the base's hidden states, which drafts do not have, so in a relay it can only be "
@@ -59,7 +61,7 @@ class HorizontalCascade(CompositeDrafter):
 
 
 class CascadeSession(CompositeSession):
-    """A session in which each drafter reads the drafts before its own like committed tokens, and forgets them again."""
+    """A session in which each drafter commits the drafts before its own like tokens, drafts, and rolls back."""
 
     drafter: HorizontalCascade
 
@@ -67,7 +69,7 @@ class CascadeSession(CompositeSession):
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         if not draft_config.is_chain:
             raise UserError(
-                "a relay drafts chains; use tree=head or tree=chain:K, or combine it with drafters of trees"
+                "a relay drafts chains, not trees; use tree=head or tree=chain:K, or combine it: (relay:A+B)+C"
             )
         proposal, left, committed = root_only(last_token), draft_config.depth, self.lengths
         for length, session in zip(self.drafter.lengths, self.sessions, strict=True):
@@ -88,14 +90,14 @@ class CascadeSession(CompositeSession):
 
 
 def drafted_tokens(proposal: Proposal) -> Tensor:
-    """Return the number of drafts in each row's chain, [B] int64; padding comes last."""
+    """Return the number of drafts in each row's chain, [B] int64; padding nodes must come last."""
     return (proposal.shape.parents >= 0).sum(1).expand(proposal.tokens.shape[0])
 
 
 def concatenate(first: Proposal, second: Proposal) -> Proposal:
-    """Join two chains; the root of ``second`` is the last node of ``first`` in every row.
+    """Join two chains; the root of ``second`` is the last draft of ``first`` in every row.
 
-    Rows of ``first`` may end at different depths. ``second`` follows directly, and padding moves to the end::
+    Rows of ``first`` may have different lengths. ``second`` follows directly, and padding moves to the end::
 
         first   root a b    second  b c     joined  root a b c
                 root x -            x y             root x y -
@@ -108,7 +110,7 @@ def concatenate(first: Proposal, second: Proposal) -> Proposal:
         raise ValueError("only chains can be drafted one after the other")
     kinds = {p.draft_sampling for p in (first, second) if p.probs is not None}
     if len(kinds) > 1:
-        raise UserError("drafters of a relay must sample alike, but one samples with and one without replacement")
+        raise UserError("relay:A+B needs drafters that all sample with, or all without replacement; choose one kind")
     rows, device = first.tokens.shape[0], first.tokens.device
     head, tail = drafted_tokens(first), drafted_tokens(second)
     count = 1 + int((head + tail).max())

@@ -1,6 +1,6 @@
 """Max-Gram of Cascade Speculative Drafting (2312.11462): prompt lookup with a match of any length and a bigram table.
 
-If nothing matches, it drafts the likeliest next token of each token, by a table counted on the base's own answers.
+If nothing matches, each draft is the most frequent successor of the token before, counted on the base's own answers.
 
 Shape legend: B rows, M matches, K draft positions, V vocabulary.
 """
@@ -17,10 +17,10 @@ from drafthead.models.drafters.prompt_lookup import PromptLookup, TokenBuffer
 
 
 class MaxGram(PromptLookup):
-    """Prompt lookup without a longest match; ``bigrams`` continue rows in which nothing matches."""
+    """Prompt lookup with matches of any length. Rows without a match are continued from ``bigrams``."""
 
     def __init__(self, num_tokens: int = 10, bigrams: Tensor | None = None) -> None:
-        """Draft from ``bigrams``, [V] int64: the likeliest token after each token, -1 if unknown (``bigram_table``)."""
+        """Set ``bigrams``, [V] int64: the most frequent token after each token, or -1 (see ``bigram_table``)."""
         super().__init__(num_tokens, max_ngram=None)
         self.bigrams = bigrams
 
@@ -46,7 +46,7 @@ class MaxGram(PromptLookup):
 def bigram_table(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
     """Return the most frequent next token of every token in ``answers``, [V] int64.
 
-    Ties go to the lower id, and -1 stands for tokens without a next one.
+    Of equally frequent tokens, the lower id is taken. -1 stands for tokens without a next one.
     """
     counts = Counter(pair for ids in answers for pair in pairwise(ids))
     table = torch.full((vocab_size,), -1, dtype=torch.int64)

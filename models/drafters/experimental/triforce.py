@@ -1,17 +1,18 @@
 """The target drafts for itself over selected positions of its cache (TriForce, 2404.11912).
 
-A policy selects a budget of the target's keys and values, and the target's layers draft over these alone. The drafts
-are verified over the whole cache. The prefill is shared, and tokens committed since the selection are copied from the
-target's cache. With an inner drafter (prompt lookup, a draft model), the decoding over the budget is itself
-speculative. This is TriForce's hierarchy, with an exact inner rule.
+A policy selects a fixed number (budget) of positions of the target's cache, and the target drafts with attention to
+these alone. The drafts are verified with the whole cache. The prefill is shared, and tokens committed since the
+selection are copied from the target's cache. With an inner drafter (prompt lookup, a draft model), drafting is itself
+speculative decoding. This is TriForce's hierarchy, with an exact inner rule.
 
 Differences from the reference code:
 
-- Queries of a group are averaged, so grouped-query attention works.
+- Queries that share a key/value head are averaged, so grouped-query attention works.
 - The latest chunk is always kept.
 - The selection is renewed every ``refresh`` tokens, by a pass of the last token over the whole cache; the reference
   never renews it.
-- After an inner rejection, the residual is sampled. The reference samples the middle tier's probabilities (biased).
+- After a rejection of an inner draft, the residual distribution is sampled. The reference samples the draft
+  distribution of the middle model, which is biased.
 
 Shape legend: L layers, H heads of keys and values, E head width, S kept positions, n positions in the cache.
 """
@@ -34,7 +35,7 @@ POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
 
 @dataclass(frozen=True)
 class Policy:
-    """The choice of positions of a longer cache to keep."""
+    """The rule by which positions of the target's cache are selected for drafting."""
 
     name: str
     """``recent``: the last positions. ``sinks``: the first ``size`` and the last ones (StreamingLLM, 2309.17453).
@@ -43,16 +44,17 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Return the policy of ``recent``, ``sinks:4`` or ``retrieval:8``."""
+        """Parse a policy such as ``recent``, ``sinks:4`` or ``retrieval:8``."""
         name, _, size = text.partition(":")
         if (name == "recent" and not size) or (name in ("sinks", "retrieval") and size.isdigit() and int(size) > 0):
             return cls(name, int(size or 0))
         raise UserError(f"unknown policy {text!r} of a budget cache; give one of {POLICIES}")
 
     def places(self, budget: int, keys: Tensor, queries: list[Tensor] | None) -> Tensor:
-        """Return the kept positions [L, H, S] int64 of ``keys`` [L, H, n, E], ascending.
+        """Return the selected positions [L, H, S] int64, ascending, for a cache with ``keys`` [L, H, n, E].
 
-        ``queries``, one [1, heads, 1, E] per layer, belong to the next token; only ``retrieval`` needs them.
+        S is ``budget``, or n if that is smaller. ``queries``, one [1, heads, 1, E] per layer, are those of the next
+        token; only ``retrieval`` needs them.
         """
         layers, heads, count, width = keys.shape
         if count <= budget:
@@ -78,7 +80,7 @@ class Policy:
 
 
 class TriForce(VerticalCascade):
-    """Chains that the target itself drafts over a budget of its cache, one prompt at a time."""
+    """A drafter of chains: the target itself, with attention to selected positions of its cache; one row at a time."""
 
     def __init__(
         self,
@@ -91,23 +93,26 @@ class TriForce(VerticalCascade):
         drafter: Drafter | None = None,
         draft_config: DraftConfig | None = None,
     ) -> None:
-        """Keep ``budget`` positions, which ``policy`` (``recent``, ``sinks:4``, ...) selects every ``refresh`` tokens.
+        """Draft with ``budget`` positions, which ``policy`` (such as ``recent``) selects every ``refresh`` tokens.
 
-        The other arguments are those of ``VerticalCascade``. ``drafter`` drafts for the decoding over the budget, which
-        without one goes token by token.
+        The other arguments are those of ``VerticalCascade``. Without an inner ``drafter``, tokens are drafted one by
+        one.
         """
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
         if base.cache_shape.by_layer is not None or base.windows is not None:
             raise UserError(
-                f"a budget cache needs layers that are alike and see the whole text; {base.name} has others: choose "
+                f"budget:POSITIONS needs equal layers with full attention, which {base.name} lacks; choose "
                 "another drafter"
             )
         self.policy, self.budget, self.refresh = Policy.parse(policy), budget, refresh
         self.base_fingerprint = base.fingerprint
         if budget < max(2, 2 * self.policy.size):
-            raise UserError(f"a budget of {budget} positions is too small for {policy}; give at least twice its size")
+            raise UserError(
+                f"a budget of {budget} positions is too small for {policy}; give at least "
+                f"{max(2, 2 * self.policy.size)}"
+            )
         if refresh < 1:
-            raise UserError(f"a budget cache needs refresh of at least 1, got {refresh}")
+            raise UserError(f"refresh must be at least 1 token, got {refresh}")
 
     def identity(self) -> tuple[object, ...]:
         return (*super().identity(), self.budget, self.policy, self.refresh)
@@ -117,17 +122,19 @@ class TriForce(VerticalCascade):
 
     def open(self, rows: int, cache: TreeCache | None = None) -> "TriForceSession":
         if rows != 1:
-            raise UserError(f"a budget cache drafts for one prompt at a time, got {rows}; decode one by one")
+            raise UserError(
+                f"budget:POSITIONS drafts for one prompt at a time, got {rows}; decode the prompts one by one"
+            )
         return TriForceSession(self, cache)
 
 
 class TriForceSession(NestedSession):
-    """The target's cache, the selected positions of it, and the inner drafter's session."""
+    """A session with the target's cache, a cache of its selected positions, and the inner drafter's session."""
 
     drafter: TriForce
 
     def __init__(self, drafter: TriForce, target: TreeCache | None) -> None:
-        """Draft over ``target``; None: not attached to a decoding, so the context is read into a separate cache."""
+        """Draft from the target's cache ``target``; None: outside a decoding loop, so a separate cache is filled."""
         super().__init__(drafter, 1)
         self._target, self._length = target, 0
         self._budget: TreeCache | None = None
@@ -157,7 +164,7 @@ class TriForceSession(NestedSession):
             self._budget = None
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
-        """Return the budget's cache, updated to the committed tokens."""
+        """Return the cache of selected positions, after adding new committed tokens or selecting again."""
         drafter, count, source = self.drafter, self._length, self._target
         if source is None:
             source = self._context.lend(1, 0)

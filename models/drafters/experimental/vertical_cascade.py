@@ -1,7 +1,7 @@
 """Speculative decoding as a drafter: a model drafts for the target, and an inner drafter speeds up that model.
 
-Every draft is a committed token of the inner decoding. Its distribution is therefore exactly the inner model's, which
-is all that the outer verification needs. The inner drafter may be nested again.
+Every draft is a committed token of the inner decoding. Its distribution is therefore exactly that of the model, which
+is all that verification by the target needs. The inner drafter may be nested again.
 
 Shape legend: B rows, T tokens, K drafts, V vocabulary.
 """
@@ -27,10 +27,10 @@ SEED_BYTES = 8
 
 
 class VerticalCascade(LMDrafter):
-    """Chains drafted by speculative decoding of ``model``.
+    """A drafter of chains by speculative decoding of ``model``.
 
-    With top-k candidates the inner model decodes greedily. Otherwise it samples from the distributions of
-    ``draft_config.sampler``, which the proposal contains. ``draft_config.confidence_threshold`` has no effect.
+    With top-k candidates, ``model`` decodes greedily. Otherwise it samples from the distributions of
+    ``draft_config.sampler``, which are part of the proposal. ``draft_config.confidence_threshold`` has no effect.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class VerticalCascade(LMDrafter):
         draft_config: DraftConfig | None = None,
         target: BaseModel | None = None,
     ) -> None:
-        """Draft with the decoding of ``model``; ``num_tokens`` and ``target`` are those of ``LMDrafter``.
+        """Draft by decoding ``model``; ``num_tokens`` and ``target`` are those of ``LMDrafter``.
 
-        ``drafter`` drafts for ``model`` from tokens alone; None: ``model`` decodes plainly. ``draft_config`` belongs to
-        the inner decoding, by default with the inner drafter's tree, or a chain over its positions.
+        The inner ``drafter`` drafts for ``model`` from tokens alone; None: ``model`` decodes token by token.
+        ``draft_config`` is that of the inner drafter, by default with its tree, or a chain over its positions.
         """
         super().__init__(model, target, num_tokens)
         self.drafter = drafter
@@ -54,8 +54,8 @@ class VerticalCascade(LMDrafter):
         self.room = num_tokens * (self.draft_config.depth + 1) + self.draft_config.nodes
         if drafter is not None and drafter.reads_base:
             raise UserError(
-                f"{type(drafter).__name__} reads the base's hidden states, so it cannot draft for a model in between; "
-                "let prompt lookup, a model or an early exit do it"
+                f"{type(drafter).__name__} reads the base's hidden states, so it cannot draft for a draft model; use "
+                "prompt lookup, a model or an early exit instead"
             )
         check_drafter(model, drafter, self.draft_config, EXACT)
 
@@ -72,7 +72,7 @@ class VerticalCascade(LMDrafter):
 
 
 class NestedSession(Session):
-    """The model's cache of the committed tokens, and the inner drafter's session."""
+    """A session with the draft model's cache of the committed tokens, and the inner drafter's session."""
 
     def __init__(self, drafter: VerticalCascade, rows: int) -> None:
         self.drafter = drafter
@@ -99,7 +99,7 @@ class NestedSession(Session):
                 self._inner.commit(unread, unread_counts, None)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Return ``tokens`` with ids that only the target has replaced by the model's last id."""
+        """Replace ids that only the target has by the draft model's last id."""
         return tokens.clamp(max=self.drafter.model.vocab_size - 1)
 
     def select(self, rows: list[int]) -> None:
@@ -117,7 +117,7 @@ class NestedSession(Session):
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         drafter, model = self.drafter, self.drafter.model
         if not draft_config.is_chain:
-            raise UserError("nested drafting drafts chains; use tree=chain, or combine it with a drafter of trees")
+            raise UserError("nested:A+B drafts chains, not trees; use tree=chain, or combine it: (nested:A+B)+C")
         committed = self.lengths
         if self._inner is not None:
             self._inner.rollback(committed)  # an earlier draft after the same tokens
@@ -150,14 +150,14 @@ class NestedSession(Session):
         )
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
-        """Return the cache of the committed tokens, which end before the ``root`` ([B]), with ``room`` after them."""
+        """Return the draft model's cache of the committed tokens before the ``root`` [B], with space for drafts."""
         return self._context.lend(self.drafter.room, depth)
 
 
 def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
-    """Return seeds of the inner decoding, drawn from each row's random numbers of the outer drafting alone.
+    """Draw each row's seed for the inner decoding from this row's random numbers of the outer drafting.
 
-    A decoding nested once more draws its seeds from these, so no two streams share numbers.
+    A decoding inside the inner one draws its seeds from the inner random numbers, so no two decodings share numbers.
     """
     if rng is None:
         return [0] * len(last_token)
@@ -166,9 +166,9 @@ def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
 
 
 def _decoded(decoding: DecodeState, committed: list[int], count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
-    """Return the next ``count`` tokens of every row, [B, K] int64, and their probs [B, K, V] or None.
+    """Return the next ``count`` = K tokens of every row, [B, K] int64, and their probs [B, K, V] or None.
 
-    The rows have ``committed`` tokens before. Decoding continues until the slowest row has enough; the others drop the
+    Row b starts after ``committed[b]`` tokens. Decoding continues until the slowest row has enough; the others drop the
     excess.
     """
     tokens: list[list[int]] = [[] for _ in seeds]
