@@ -35,7 +35,7 @@ def format_named(name: str) -> Format:
 
 
 def format_for(name: str, head_config: type[DraftHeadConfig]) -> Format:
-    """Return the format called ``name`` if it holds heads of this type; the error names the formats that do."""
+    """Return the format called ``name``; reject it if it cannot hold heads of this type, and name formats that can."""
     chosen = format_named(name)
     if not issubclass(head_config, chosen.head_config):
         fitting = " or ".join(f"to={f.name}" for f in all_formats().values() if issubclass(head_config, f.head_config))
@@ -45,7 +45,7 @@ def format_for(name: str, head_config: type[DraftHeadConfig]) -> Format:
 
 
 def recognise(config: dict[str, Any], source: str) -> Format:
-    """Return the format whose ``config.json`` this is; ``source`` names the folder in errors."""
+    """Return the format to which a ``config.json`` belongs; ``source`` is its folder, for messages."""
     for candidate in all_formats().values():
         if candidate.matches(config):
             return candidate

@@ -1,4 +1,4 @@
-"""A published head as files: a ``config.json`` and named tensors in safetensors, read and written without pickles."""
+"""Files of a published head: ``config.json`` and tensors in safetensors. Pickled files are neither read nor written."""
 
 import math
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ class PublishedCheckpoint:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     source: str = "the checkpoint"
-    """Name in messages."""
+    """Name of the checkpoint in messages, usually its folder."""
     notes: tuple[str, ...] = ()
-    """Repairs made while reading, for people."""
+    """Sentences about repairs that were made while reading."""
 
     @classmethod
     def read(cls, folder: Path, weights_file: str) -> "PublishedCheckpoint":
-        """Read a published folder; weights may be sharded (``WEIGHTS.index.json``)."""
+        """Read a published folder; its weights may be split into several files (``WEIGHTS_FILE.index.json``)."""
         config = read_config(folder)
         tensors = _read_tensors(folder, weights_file)
         for name, tensor in tensors.items():
@@ -58,16 +58,16 @@ class PublishedCheckpoint:
         write_json(folder / CONFIG, self.config)
 
     def integer(self, key: str) -> int:
-        """Return a positive integer of the config."""
+        """Return the positive integer under ``key`` of the config, or raise an error."""
         value = self.config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{self.source}: config.json has {value!r} as {key}, expected a positive whole number")
         return value
 
     def width(self, key: str, name: str) -> int:
-        """Return the config's width ``key``, which must be the number of rows of tensor ``name``.
+        """Return the size under ``key`` of the config, which must be the number of rows of tensor ``name``.
 
-        So a wrong config cannot allocate a head of another size than the weights.
+        The check prevents a wrong config from allocating a head of another size than its weights.
         """
         size, tensor = self.integer(key), self.tensors.get(name)
         if tensor is None or len(tensor) != size:
@@ -76,32 +76,32 @@ class PublishedCheckpoint:
         return size
 
     def offset_vocabulary(self) -> Tensor | None:
-        """Return the target ids [W] int64 of a file with offsets (``d2t``); None for the whole vocabulary."""
+        """Return the draft vocabulary's target ids [W] int64 from offsets (``d2t``); None: the whole vocabulary."""
         if self.integer("draft_vocab_size") >= self.integer("vocab_size"):
             return None
         self.width("draft_vocab_size", "d2t")
         return from_offsets(self.tensors["d2t"])
 
     def wrong_base(self, what: str) -> UserError:
-        """Return the error for a checkpoint that does not fit the base; ``what`` continues its name."""
+        """Return the error for a checkpoint that does not fit the base; ``what`` is the predicate of the sentence."""
         return UserError(f"{self.source} {what}; name the base that it was trained for")
 
     def require_base_tensor(self, base: BaseModel, name: str, expected: Tensor) -> None:
-        """Refuse a file whose tensor ``name`` differs from the base's ``expected``; copies in bfloat16 are accepted."""
+        """Reject a file whose tensor ``name`` differs from ``expected`` of the base, except by rounding to bfloat16."""
         stored = self.tensors.get(name)
         if stored is not None and (
             stored.shape != expected.shape or not torch.allclose(stored.to(expected), expected, 2**-7, 1e-6)
         ):
-            raise self.wrong_base(f"has a {name} that is not {base.name}'s, and heads here read the base's")
+            raise self.wrong_base(f"has a {name} that is not {base.name}'s, but heads here use the base's")
 
     def require_scale(self, base: BaseModel) -> None:
-        """Refuse a file whose ``logit_scale`` is not the base's."""
+        """Reject a file whose ``logit_scale`` differs from the base's."""
         expected = base.lm_head.scale
         if not math.isclose(scale := self.config.get("logit_scale", expected), expected, rel_tol=1e-6):
             raise self.wrong_base(f"scales its logits by {scale}, {base.name} by {expected}")
 
     def updated(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
-        """Return a copy with these fields changed and with further notes."""
+        """Return a copy with ``changes`` of fields and with additional ``notes``."""
         return replace(self, notes=(*self.notes, *notes), **changes)
 
 
@@ -140,13 +140,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> str:
-    """List the files of a folder, for messages."""
+    """Describe the files of a folder, for messages."""
     names = sorted(path.name for path in folder.iterdir())
     return f"it holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "it is empty"
 
 
 def to_offsets(target_ids: Tensor) -> Tensor:
-    """Convert target ids [W] int64 of a draft vocabulary to offsets: ids 0 2 5 (draft ids 0 1 2) are 0 1 3."""
+    """Subtract the draft ids 0, 1, 2, ... from target ids [W] int64: target ids 0 2 5 have the offsets 0 1 3."""
     return target_ids - torch.arange(len(target_ids), device=target_ids.device)
 
 

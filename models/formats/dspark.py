@@ -5,11 +5,12 @@
     with a draft vocabulary: lm_head.weight [W, D]   d2t [W], offsets: target = draft id + d2t[draft id]
 
 to=dspark is DeepSpec's layout (``Qwen3DSparkModel``), to=dflash z-lab's (``DFlashDraftModel``). The base's embedding is
-never written, and of its output head only the drafted rows: engines share the target's. ``target_layer_ids`` counts
-layer outputs from 0. ``dflash_config.causal`` is always written, because engines have different defaults.
+never written, and its output head only as the rows of a draft vocabulary, because engines share the target's.
+``target_layer_ids`` counts layer outputs from 0. ``dflash_config.causal`` is always written, because engines have
+different defaults.
 
-Blocks must be as long as in training (``block_size``). Every slot attends to the others, so an engine that drafts
-fewer tokens computes different drafts.
+Blocks must be as long as in training (``block_size``). Every slot (draft position of a block) attends to all others, so
+an engine that drafts fewer tokens computes different drafts.
 """
 
 from dataclasses import replace
@@ -40,11 +41,11 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0,),
     "hidden_act": ("silu",),
 }
-"""Keys that engines obey -> the only values that heads here support."""
+"""Config keys that engines obey -> the only values that drafthead's heads support."""
 
 
 class BlockFormat(Format):
-    """Common base of both layouts: config, tensors and settings of heads with a Markov head and without one."""
+    """Base class of both layouts: config, tensors and settings of heads with and without a Markov head."""
 
     head_config = DSparkConfig
     engines: ClassVar[tuple[Engine, ...]]
@@ -56,7 +57,7 @@ class BlockFormat(Format):
         *("architectures", "intermediate_size", "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids"),
         *("dflash_config", "layer_types", "is_causal", "logit_scale", *ONLY),
     }
-    fixed = {"reads_state": Fixed(False, "its slots begin as the base's state (ours)", also="head.copy_layers=true")}
+    fixed = {"reads_state": Fixed(False, "its slots start from the base's state (ours)", also="head.copy_layers=true")}
     parts = frozenset({"markov_rank", "confidence"})
     vocabulary_advice: ClassVar[str | None] = None
 
@@ -71,7 +72,7 @@ class BlockFormat(Format):
         return tensors
 
     def derived_tensors(self, head: DSparkHead) -> dict[str, Tensor]:
-        """Return a tied Markov table, and with a draft vocabulary its offsets and output rows."""
+        """Return a tied Markov head's table and, with a draft vocabulary, its offsets and rows of the output head."""
         tensors = {}
         if head.config.markov_rank and head.config.tied_markov:
             tensors[W1] = cast(TiedMarkov, head.markov_in).inference().weight
@@ -118,7 +119,7 @@ class BlockFormat(Format):
     def read_files(self, folder: Path) -> PublishedCheckpoint:
         if (folder / MASK_FILE).exists():
             raise UserError(
-                f"{folder} has a separate embedding for mask tokens ({MASK_FILE}), which heads here do not support"
+                f"{folder} has a separate embedding for mask tokens ({MASK_FILE}), which drafthead does not support"
             )
         return super().read_files(folder)
 
@@ -126,7 +127,7 @@ class BlockFormat(Format):
         return self.architecture in (config.get("architectures") or [])
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Fill in config keys that may be missing or inside ``dflash_config``, and refuse unsupported values."""
+        """Fill in config keys that are missing or inside ``dflash_config``, and reject unsupported values."""
         checkpoint = super().normalize(checkpoint)
         config, tensors, inner = (
             dict(checkpoint.config),
@@ -139,12 +140,12 @@ class BlockFormat(Format):
         for key, values in ONLY.items():
             for section in (config, inner, config.get("rope_parameters") or {}):
                 if (value := section.get(key)) is not None and value not in values:
-                    raise UserError(f"{checkpoint.source} has {key} {value!r}, which heads here do not support")
+                    raise UserError(f"{checkpoint.source} has {key} {value!r}, which drafthead does not support")
         if config.get("is_causal") is None:
             config["is_causal"] = bool(inner.get("causal", inner.get("causal_head", False)))
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
         if any(kind != "full_attention" for kind in config.get("layer_types") or []):
-            raise UserError(f"{checkpoint.source} has layers with a sliding window, which heads here do not support")
+            raise UserError(f"{checkpoint.source} has layers with a sliding window, which drafthead does not support")
         if self.has_markov(config):
             if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
                 raise UserError(
@@ -159,7 +160,7 @@ class BlockFormat(Format):
         config, ids = checkpoint.config, checkpoint.config.get("target_layer_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= -1 for i in ids):
             raise UserError(
-                f"{checkpoint.source} has target_layer_ids {ids!r}, expected a list of layers, the first is 0"
+                f"{checkpoint.source} has target_layer_ids {ids!r}, expected a list of layers, where 0 is the first"
             )
         mask, size = config.get("mask_token_id"), checkpoint.integer("vocab_size")
         if type(mask) is not int or not 0 <= mask < size:
@@ -234,7 +235,7 @@ class DFlashFormat(BlockFormat):
 
 
 class TransformersFormat(DFlashFormat):
-    """DFlash as an ``assistant_model`` of transformers, in the class and names of Muse Glimmer's assistant."""
+    """DFlash as an ``assistant_model`` of transformers, which loads it as the assistant of Muse Glimmer."""
 
     name = "transformers"
     title = "DFlash (assistant_model of transformers)"
@@ -254,13 +255,13 @@ class TransformersFormat(DFlashFormat):
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from super().unsupported(head)
         if head.config.causal:
-            yield "its slots see earlier slots only", "head.causal=false"
+            yield "its draft positions attend to earlier ones only", "head.causal=false"
 
 
 def unsupported_markov(head: DSparkHead) -> Unsupported:
-    """Refuse what a DFlash head lacks: a Markov head, a confidence head, an anchor that drafts."""
+    """Yield what DFlash cannot express: a Markov head, a confidence head, a draft at the anchor."""
     if head.config.markov_rank or head.config.confidence:
         other = "; or to=dspark" if head.config.markov_rank else ""
         yield "it has a Markov or a confidence head", f"head.markov_rank=0 head.confidence=false{other}"
     if head.config.anchor_predicts:
-        yield "its anchor's slot drafts", "head.anchor_predicts=false"
+        yield "it predicts the first draft at the anchor", "head.anchor_predicts=false"

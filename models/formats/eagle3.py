@@ -4,9 +4,9 @@
 
 ``d2t`` holds offsets: target = draft id + d2t[draft id]; ``t2d`` marks the target ids that can be drafted. Engines
 share the target's embedding if the file has none. SGLang silently skips unexpected names, so a misnamed tensor would
-stay random: imports compare all names.
+stay random. Imports therefore compare all names.
 
-Engines count the fused hidden states in two ways, each under its own config key. At the top level, id k is
+There are two ways to number the layers that a head reads, each under its own config key. At the top level, id k is
 ``hidden_states[k]`` of transformers: the input of layer k, counted from 0 (vLLM and llama.cpp's converter). Inside
 ``eagle_config``, id k is the output of layer k (SGLang adds one). For example, the outputs of the layers 2, 14 and 25
 (counted from 1) are [2, 14, 25] at the top level and [1, 13, 24] inside. Both are written. vLLM 0.32.0 reads the inner
@@ -77,13 +77,13 @@ class Eagle3Format(Format):
     }
     ignored_tensors = frozenset({EMBEDDING})
     fixed = {
-        "qk_norm": Fixed(False, "it norms queries and keys, and the layer of this format is Llama's, which does not"),
+        "qk_norm": Fixed(False, "it normalises queries and keys, and this format's Llama layer does not"),
         "parallel": Fixed(False, "it drafts all positions in one pass", also="head.num_layers=1"),
     }
     vocabulary_advice = None
 
     def derived_tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
-        """Return the draft vocabulary as offsets and as marks, and the output head, which may be the base's."""
+        """Return the draft vocabulary as offsets ``d2t`` and as marks ``t2d``, and the output head."""
         output = head.output_head(0)
         return {
             "lm_head.weight": output.weight * output.scale,
@@ -122,7 +122,7 @@ class Eagle3Format(Format):
         return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Fill in missing config keys, move those of ``eagle_config``, and derive ``t2d`` from ``d2t``."""
+        """Fill in missing config keys, some of them from ``eagle_config``, and derive ``t2d`` from ``d2t``."""
         checkpoint = super().normalize(checkpoint)
         config, tensors, inner = (
             dict(checkpoint.config),
@@ -148,7 +148,7 @@ class Eagle3Format(Format):
         checkpoint = checkpoint.updated(config=config, tensors=tensors)
         if config["layers"] is not None:
             return checkpoint
-        note = "its config.json names no layers: 2, L // 2 and L - 3 are assumed, as published; or set config.layers"
+        note = "its config.json names no layers: 2, L // 2 and L - 3 are assumed, as is common; or set config.layers"
         return checkpoint.updated(note)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Eagle3Format(Format):
 
 
 def _layers(outer: Any, inner: Any, source: str) -> list[int] | None:
-    """Return the layers as ``head.layers`` counts them, from the ids of either config key; None if neither is set."""
+    """Return layer numbers as in ``head.layers``, from the ids under either config key; None if neither is set."""
     for ids in (outer, inner):
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise UserError(f"{source} has {LAYER_IDS} {ids!r}, expected a list of whole numbers")

@@ -1,9 +1,9 @@
-"""Contract of a published format: which head it holds, how names map to the head's parameters, and who loads it.
+"""Base class of published formats: the type of head, the names of tensors and config keys, and the engines.
 
-A format is mostly tables: names of tensors, keys of ``config.json``, and settings that it fixes. Writing saves the
-head's parameters (or views of them) under their published names. Reading builds a head from ``config.json``, compares
-names and shapes in both directions and copies the values into these parameters. Both directions matter: engines skip
-tensors whose names they do not expect, so a misnamed one would silently stay at its initial value.
+A format is mostly tables: names of tensors, keys of ``config.json``, and settings with only one possible value. An
+export saves the head's parameters (or views of them) under their published names. An import builds a head from
+``config.json``, compares names and shapes, and copies the values into the head's parameters. Missing and unknown names
+are both errors: engines skip unknown names silently, so a misnamed tensor would stay at its initial value.
 """
 
 import re
@@ -23,11 +23,11 @@ from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 
 BASE_NAME = "base_model_name_or_path"
-"""Config key by which engines find the base. All formats carry it; other engines ignore it."""
+"""Config key in which some engines look up the base's name. All formats have it; other engines ignore it."""
 
 
 Unsupported = Iterator[tuple[str, str]]
-"""Features of a head that a format cannot express (``it reads ...``), each with the settings that avoid it."""
+"""Pairs: a feature of a head that a format cannot express (``it reads ...``), and the settings that avoid it."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,15 @@ class Engine:
     support: str
     """Versions that load the format, or a statement that none does."""
     current: bool = False
-    """True if the newest version examined loads it."""
+    """True if the newest version that was examined loads the format."""
     serve: str = ""
-    """Command that serves it, a template of ``base``, ``folder``, ``drafts``, ``nodes`` (drafts + 1), ``base_file``."""
+    """Command that serves an exported folder: a format string with ``base``, ``folder``, ``drafts``, ``nodes`` (drafts
+    + 1) and ``base_file``."""
     ignores: Mapping[str, str] = field(default_factory=dict)
-    """Settings that it ignores without an error -> the consequence."""
+    """Settings of a head that the engine ignores without an error -> the consequence."""
 
     def of(self, config: DraftHeadConfig) -> "Engine":
-        """Return this engine, or one that does not load heads with this config, because drafts would be bad."""
+        """Return this engine; if it silently ignores a setting of ``config``, one that does not load the head."""
         for key, effect in self.ignores.items():
             if getattr(config, key):
                 why = f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}=false"
@@ -53,9 +54,9 @@ class Engine:
         return self
 
     def command(self, base: str, folder: str, drafts: int, base_file: str | None = None) -> str:
-        """Return the command that serves an exported folder; empty if no version of the engine loads it.
+        """Return the command that serves an exported folder; empty unless the engine's newest version loads it.
 
-        ``base_file`` is the base that was written with the head (``Format.base_file``), if any.
+        ``base_file`` is the base that was exported with the head (``Format.base_file``), if any.
         """
         if not self.current:
             return ""
@@ -65,7 +66,7 @@ class Engine:
 
 
 def vllm(method: str) -> Engine:
-    """Return vLLM as the engine of a head that it calls ``method``."""
+    """Return the entry for vLLM, in which ``method`` is its name for the type of head."""
     serve = "vllm serve {base} --speculative-config "
     serve += f"""'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
     support = "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)"
@@ -73,13 +74,13 @@ def vllm(method: str) -> Engine:
 
 
 class Fixed(NamedTuple):
-    """A setting for which a format has only one value."""
+    """A head's setting for which a format supports only one value."""
 
     value: Any
     otherwise: str
-    """Description of a head with another value (``it reads ...``)."""
+    """Description of a head with another value, for messages (``it reads ...``)."""
     also: str = ""
-    """Further settings that training needs with this value."""
+    """Further settings that must change with this one, such as ``head.num_layers=1``."""
 
 
 class Format:
@@ -88,7 +89,7 @@ class Format:
     name: ClassVar[str]
     """Name on the command line."""
     title: ClassVar[str]
-    """Name in messages for people."""
+    """Full name for messages and tables."""
     weights_file: ClassVar[str] = "model.safetensors"
     base_file: ClassVar[str] = ""
     """Name of the file that can hold the base next to the head (``write_base``); empty if the format has none."""
@@ -98,13 +99,13 @@ class Format:
     # Tables of tensors and keys --------------------------------------------------------------------------------------
 
     renames: ClassVar[Mapping[str, str]] = {}
-    """Regular expressions of the head's parameter names -> published names. Other names are equal."""
+    """Regular expressions of the head's parameter names -> published names. Names without a match stay the same."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Regular expressions of names in other projects' files -> published names."""
+    """Regular expressions of other names in files that are imported -> published names."""
     left_out: ClassVar[str] = r"rotary_emb\.inv_freq$"
-    """Regular expression of tensors that are dropped when reading."""
+    """Regular expression of tensor names that an import drops."""
     ignored_tensors: ClassVar[frozenset[str]] = frozenset()
-    """Tensor names that a file may contain and that are not loaded."""
+    """Tensor names that a file may contain although an import does not load them."""
     required: ClassVar[Mapping[str, str]] = {}
     """Required ``config.json`` keys that hold a positive integer -> the head's settings."""
     optional: ClassVar[Mapping[str, str]] = {}
@@ -112,15 +113,15 @@ class Format:
     sizes: ClassVar[Mapping[str, str]] = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
     """Keys that hold sizes of the base -> attributes of :class:`BaseModel`."""
     constants: ClassVar[Mapping[str, Any]] = {}
-    """Keys that are written with the same value for every head."""
+    """Keys of ``config.json`` that have the same value for every head."""
     other_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of ``config.json`` that an import reads besides those of the tables. Any of them may be overridden."""
+    """Further keys of ``config.json`` that an import uses. Users may override every key that is used."""
     fixed: ClassVar[Mapping[str, Fixed]] = {}
-    """Settings that the format fixes."""
+    """Settings of the head -> the only value that the format supports."""
     parts: ClassVar[frozenset[str]] = frozenset()
-    """Settings of a head's parts that the format has: ``markov_rank``, ``confidence``."""
+    """Settings of optional modules that the format can store: ``markov_rank``, ``confidence``."""
     vocabulary_advice: ClassVar[str | None] = "head.draft_vocab_size=null"
-    """Setting that avoids a draft vocabulary; None if the format has one."""
+    """Setting without a draft vocabulary, for formats that cannot store one; None for formats that can."""
 
     # Extended by formats that the tables do not describe completely ------------------------------------------------
 
@@ -129,10 +130,10 @@ class Format:
         return {_renamed(name, self.renames): parameter for name, parameter in head.named_parameters()}
 
     def derived_tensors(self, head: Any) -> dict[str, Tensor]:
-        """Return tensors that engines expect and that are not parameters of the head.
+        """Return tensors that engines expect although they are not parameters of the head.
 
-        They are written on export. An import requires them with the right shapes but does not copy their values.
-        Examples are a copy of the base's output head, and the table of the draft vocabulary.
+        Examples are a copy of the base's output head, and the table of the draft vocabulary. An export writes them. An
+        import requires them in the right shapes but does not copy their values.
         """
         return {}
 
@@ -154,16 +155,16 @@ class Format:
         return settings
 
     def matches(self, config: dict[str, Any]) -> bool:
-        """Return True for a ``config.json`` of this format; False where imports have to name the format."""
+        """Return True if ``config`` has this format; always False if imports must name the format."""
         return False
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Return the checkpoint with drafthead's own names and with known defects repaired; notes list the repairs."""
+        """Return the checkpoint with published names and with known defects repaired; its notes list the repairs."""
         kept = {name: tensor for name, tensor in checkpoint.tensors.items() if not re.search(self.left_out, name)}
         return checkpoint.updated(tensors={_renamed(name, self.aliases): tensor for name, tensor in kept.items()})
 
     def unsupported(self, head: Any) -> Unsupported:
-        """Yield every feature of the head that the format cannot express."""
+        """Yield every feature of the head that the format cannot express, and the settings that avoid it."""
         if self.vocabulary_advice is not None and (ids := len(head.d2t)) != head.base.vocab_size:
             # The format would need output rows for the remaining ids, which nobody trained.
             what = f"it drafts over {ids} of {head.base.vocab_size} ids, and the format has no draft vocabulary"
@@ -183,17 +184,18 @@ class Format:
     def unsupported_logits(
         self, head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"
     ) -> Unsupported:
-        """Refuse a base that caps its logits, or with ``scaled`` also one that scales them."""
+        """Yield an obstacle if the base soft-caps its logits, or with ``scaled`` also if it scales them."""
         output = head.target_lm_head
         if output.softcap is not None or (scaled and output.scale != 1.0):
             what = f"{'scales or ' if scaled else ''}caps its logits, and the format does not"
             yield f"{head.base.name} {what}", instead
 
     def unsupported_layers(self, head: Any, default: tuple[int, ...]) -> Unsupported:
-        """Refuse base layers that engines cannot join, and advise others.
+        """Yield an obstacle if the head reads base layers that engines cannot use, and advise others.
 
-        Engines join the states in the order of the layers, each layer once. The last layer is excluded, because engines
-        take its state before or after the final norm. ``default``: the layers of ``head.layers=null`` on this base.
+        Engines concatenate the layers' states in ascending order, each layer once. The last layer is excluded, because
+        some engines take its state before the final norm and others after it. ``default``: the layers of
+        ``head.layers=null`` on this base.
         """
         count = head.base.num_layers
 
@@ -204,22 +206,22 @@ class Format:
             return
         spread = [1, count // 2, count - 1] if count > 3 else [1]
         instead = "null" if joins(default) else str(spread).replace(" ", "")
-        what = f"it reads the layers {list(layers)}, and engines join them in ascending order, of 1 to {count - 1}"
+        what = f"it reads the layers {list(layers)}, and engines use layers 1 to {count - 1} in ascending order"
         yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:
-        """Refuse a checkpoint that would compute something else with this base than ``head``, built from its config."""
+        """Reject a checkpoint if ``head``, built from its config on this base, would compute something else."""
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         """Return the draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
         return None
 
     def fitted(self, head: Any) -> Any:
-        """Return an equivalent head in the shape that the format's engine loads; by default the head itself."""
+        """Return a head with the same drafts that the format's engine can load; by default the head itself."""
         return head
 
     def with_full_vocabulary(self, head: DraftHead) -> DraftHead:
-        """Return an equivalent head over the full vocabulary, or refuse a head that has none."""
+        """Return an equivalent head over the full vocabulary; reject a head without rows for the other ids."""
         if len(head.d2t) == head.base.vocab_size:
             return head
         raise UserError(
@@ -228,11 +230,11 @@ class Format:
         )
 
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
-        """Return the engines with their support of this ``head``."""
+        """Return the engines, with their support for this particular ``head``."""
         return tuple(engine.of(head.config) for engine in self.engines)
 
     def check_base(self, base: BaseModel, kind: str) -> None:
-        """Refuse a base, or a type of its weights, that ``write_base`` cannot write."""
+        """Reject a base, or a type ``kind`` of weights, that ``write_base`` cannot write."""
 
     def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
         """Write ``base`` to ``path`` with weights of type ``kind``, for formats with a ``base_file``."""
@@ -242,7 +244,7 @@ class Format:
 
     @property
     def config_keys(self) -> frozenset[str]:
-        """All keys of a ``config.json`` that are used."""
+        """All keys of ``config.json`` that an import uses."""
         return self.other_keys | {*self.required, *self.optional, *self.sizes}
 
     def loaded_by(self, head: Any) -> list[str]:
@@ -254,27 +256,27 @@ class Format:
     ) -> None:
         """Write ``head`` into ``folder``, which may not exist yet.
 
-        ``dtype`` None keeps the head's. ``base_name`` is the name by which engines download the base; None keeps the
-        name it has here.
+        Weights are cast to ``dtype`` (None: unchanged). ``base_name`` is the name by which engines download the base;
+        None: the base's own name.
         """
         self.write(self.checkpoint(head, dtype, base_name), folder, dtype, head.base)
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
-        """Return the content to publish; a head that the format cannot express is refused with all reasons."""
+        """Return the content to publish; reject a head that the format cannot express, with all reasons."""
         if not isinstance(head.config, self.head_config):
             raise UserError(self.wrong_type(type(head.config)))
         if obstacles := [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]:
             reasons = "; ".join(f"{what} ({instead})" for what, instead in obstacles)
             raise UserError(
-                f"the format {self.name} cannot hold this head: {reasons}. In brackets: what to set, head.* when "
-                "training; recipes called NAME_served set it (docs/guides/serve.md)"
+                f"the format {self.name} cannot hold this head: {reasons}. The brackets say what to set; head.* are "
+                "settings of the training, which recipes called NAME_served set (docs/guides/serve.md)"
             )
         kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
         return PublishedCheckpoint(config, self._all_tensors(head))
 
     def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None, base: BaseModel) -> None:
-        """Write the files of a checkpoint; ``dtype`` None keeps the tensors'."""
+        """Write the files of a checkpoint, with weights cast to ``dtype`` (None: unchanged)."""
         checkpoint.write(folder, self.weights_file, dtype)
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
@@ -282,7 +284,7 @@ class Format:
         return PublishedCheckpoint.read(folder, self.weights_file)
 
     def read(self, folder: Path, config: dict[str, Any] | None = None) -> PublishedCheckpoint:
-        """Return the normalized content of a published folder; ``config`` overrides keys of its ``config.json``."""
+        """Return the content of a published folder after :meth:`normalize`; ``config`` overrides its config's keys."""
         if unknown := sorted(set(config or {}) - self.config_keys - {BASE_NAME}):
             raise UserError(
                 f"the format {self.name} does not use {', '.join(f'config.{key}' for key in unknown)}; choose from "
@@ -328,17 +330,17 @@ class Format:
             raise UserError(
                 f"{checkpoint.source} does not fit {head.base.name} in the format {self.name}: missing "
                 f"{_some(missing)}, unknown {_some(unknown)}, of another shape {_some(wrong)}. Name the base that it "
-                "was trained for; or its config.json and weights belong to different heads"
+                "was trained for; if you did, its config.json and weights belong to different heads"
             )
 
     def wrong_type(self, head_config: type[DraftHeadConfig]) -> str:
-        """Return the message that refuses heads of another type."""
+        """Return the message for heads of another type."""
         expected, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, head_config))
         return f"the format {self.name} holds heads of the type {expected}, this is one of the type {given}"
 
 
 def unsupported_adapter(head: DraftHead) -> Unsupported:
-    """Refuse a base with a merged adapter: engines would download the base without it."""
+    """Yield an obstacle if the base has a merged adapter, because engines would download the base without it."""
     if (adapter := head.base.config.adapter) is not None:
         instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
         yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead

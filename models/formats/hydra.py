@@ -1,15 +1,15 @@
 """Hydra and Hydra++ heads as their authors save them.
 
     hydra_mlp.{k}.0.linear|res_connection.weight [D, (k + 2) D], .bias [D]     the first block of head k
-    hydra_mlp.{k}.{j}.linear.weight [D, D], .bias [D]                          further blocks, one module in their code
+    hydra_mlp.{k}.{j}.linear.weight [D, D], .bias [D]                          further blocks, which share one module
     hydra_lm_head.{k}.weight [V, D], .bias [V]
     prefix_embeding_layer.layers.0.*, prefix_embeding_layer.norm.weight        Hydra++ (hydra_head_arch: prefix-mlp)
 
 These are the module names of a "mlp" head in the authors' code (``hydra/model/hydra_heads``). A "prefix-mlp" head has
 a dropout before each module: block j is module ``2 j + 1``, and the output layer is ``hydra_lm_head.{k}.1``. Imports
-accept either naming for both, and remove the dropouts from it. The authors' loader reads ``hydra_lm_head.pt`` and
-leaves missing tensors random, so an output layer without a bias is written with a zero one. The prefix layer's unused
-embedding is left out.
+accept both ways of numbering for both kinds of head. The authors' loader reads ``hydra_lm_head.pt`` and leaves missing
+tensors random, so an output layer without a bias is written with a bias of zeros. The prefix layer's unused embedding
+is left out.
 """
 
 import re
@@ -26,7 +26,7 @@ from drafthead.models.heads.hydra import HydraBlocks, HydraConfig, HydraHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 
 PREFIX = "prefix_embeding_layer."
-"""Prefix of the prefix layer, spelt as by the authors."""
+"""Beginning of the names of the prefix layer's tensors, misspelt as in the authors' code."""
 
 
 class HydraFormat(Format):
@@ -47,7 +47,7 @@ class HydraFormat(Format):
     constants = {"grounded_heads": True}
     other_keys = frozenset({"hydra_head_arch", "grounded_heads"})
     fixed = {
-        "unit_embeddings": Fixed(False, "it normalises embeddings to unit length, and the format does not"),
+        "unit_embeddings": Fixed(False, "it normalises embeddings to unit length, and heads of this format do not"),
     }
     # Files spell the prefix layer's name in several ways; only what follows it is fixed.
     aliases = {r"^(?!hydra_mlp\.|hydra_lm_head\.).*?(?=layers\.0\.|norm\.weight$)": PREFIX}
@@ -76,7 +76,7 @@ class HydraFormat(Format):
         return tensors
 
     def derived_tensors(self, head: HydraHead) -> dict[str, Tensor]:
-        """Return the base's output layer with a zero bias for every head. A head's own layers replace them."""
+        """Return the base's output layer with a zero bias for every head; a head's own layers override it."""
         weight = head.target_lm_head.weight
         layer = {"weight": weight, "bias": torch.zeros_like(weight[:, 0])}
         return {f"hydra_lm_head.{k}.{key}": value for k in range(head.depth) for key, value in layer.items()}
@@ -86,7 +86,7 @@ class HydraFormat(Format):
         return {**super().config(head), "hydra_head_arch": architecture}
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
-        """Return the content to publish; with a prefix layer, modules are numbered with dropouts."""
+        """Return the content to publish; with a prefix layer, the numbers of modules count dropouts too."""
         checkpoint = super().checkpoint(head, dtype, base_name)
         if checkpoint.config["hydra_head_arch"] == "mlp":
             return checkpoint
@@ -96,7 +96,7 @@ class HydraFormat(Format):
         return "hydra_num_heads" in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Use one naming for both variants, drop the base's tensors, and add zero biases to output layers."""
+        """Remove dropouts from the numbers of modules, drop the embedding, and add zero biases to output layers."""
         checkpoint = super().normalize(checkpoint)
         config, tensors = checkpoint.config, dict(checkpoint.tensors)
         architecture, grounded = config.get("hydra_head_arch", "mlp"), config.get("grounded_heads", True)

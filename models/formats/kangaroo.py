@@ -1,7 +1,7 @@
 """Kangaroo's adapter as its authors save it: a Llama config of one layer, and a layer without an MLP.
 
-The authors' code (``kangaroo/adapter.py``) reads ``pytorch_model.bin`` and takes the exit layer from its command line;
-here the config names it. Their training checkpoints may contain more than the adapter.
+The authors' code (``kangaroo/adapter.py``) reads ``pytorch_model.bin`` and takes the exit layer from its command line.
+This format has it in the config. The authors' training checkpoints may contain more than the adapter.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Config keys of a head's Llama-style layer, and their comparison with the base's layers.
+"""Config keys of a head's Llama-style decoder layer, and their comparison with the base's layers.
 
-A head's layer takes sizes, rotary embedding and the norm's epsilon from its base, so those of a published layer must
-equal the base's.
+A head's layer takes its numbers of attention heads, rotary embedding and norm epsilon from the base. A published layer
+must therefore have the same values as the base.
 """
 
 import math
@@ -16,11 +16,11 @@ LAYER_KEYS = frozenset(
     "model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias rms_norm_eps "
     "rope_theta rope_scaling rope_parameters".split()
 )
-"""Keys of a Llama config that are used, apart from sizes."""
+"""Keys of a Llama config that an import uses, apart from ``hidden_size``, ``vocab_size`` and ``intermediate_size``."""
 
 
 def layer_config(base: BaseModel) -> dict[str, Any]:
-    """Return a Llama config of one layer like the base's, with rotary keys for old and new loaders."""
+    """Return the config of a Llama with one layer like those of the base."""
     settings = base.model.config
     kv_heads, head_dim = attention_sizes(settings)
     theta, scaling = _rotation(head_rope(base))
@@ -43,7 +43,7 @@ def layer_config(base: BaseModel) -> dict[str, Any]:
 
 
 def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None:
-    """Refuse a layer whose heads, rotation or epsilon differ from this base's."""
+    """Reject a layer whose attention heads, rotary embedding or norm epsilon differ from the base's."""
     config, expected = checkpoint.config, layer_config(base)
     heads = checkpoint.integer("num_attention_heads")
     rope = config.get("rope_parameters")
@@ -66,7 +66,7 @@ def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None
 
 
 def _rotation(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Return theta, and the scaling without keys that have no effect (None without scaling)."""
+    """Return theta and the scaling of a rotary embedding, without keys that have no effect; None: no scaling."""
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type") and v is not None}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     return float(rope.get("rope_theta") or 10000.0), None if kind == "default" else {**scaling, "rope_type": kind}

@@ -4,8 +4,8 @@ Head k is a ``Sequential`` of residual blocks and, in variant A, an output layer
 
     {k}.{j}.linear.weight [D, D]   {k}.{j}.linear.bias [D]   {k}.{blocks}.weight [V, D]
 
-Variant B (the later recipe) has no output layers and uses the base's. The released code repeats one block module, so
-a head with several blocks has equal values under several names: they are imported as ``tie_blocks``.
+Variant B (the authors' later recipe) has no output layers and uses the base's output head. The authors' code repeats
+one block module, so a head with several blocks has equal values under several names. It is imported as ``tie_blocks``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.res_block import Blocks
 
 FULL_MODEL = "medusa_head."
-"""Prefix of the heads in a complete Medusa-2 model."""
+"""Prefix of the heads' tensors in a Medusa-2 model that was saved as a whole."""
 _SAVE = "its loader reads medusa_lm_head.pt: save these tensors there with torch.save"
 FASTER_DECODING = Engine("FasterDecoding/Medusa", _SAVE)
 NO_VLLM = Engine("vLLM", "no, it reads to=vllm_medusa")
@@ -74,7 +74,7 @@ class MedusaFormat(Format):
         return "medusa_num_heads" in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Drop the base and the prefixes of a complete saved model, and count heads and blocks in the weights."""
+        """Reduce a model that was saved as a whole to its heads, and count heads and blocks in the weights."""
         checkpoint = super().normalize(checkpoint)
         tensors = checkpoint.tensors
         if any(name.startswith(FULL_MODEL) for name in tensors):
@@ -103,12 +103,12 @@ class MedusaFormat(Format):
         return {**settings, "own_lm_head": own_lm_head, "tie_blocks": tied(checkpoint.tensors, blocks)}
 
     def with_full_vocabulary(self, head: DraftHead) -> DraftHead:
-        """Return the same blocks with the base's full output head; logits of drafted ids do not change."""
+        """Return a head with the same blocks and the base's whole output head; logits of drafted ids do not change."""
         if not isinstance(head, MedusaHead) or not can_widen(head):
             return super().with_full_vocabulary(head)
         if head.config.induction_rank:
             raise UserError(
-                "vocabulary=full cannot widen an induction head (ours), which no format holds; train with "
+                "vocabulary=full cannot extend an induction head, which no published format can hold; train with "
                 "head.induction_rank=0"
             )
         wide = replace(head.config, draft_vocab_size=None).build(head.base)
@@ -123,7 +123,7 @@ class MedusaFormat(Format):
 
 
 class TgiMedusaFormat(MedusaFormat):
-    """The ``medusa`` layout, restricted to heads that TGI's two Medusa classes accept."""
+    """The layout of ``medusa``, restricted to heads that TGI's two Medusa classes accept."""
 
     name = "tgi_medusa"
     title = "Medusa (TGI)"
@@ -147,10 +147,10 @@ class TgiMedusaFormat(MedusaFormat):
         return False  # imports recognise these files as ``medusa``
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Refuse a config that TGI would not recognise as a Medusa head, and normalize as ``medusa``."""
+        """Reject a config that TGI would not recognise as a Medusa head, then normalize as ``medusa`` does."""
         if checkpoint.config.get("architectures"):
             raise UserError(
-                f"{checkpoint.source}: TGI recognises no Medusa head if config.json has architectures; remove it"
+                f"{checkpoint.source}: TGI recognises a Medusa head only if config.json has no architectures; remove it"
             )
         if not checkpoint.config.get(BASE_NAME):
             raise UserError(f"{checkpoint.source}: TGI needs {BASE_NAME} in config.json; add it")
@@ -158,7 +158,7 @@ class TgiMedusaFormat(MedusaFormat):
 
 
 class VllmMedusaFormat(MedusaFormat):
-    """vLLM's layout. vLLM drafts one chain of top-1 tokens, without a tree, over the full vocabulary."""
+    """vLLM's layout. vLLM drafts one chain of most likely tokens, without a tree, over the full vocabulary."""
 
     name = "vllm_medusa"
     title = "Medusa (vLLM)"
@@ -192,7 +192,7 @@ class VllmMedusaFormat(MedusaFormat):
         return self.with_full_vocabulary(head) if can_widen(head) and not head.config.induction_rank else head
 
     def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:
-        """Return one copy of the base's output head for all heads, and the draft vocabulary's target ids."""
+        """Return a copy of the base's output head, which all heads share, and the draft vocabulary's target ids."""
         shared = {} if head.config.own_lm_head else {"lm_heads.0.weight": head.target_lm_head.weight}
         return shared | ({"token_map": head.d2t} if len(head.d2t) != head.base.vocab_size else {})
 
@@ -208,7 +208,7 @@ class VllmMedusaFormat(MedusaFormat):
         return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Use vLLM's names, add zero biases, and reduce output layers over all ids to the rows of ``token_map``."""
+        """Use vLLM's names, add zero biases, and select the rows of ``token_map`` in output layers over all ids."""
         checkpoint = Format.normalize(self, checkpoint)
         config, tensors = {"logit_scale": 1.0, **checkpoint.config}, dict(checkpoint.tensors)
         for key in [k for k in config if "num" in k]:  # as vLLM's config class does
@@ -251,12 +251,12 @@ class VllmMedusaFormat(MedusaFormat):
 
 
 def can_widen(head: MedusaHead) -> bool:
-    """Return True if the head drafts over a part of the vocabulary and uses the base's output head."""
+    """Return True if the head uses the base's output head, but only the rows of a draft vocabulary."""
     return not head.config.own_lm_head and len(head.d2t) != head.base.vocab_size
 
 
 def tied(tensors: Mapping[str, Tensor], heads: Iterable[Sequence[str]]) -> bool:
-    """Return True if every head has several blocks with equal values; ``heads`` names the linear layers of each."""
+    """Return True if every head has several blocks, all equal; ``heads`` has the names of each head's linear layers."""
 
     def equal(one: str, other: str) -> bool:
         pairs = [(tensors.get(f"{one}.{key}"), tensors.get(f"{other}.{key}")) for key in ("weight", "bias")]

@@ -3,8 +3,9 @@
     speculator.emb.{i}.weight [V, E]    speculator.proj.{i}.weight [E, D], then [E, E]
     speculator.ln.{i}.weight|bias [E]   speculator.head.{i}.weight [V, E]
 
-In a tied speculator, all positions share one tensor of each kind. Only projections differ: 0 reads the base's state
-and 1 the head's own states. A file then holds emb.0, proj.0, proj.1, ln.0 and head.0, as vLLM and TGI expect.
+In a tied speculator, all positions share one tensor of each kind, except for projections: proj.0 is applied to the
+base's state, and proj.1 to the head's own states. A file then has emb.0, proj.0, proj.1, ln.0 and head.0, as vLLM and
+TGI expect.
 """
 
 import re
@@ -20,7 +21,7 @@ from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig, MLPSpecul
 
 PREFIX = "speculator."
 SHARED_FROM = {"emb": 1, "head": 1, "ln": 1, "proj": 2}
-"""First index at which a tied speculator reuses the previous tensor."""
+"""Kind of tensor -> first position at which a tied speculator uses the tensor of the position before."""
 
 
 class MLPSpeculatorFormat(Format):
@@ -75,11 +76,11 @@ class MLPSpeculatorFormat(Format):
         return config.get("model_type") == "mlp_speculator"
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Add the inner width, and drop the copies of tied tensors."""
+        """Fill in ``inner_dim``, and drop copies of tied tensors."""
         checkpoint = super().normalize(checkpoint)
         config, tensors = dict(checkpoint.config), checkpoint.tensors
         if (kinds := config.get("architectures")) and "MLPSpeculatorPreTrainedModel" not in kinds:
-            raise UserError(f"{checkpoint.source} is a {kinds}: only MLPSpeculatorPreTrainedModel is read")
+            raise UserError(f"{checkpoint.source} is a {kinds}: only MLPSpeculatorPreTrainedModel can be imported")
         if not config.get("inner_dim"):
             config["inner_dim"] = config.get("emb_dim")
         if config.get("tie_weights"):
@@ -96,7 +97,7 @@ class MLPSpeculatorFormat(Format):
 
 
 def _without_copies(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Drop the copies of tied tensors, which a file may have for every position and which must be equal."""
+    """Drop copies of tied tensors, which a file may have for every position; reject copies that differ."""
     shared = {}
     for name, value in tensors.items():
         match = re.fullmatch(r"speculator\.(emb|head|ln|proj)\.(\d+)(\..+)", name)
@@ -105,5 +106,5 @@ def _without_copies(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor
             continue
         original = tensors.get(f"{PREFIX}{match[1]}.{SHARED_FROM[match[1]] - 1}{match[3]}")
         if original is None or not torch.equal(original, value):
-            raise UserError(f"{source} says tie_weights, but {name} differs from the previous position's")
+            raise UserError(f"{source} says tie_weights, but {name} differs from the one before; copy the folder again")
     return shared

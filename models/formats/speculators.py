@@ -1,9 +1,9 @@
 """EAGLE-3 in the layout of vLLM's ``speculators`` library: one folder that ``vllm serve FOLDER`` serves by itself.
 
-The tensors are those of to=eagle3. The config names the base ("verifier") and the number of drafts, so that vLLM loads
-both. There is no ``model_type``, because vLLM 0.32.0 would look for a model of that name. Layer ids, ``norm_before_fc``
-and ``norm_output`` are at the top level, where vLLM reads them. ``norm_before_residual`` is always written, because
-the library's default is true.
+The tensors are those of to=eagle3. The config names the base ("verifier") and the number of drafts, so that vLLM needs
+no other argument. There is no ``model_type``, because vLLM 0.32.0 would look for a model of that name. Layer ids,
+``norm_before_fc`` and ``norm_output`` are at the top level, where vLLM reads them. ``norm_before_residual`` is always
+written, because the library's default is true.
 """
 
 from typing import Any
@@ -71,7 +71,7 @@ class SpeculatorsFormat(Eagle3Format):
         return config.get(TYPE) == "eagle3"
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Move the layer's keys to the top level, as to=eagle3 has them, and fill in the library's defaults."""
+        """Move the layer's config keys to the top level, as in ``eagle3``, and fill in the library's defaults."""
         config = {**(checkpoint.config.get(LAYER) or {}), **checkpoint.config}
         config.setdefault("norm_before_residual", True)  # the library's default
         methods = (config.get(METHODS) or {}).get("proposal_methods") or [{}]

@@ -6,8 +6,8 @@ Names, shapes and meanings are those of llama.cpp's ``dflash`` architecture (bui
     DSpark also: markov_w1.weight [V, r]   markov_w2.weight [W, r]   conf_proj.weight [1, D + r], conf_proj.bias
     with a draft vocabulary: output.weight [W, D]   d2t [W], target ids
 
-``target_layers`` counts the inputs of layers, so its ids are one more than those of ``target_layer_ids``. The file
-contains the base's tokenizer, which defines the mask token.
+``target_layers`` numbers the inputs of layers, and ``target_layer_ids`` their outputs, so its ids are one larger. The
+file contains the base's tokenizer, which defines the mask token.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ SERVE = "llama-server -m {base_file} -md {folder}/head.gguf --spec-draft-n-max {
 
 
 class DSparkGgufFormat(GgufLayout, BlockFormat):
-    """DSpark or DFlash as ``head.gguf``. Like llama.cpp, it tells them apart by the Markov head."""
+    """DSpark or DFlash as ``head.gguf``. As in llama.cpp, a file with a Markov head is DSpark."""
 
     name = "gguf_dspark"
     title = "DSpark or DFlash (GGUF for llama.cpp)"

@@ -6,7 +6,8 @@ Names, shapes and meanings are those of llama.cpp's ``eagle3`` architecture and 
     blk.0.attn_norm (embedding), attn_norm_2 (feature), ffn_norm   attn_q, attn_k, attn_v, attn_output   ffn_*   d2t [W]
 
 Here ``d2t`` holds target ids, whereas to=eagle3 writes offsets. Rows of queries and keys are in rotated pairs
-(``to_pairs``). llama.cpp silently ignores ``norm_output`` and then drafts badly, so heads with it are refused.
+(``to_pairs``). llama.cpp silently ignores ``norm_output`` and then drafts badly, so heads with this setting are
+refused.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ KEYS = {
 }
 """Keys of a file -> keys of ``config.json``."""
 OWN_KEYS = {"drafthead.num_draft_tokens": "num_tokens", "drafthead.ttt_steps": "ttt_steps"}
-"""Keys that only drafthead reads, and that a file may lack -> keys of ``config.json``."""
+"""Keys that only drafthead reads -> keys of ``config.json``. A file may lack them."""
 LLAMACPP = Engine(
     "llama.cpp",
     "build 11549 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)",
@@ -53,9 +54,9 @@ class GgufFormat(GgufLayout, Eagle3Format):
     fixed = {
         **Eagle3Format.fixed,
         "norm_output": Fixed(
-            False, "its steps read the normed output, and llama.cpp silently feeds them the state before the norm"
+            False, "its steps continue from the normed output, and llama.cpp silently uses the state before the norm"
         ),
-        "fc_norm": Fixed(False, "it norms every layer's state, and llama.cpp does not"),
+        "fc_norm": Fixed(False, "it normalises every layer's state, and llama.cpp does not"),
     }
 
     def unsupported(self, head: Eagle3Head) -> Unsupported:

@@ -1,8 +1,8 @@
-"""GGUF files for llama.cpp, written and read with PyPI's ``gguf``: the parts common to all files, and the base.
+"""GGUF files for llama.cpp, written and read with PyPI's ``gguf``: code for all kinds of heads, and for the base.
 
 A GGUF file is a header of typed keys, then the tensors. Keys begin with the architecture's name, such as
 ``eagle3.block_count``. A base is written as llama.cpp's own converter writes it, for Llama-like targets with a
-byte-level BPE tokenizer. Other bases need that converter, which the error names.
+byte-level BPE tokenizer. Other bases need llama.cpp's converter, which the error names.
 """
 
 import json
@@ -30,16 +30,16 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 
 FILE, BASE_FILE = "head.gguf", "base.gguf"
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
-"""Types of the weights of a file. No Python library quantises to Q4_K."""
+"""Types of weights that can be written. No Python library quantises to Q4_K."""
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 """Model types that ``write_base`` supports -> llama.cpp's architectures."""
 RECORDED = ("llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss")
-"""Model types whose llama.cpp graphs keep the inputs of layers, which heads read; llama.cpp aborts with others."""
+"""Model types of bases for which llama.cpp keeps the inputs of layers, which heads read; with others it aborts."""
 DRAFTERS = {"gguf": "eagle3", "gguf_dspark": "dflash"}
-"""Formats of heads -> llama.cpp's architectures."""
+"""Formats of heads -> llama.cpp's names of their architectures."""
 OTHER_KEYS = ("tokenizer.", "drafthead.")
-"""Beginnings of keys that do not follow the architecture's name. Only drafthead reads the latter."""
+"""Beginnings of keys without the architecture's name in front. Only drafthead reads ``drafthead.*``."""
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -54,7 +54,7 @@ SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
-"""Keys of a file, without its architecture -> keys of a Llama config."""
+"""Keys of a file without the architecture's name -> keys of a Llama config."""
 LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -86,7 +86,7 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def rotated(name: str, tensor: Tensor, config: dict[str, Any], turn: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Apply ``turn`` (``to_pairs`` or ``to_halves``) to the weights of queries and keys, and return others as is."""
+    """Apply ``turn`` (``to_pairs`` or ``to_halves``) to a query or key projection; return other tensors unchanged."""
     for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if name.endswith(f"{projection}.weight"):
             return turn(tensor, config[heads])
@@ -97,7 +97,7 @@ class GgufFile:
     """Writer of one GGUF file: add sizes and tensors, then :meth:`close`."""
 
     def __init__(self, path: Path, architecture: str, name: str, kind: str) -> None:
-        """Start a file whose matrices have the type ``kind`` of ``KINDS``; vectors stay in float32."""
+        """Start a file whose matrices have the type ``kind`` (one of ``KINDS``); vectors stay in float32."""
         logging.getLogger("gguf").setLevel(logging.WARNING)  # at INFO it logs every file and key
         self._kind = kind
         self.writer = gguf.GGUFWriter(path, architecture)
@@ -107,7 +107,7 @@ class GgufFile:
         self.writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     def add_key(self, key: str, value: bool | int | float | list[int]) -> None:
-        """Add a key with the type of its value; the architecture is put before a key without a namespace of its own."""
+        """Add a key with its value's type; the architecture is its prefix unless it begins as in ``OTHER_KEYS``."""
         writer = self.writer
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[type(value)](key if key.startswith(OTHER_KEYS) else f"{writer.arch}.{key}", value)
@@ -120,7 +120,7 @@ class GgufFile:
             self.add("rope_freqs.weight", factors)
 
     def add(self, name: str, tensor: Tensor, kind: str | None = None) -> None:
-        """Add a tensor: integers as int64, vectors as float32, matrices as ``kind`` (None: the file's)."""
+        """Add a tensor: integers as int64, vectors as float32, matrices as ``kind`` (None: the file's type)."""
         tensor = tensor.detach().cpu().contiguous()
         if not tensor.is_floating_point():
             self.writer.add_tensor(name, tensor.long().numpy())
@@ -128,7 +128,10 @@ class GgufFile:
         target = gguf.GGMLQuantizationType["F32" if tensor.ndim == 1 else (kind or self._kind).upper()]
         block = gguf.GGML_QUANT_SIZES[target][0]
         if tensor.shape[-1] % block:
-            raise UserError(f"{name} has rows of {tensor.shape[-1]}, and {target.name} needs multiples of {block}")
+            raise UserError(
+                f"{name} has rows of {tensor.shape[-1]} numbers, but {target.name} needs a multiple of {block}; "
+                "set base_gguf=f16"
+            )
         self.writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), target), raw_dtype=target)
 
     def close(self) -> None:
@@ -140,7 +143,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the keys and the tensors of a file, dequantised and in torch's order of dimensions."""
+    """Return the keys of a file, and its tensors, dequantised and in torch's order of dimensions."""
     try:
         reader = gguf.GGUFReader(path)
         keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
@@ -157,7 +160,7 @@ def _values(entry: Any) -> npt.NDArray[Any]:
 
 
 def rope_factors(config: dict[str, Any]) -> Tensor | None:
-    """Return the divisors [E / 2] of the rotary frequencies that llama.cpp reads; None without scaling.
+    """Return the divisors [E / 2] of the rotary frequencies, as llama.cpp reads them; None without scaling.
 
     Only Llama-3's scaling is a tensor in GGUF. Other scalings are metadata, which is not written here.
     """
@@ -175,34 +178,34 @@ def rope_factors(config: dict[str, Any]) -> Tensor | None:
 class GgufLayout(Format):
     """Mixin of the formats for llama.cpp: the head as ``head.gguf``, and the base next to it as ``base.gguf``.
 
-    A head has the tensors and the config of its other layout, under llama.cpp's names.
+    The tensors and the config are those of the class it is mixed into, under llama.cpp's names.
     """
 
     weights_file = FILE
     base_file = BASE_FILE
     outer: ClassVar[Mapping[str, str]]
-    """Published names of tensors outside the layers -> llama.cpp's."""
+    """Published names of tensors outside the decoder layers -> llama.cpp's names."""
     layer: ClassVar[str] = "layers.{n}"
     """Published name of layer n."""
     pairs: ClassVar[bool] = False
     """True if llama.cpp rotates neighbouring rows of queries and keys (see ``to_pairs``)."""
     needed: ClassVar[frozenset[str]]
-    """Keys that a file must have in addition to ``SIZES``."""
+    """Keys that a file must have in addition to those of ``SIZES``."""
 
     @abstractmethod
     def keys(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the keys of a head's file in addition to ``SIZES``, from its config."""
+        """Return the keys to write in addition to those of ``SIZES``, from a head's config."""
 
     @abstractmethod
     def config_of(self, keys: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the config of a head in addition to its sizes, from the file's keys and the renamed tensors."""
+        """Return a head's config without its sizes, from a file's keys and its tensors by their published names."""
 
     def add_vocabulary(self, file: GgufFile, base: BaseModel) -> None:
-        """Add the tokenizer; by default none, because llama.cpp uses the target's."""
+        """Add a tokenizer to a head's file; by default none, because llama.cpp uses the target's."""
         file.writer.add_tokenizer_model("no_vocab")
 
     def _names(self, layers: int) -> dict[str, str]:
-        """Return published names -> llama.cpp's, for a head of this many layers."""
+        """Map published names to llama.cpp's, for a head with this number of layers."""
         inner = {
             f"{self.layer.format(n=n)}.{name}.weight": f"blk.{n}.{theirs}.weight"
             for n in range(layers)
@@ -249,7 +252,7 @@ class GgufLayout(Format):
             raise UserError(f"{path} lacks the keys {', '.join(missing)}, which an export writes")
         names = self._names(keys["block_count"])
         if unknown := sorted(stored.keys() - {*names.values(), "d2t", "rope_freqs.weight"}):
-            raise UserError(f"{path} has tensors that heads here do not use: {', '.join(unknown[:4])}")
+            raise UserError(f"{path} has tensors that drafthead does not use: {', '.join(unknown[:4])}")
         config = {name: keys[key] for key, name in SIZES.items()}
         tensors = {
             name: rotated(name, stored[theirs], config, to_halves) if self.pairs else stored[theirs]
@@ -277,9 +280,9 @@ class GgufLayout(Format):
         split_name(base.tokenizer)
 
     def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
-        """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` of ``KINDS``.
+        """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` (one of ``KINDS``).
 
-        In 4-bit files the embedding and the output head have 8 bits, because they decide the logits.
+        In 4-bit files the embedding and the output head have 8 bits, because they affect the logits directly.
         """
         self.check_base(base, kind)
         settings = base.model.config
@@ -312,7 +315,7 @@ class GgufLayout(Format):
 
 
 def split_name(tokenizer: Any) -> str:
-    """Return llama.cpp's name for the way in which ``tokenizer`` splits text into words before BPE."""
+    """Return llama.cpp's name for the rule by which ``tokenizer`` splits text into words before BPE."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     splitter = content.get("pre_tokenizer") or {}
     steps = splitter.get("pretokenizers", [splitter])
@@ -325,7 +328,7 @@ def split_name(tokenizer: Any) -> str:
 
 
 def add_tokenizer(writer: Any, base: BaseModel) -> None:
-    """Add the base's tokenizer: vocabulary, token types, merges, special tokens and chat template."""
+    """Write the base's tokenizer: vocabulary, token types, merges, special tokens and chat template."""
     tokenizer, types = base.tokenizer, gguf.TokenType
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
     known = {number: text for text, number in tokenizer.get_vocab().items()}
