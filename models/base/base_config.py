@@ -88,7 +88,9 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         if self.random and not self.shape:
-            raise ValueError("base.random needs base.shape (model_type and sizes); choose a base group that has one")
+            raise ValueError(
+                "base.random needs base.shape (model_type and sizes); set it, or use a group of recipes/base with it"
+            )
 
     def saved(self) -> dict[str, Any]:
         """Return the settings by which a saved head finds this base again, without those of device and speed."""
@@ -238,7 +240,9 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
             "choose a base whose layers all have attention (docs/reference/bases.md lists families)"
         )
     if unknown:
-        raise UserError(f"{kind} models have layers of unknown type {unknown}; see docs/explanation/bases.md")
+        raise UserError(
+            f"{kind} models have layers of unknown type {unknown}; choose another base (docs/explanation/bases.md)"
+        )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(
             f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change with the "

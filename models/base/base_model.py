@@ -74,8 +74,8 @@ class BaseModel:
         """Freeze ``model`` in place, and measure its cache sizes and logit scale.
 
         :meth:`load` and :meth:`wrap` also compare it with stock transformers. Its modules stay the stock ones until
-        :func:`tune_for_cpu` replaces them. Architectures that cannot verify token
-        trees are refused. On the meta device nothing is measured.
+        :func:`tune_for_cpu` replaces them. Architectures that cannot verify token trees are refused. On the meta device
+        nothing is measured.
         """
         settings = model.config
         check_architecture(settings, config.max_context)

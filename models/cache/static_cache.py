@@ -27,7 +27,7 @@ MIN_WINDOW, WINDOW_STEP = 256, 1024
 MAX_STATIC_NODES = 128
 """Most nodes of a pass with fixed shapes. With more nodes, kernel launches are a small part of the time."""
 MAX_CAPTURED_PASSES = 64
-"""Most captured passes per memory, each for other shapes."""
+"""Most passes, each of other shapes, that are captured per memory."""
 MAX_SPARE_BUFFERS = 2
 """Most unused memories that are kept for later caches."""
 
@@ -135,7 +135,7 @@ class _Writer:
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Return the committed positions (transformers' name), [1] int64 on the device."""
+        """Return the number of committed positions, [1] int64 on the device; transformers calls this."""
         return self._window.length
 
 

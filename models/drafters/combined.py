@@ -38,7 +38,7 @@ class CompositeDrafter(Drafter):
             raise UserError(f"{kind} needs at least two drafters, got {len(drafters)}")
         bases = {d.base_fingerprint for d in drafters if d.base_fingerprint is not None}
         if len(bases) > 1:
-            raise UserError(f"the drafters of {kind} were loaded for different bases; attach them to one")
+            raise UserError(f"the drafters of {kind} were loaded for different bases; load them all on one base")
         self.base_fingerprint = next(iter(bases), None)
         self.vocab_size = max((d.vocab_size for d in drafters if d.vocab_size is not None), default=None)
         self.drafters = tuple(drafters)
@@ -284,7 +284,7 @@ def _same_node(table: _Table) -> Tensor:
 
 
 def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return parents and tokens [B, N] of the union, and the number in the union of each node of the list [B, M]."""
+    """Return the union's parents and tokens [B, N], and each listed node's number in the union [B, M]."""
     rows, count = same.shape
     index = torch.arange(count, device=same.device)
     active = (same == index) & (table.parents >= 0)

@@ -221,9 +221,7 @@ def build_drafter(
     if expression.kind == "combine":
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
-            raise UserError(
-                "drafters can be combined only if the head's tree is static; set tree=head, chain:K or expansion:1-1-3"
-            )
+            raise UserError("only a head with a static tree can be combined; set tree=head, chain:K or expansion:1-1-3")
         drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes)
         config = replace(parts[0][1], tree=union(trees))
     elif expression.kind == "relay":

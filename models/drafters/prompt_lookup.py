@@ -41,7 +41,7 @@ class TokenBuffer:
         self.tokens, self.lengths = tokens, lengths
 
     def append(self, tokens: Tensor, counts: list[int]) -> "TokenBuffer":
-        """Return a buffer in which row b also has the first ``counts[b]`` of its new ``tokens`` [B, T]."""
+        """Return a buffer with the first ``counts[b]`` of ``tokens`` [B, T] appended to row b."""
         lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         known = self.tokens.to(tokens.device)
         if len(counts) == 1:

@@ -21,8 +21,8 @@ from drafthead.models.kernels.private_apis import is_gemma_norm, stock_part
 class FusedRMSNorm(nn.Module):
     """RMSNorm in four operations for float32 on a CPU: ``x * w * sqrt(D) / hypot(|x|, sqrt(D * eps))``.
 
-    ``F.rms_norm`` would run a dozen operations on a CPU, like the stock module. It is used on other devices, which have
-    a kernel for it, and in lower precisions, which need its float32 arithmetic.
+    ``F.rms_norm`` would run a dozen operations on a CPU, like the stock module. Other devices, which have a kernel for
+    it, and lower precisions, which need its float32 arithmetic, use ``F.rms_norm``.
     """
 
     def __init__(self, norm: Any) -> None:

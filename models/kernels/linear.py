@@ -171,7 +171,7 @@ class PrepackedLinear(nn.Module):
     def keep(self, kernels: set[Kernel]) -> None:
         """Release the copies of the weight that none of ``kernels`` uses.
 
-        The packed copy stays, for more rows than were measured, unless ``kernels`` is the compiled one alone.
+        The packed copy stays, for more rows than were measured, unless ``kernels`` has only the compiled one.
         """
         if Kernel.PLAIN not in kernels:
             self._weight = None

@@ -1,1 +1,1 @@
-"""Drafters of published systems, slower than the others on every machine so far (docs/explanation/experimental.md)."""
+"""Published drafters that were slower than those of ``drafters/`` everywhere (docs/explanation/experimental.md)."""

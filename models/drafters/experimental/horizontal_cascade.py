@@ -61,7 +61,7 @@ class HorizontalCascade(CompositeDrafter):
 
 
 class CascadeSession(CompositeSession):
-    """A session in which each drafter commits the drafts before its own like tokens, drafts, and rolls back."""
+    """A session in which each drafter first commits the earlier drafters' drafts, then drafts, then rolls back."""
 
     drafter: HorizontalCascade
 

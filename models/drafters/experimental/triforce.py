@@ -48,7 +48,7 @@ class Policy:
         name, _, size = text.partition(":")
         if (name == "recent" and not size) or (name in ("sinks", "retrieval") and size.isdigit() and int(size) > 0):
             return cls(name, int(size or 0))
-        raise UserError(f"unknown policy {text!r} of a budget cache; give one of {POLICIES}")
+        raise UserError(f"unknown policy {text!r} for budget:POSITIONS; give one of {POLICIES}")
 
     def places(self, budget: int, keys: Tensor, queries: list[Tensor] | None) -> Tensor:
         """Return the selected positions [L, H, S] int64, ascending, for a cache with ``keys`` [L, H, n, E].
@@ -80,7 +80,7 @@ class Policy:
 
 
 class TriForce(VerticalCascade):
-    """A drafter of chains: the target itself, with attention to selected positions of its cache; one row at a time."""
+    """A drafter that is the target itself with only selected positions of its cache. It drafts chains for one row."""
 
     def __init__(
         self,

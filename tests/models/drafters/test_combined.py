@@ -105,7 +105,7 @@ def test_equal_samples_of_one_drafter_stay_apart() -> None:
 def test_two_kinds_of_samples_are_refused() -> None:
     with_replacement = proposal([[(), (1,)]], sampled=True)
     other = Proposal(**{**vars(with_replacement), "draft_sampling": DraftSampling.WITHOUT_REPLACEMENT})
-    with pytest.raises(UserError, match="must sample alike"):
+    with pytest.raises(UserError, match="must all sample with"):
         combine([with_replacement, other])
 
 
