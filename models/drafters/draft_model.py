@@ -33,7 +33,7 @@ class LMDrafter(Drafter):
         self.vocab_size: int = (target or model).vocab_size
         if model.vocab_size > self.vocab_size:
             raise UserError(
-                f"the draft model {model.name} has {model.vocab_size} token ids but the target has "
+                f"the draft model {model.name} has {model.vocab_size} ids but the target has "
                 f"{self.vocab_size}; use a model with the target's tokenizer"
             )
 

@@ -206,7 +206,9 @@ class Format:
             return
         spread = [1, count // 2, count - 1] if count > 3 else [1]
         instead = "null" if joins(default) else str(spread).replace(" ", "")
-        what = f"it reads the layers {list(layers)}, and engines use layers 1 to {count - 1} in ascending order"
+        what = (
+            f"it reads the layers {list(layers)}, and engines join layers in ascending order, out of 1 to {count - 1}"
+        )
         yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:

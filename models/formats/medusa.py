@@ -150,7 +150,8 @@ class TgiMedusaFormat(MedusaFormat):
         """Reject a config that TGI would not recognise as a Medusa head, then normalize as ``medusa`` does."""
         if checkpoint.config.get("architectures"):
             raise UserError(
-                f"{checkpoint.source}: TGI recognises a Medusa head only if config.json has no architectures; remove it"
+                f"{checkpoint.source}: TGI does not recognise a Medusa head if config.json has architectures; "
+                "remove the key"
             )
         if not checkpoint.config.get(BASE_NAME):
             raise UserError(f"{checkpoint.source}: TGI needs {BASE_NAME} in config.json; add it")

@@ -54,8 +54,8 @@ class VerticalCascade(LMDrafter):
         self.room = num_tokens * (self.draft_config.depth + 1) + self.draft_config.nodes
         if drafter is not None and drafter.reads_base:
             raise UserError(
-                f"{type(drafter).__name__} reads the base's hidden states, so it cannot draft for a draft model; use "
-                "prompt lookup, a model or an early exit instead"
+                f"{type(drafter).__name__} reads the base's hidden states, so it cannot draft for the model in "
+                "between, A in nested:A+B; use prompt lookup, a model or an early exit instead"
             )
         check_drafter(model, drafter, self.draft_config, EXACT)
 
@@ -117,7 +117,7 @@ class NestedSession(Session):
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
         drafter, model = self.drafter, self.drafter.model
         if not draft_config.is_chain:
-            raise UserError("nested:A+B drafts chains, not trees; use tree=chain, or combine it: (nested:A+B)+C")
+            raise UserError("nested drafting drafts chains, not trees; use tree=chain, or combine it: (nested:A+B)+C")
         committed = self.lengths
         if self._inner is not None:
             self._inner.rollback(committed)  # an earlier draft after the same tokens

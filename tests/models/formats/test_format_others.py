@@ -123,7 +123,7 @@ def test_engine_and_round_trip(tmp_path: Path, engine: Engine, make: Make, setti
         (hydra, {"hydra_head_arch": "eagle-attn"}, "has hydra_head_arch 'eagle-attn'"),
         (hydra, {"grounded_heads": False}, "and grounded_heads False"),
         (hydra, {"hydra_num_heads": 4}, "missing .hydra_lm_head.3.bias"),
-        (mlp, {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "only MLPSpeculatorPreTrainedModel is read"),
+        (mlp, {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "only MLPSpeculatorPreTrainedModel can"),
         (mlp, {"n_predict": 4}, "missing .speculator.emb.3"),
         (mlp, {"n_predict": "3"}, "has '3' as n_predict, expected a positive whole number"),
         (mlp, {"inner_dim": 64}, "inner_dim 64, but speculator.proj.0.weight has 32 rows"),
