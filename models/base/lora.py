@@ -26,7 +26,7 @@ from drafthead.models.kernels.fused import fresh_copy
 
 LM_HEAD = "lm_head"
 NAME = "default"
-"""peft's name of the one adapter."""
+"""Name under which peft keeps the adapter."""
 
 
 class LoraBase:
@@ -71,7 +71,7 @@ class LoraBase:
         self.train(False)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the adapters' weights by name, with dashes instead of dots."""
+        """Return the adapters' weights by name, with dashes instead of dots, which PyTorch forbids in names."""
         return {n.replace(".", "-"): p for n, p in self._peft.named_parameters() if ".lora_" in n}
 
     def train(self, mode: bool) -> None:
@@ -104,7 +104,7 @@ class LoraBase:
         return replace(head, weight=head.weight + change.to(head.weight.dtype))
 
     def save(self, folder: Path) -> str:
-        """Write the adapter in peft's format, and return the fingerprint of the base with it merged."""
+        """Write the adapter in peft's format, and return the fingerprint of the base with this adapter merged."""
         self._peft.save_pretrained(str(folder), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
         return adapter.fingerprint(self.base.model, adapter.digest_of(self.base.fingerprint, folder))

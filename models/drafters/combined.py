@@ -1,6 +1,6 @@
 """Several drafters at once: the union of their trees (SpecInfer, 2305.09781).
 
-Nodes with the same tokens from the root on become one node, which the target reads once. Their candidates stay
+Nodes with the same tokens from the root on become one node, which the target processes once. Their candidates stay
 separate: a token that two drafters sampled is a candidate twice, each time with the distribution it was drawn from.
 Dropping one, or using one distribution for both, would make the output inexact. Candidates are tried in the order of
 the drafters, whatever was sampled. All rows are combined at once, by tensor operations in a loop over depths.

@@ -62,7 +62,7 @@ DEFAULT_MEMORY = 16384
 MOST_TOKENS = 256
 """Largest TOKENS or ``@N``, because the mask of a tree grows with the square of its nodes."""
 LONGEST_MATCH = 3
-"""Longest n-gram for prompt lookup, unless ``PER_MATCH`` needs a longer one to allow all of its drafts."""
+"""Longest n-gram for prompt lookup, unless ``PER_MATCH`` allows TOKENS drafts only after longer matches."""
 DEFAULT_POLICY = "retrieval:8"
 
 

@@ -144,7 +144,7 @@ class Format:
         return {**sizes, **settings, **self.constants}
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        """Return the head's settings from a normalized checkpoint, except ``draft_vocab_size``."""
+        """Return the head's settings from a checkpoint after :meth:`normalize`, except ``draft_vocab_size``."""
         settings: dict[str, Any] = {name: fixed.value for name, fixed in self.fixed.items()}
         settings |= {name: checkpoint.integer(key) for key, name in self.required.items()}
         defaults = self.head_config()
@@ -296,7 +296,7 @@ class Format:
         return self.normalize(checkpoint.updated(config={**checkpoint.config, **(config or {})}))
 
     def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
-        """Build the head of a normalized checkpoint on ``base``."""
+        """Build the head of a checkpoint on ``base``; the checkpoint must come from :meth:`normalize`."""
         for key, size in self.sizes.items():
             if (published := checkpoint.integer(key)) != getattr(base, size):
                 what = f"was made for a base with {size} {published}, but {base.name} has {getattr(base, size)}"

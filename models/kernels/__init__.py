@@ -1,1 +1,1 @@
-"""The same arithmetic, faster: grouped attention, packed and fused linears, CUDA graphs."""
+"""Faster implementations of the same arithmetic: grouped attention, packed and fused linears, CUDA graphs."""

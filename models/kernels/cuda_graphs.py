@@ -17,7 +17,7 @@ from drafthead.data.utils.devices import graphs_of, new_graph
 
 Outputs = tuple[Tensor, ...]
 WARM_UP = 3
-"""Runs on the capture's stream before the capture: some libraries initialise themselves when first used."""
+"""Number of runs on the capture's stream before a capture, because some libraries initialise themselves first."""
 EAGER_CALLS_BEFORE_GRAPH = 1
 """Calls that run eagerly before a capture, because a shape that occurs once is not worth a capture."""
 

@@ -62,7 +62,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Grouped-query attention with one product for queries, keys and values, and one rotation."""
+    """Grouped-query attention with one product for queries, keys and values, rotated at once."""
 
     def __init__(self, stock: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
         """Copy the weights of ``stock`` as ``dtype`` (None: unchanged)."""

@@ -66,14 +66,14 @@ DRAFT_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 class Kernel(StrEnum):
-    """A way to multiply few rows by a weight."""
+    """An implementation of the product of a few rows and a weight."""
 
     PLAIN = "plain"
-    """``F.linear`` over the weight as it was loaded."""
+    """``F.linear`` with the weight as it was loaded."""
     PACKED = "packed"
-    """oneDNN over the blocked copy."""
+    """oneDNN with a copy of the weight in its blocked layout."""
     COMPILED = "compiled"
-    """``skinny.cpp`` over a copy in its layout."""
+    """``skinny.cpp`` with a copy of the weight in its layout."""
 
 
 MEASURED_ROWS = (1, 2, 3, 4, 8, 16, 32)

@@ -1,7 +1,7 @@
 """Speculative decoding as a drafter: a model drafts for the target, and an inner drafter speeds up that model.
 
 Every draft is a committed token of the inner decoding. Its distribution is therefore exactly that of the model, which
-is all that verification by the target needs. The inner drafter may be nested again.
+is all that verification by the target needs. The inner drafter may be such a cascade too.
 
 Shape legend: B rows, T tokens, K drafts, V vocabulary.
 """

@@ -68,7 +68,7 @@ CONVERTER = "python convert_hf_to_gguf.py FOLDER --outfile base.gguf (llama.cpp'
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe", _CONTRACTIONS + r"\p{N}" + _REST: "qwen2"}
-"""Regular expressions that split text into words before BPE -> llama.cpp's names of them."""
+"""Regular expressions that split text into words before BPE -> llama.cpp's names for them."""
 
 
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
@@ -186,7 +186,7 @@ class GgufLayout(Format):
     outer: ClassVar[Mapping[str, str]]
     """Published names of tensors outside the decoder layers -> llama.cpp's names."""
     layer: ClassVar[str] = "layers.{n}"
-    """Published name of layer n."""
+    """Template of the published name of decoder layer n."""
     pairs: ClassVar[bool] = False
     """True if llama.cpp rotates neighbouring rows of queries and keys (see ``to_pairs``)."""
     needed: ClassVar[frozenset[str]]
