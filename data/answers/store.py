@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError, one_line
+from drafthead.data.utils.files import new_file
 
 _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
@@ -156,14 +157,14 @@ class AnswerStore:
             with files.disk_errors("the next shard of answers", self.folder):
                 width, checksum = 0, ""
                 if hidden_states is not None:
-                    with files.new_file(self._path(shard, "safetensors")) as tmp_path:
+                    with new_file(self._path(shard, "safetensors")) as tmp_path:
                         save_file({"features": hidden_states}, tmp_path)
                         width, checksum = hidden_states.shape[1], files.file_digest(tmp_path)
                 columns = {n: pa.array([getattr(g, n) for g in answers], type=kind) for n, kind in _COLUMNS.items()}
                 metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
                 table = pa.table(columns).replace_schema_metadata(metadata)
                 table = table.replace_schema_metadata({**metadata, _DIGEST: _digest(table)})
-                with files.new_file(path) as tmp_path:  # last, because a table means a complete shard
+                with new_file(path) as tmp_path:  # last, because a table means a complete shard
                     pq.write_table(table, tmp_path, compression="zstd")
                 self._add(shard, table)
         except UserError:
