@@ -109,7 +109,7 @@ class BaseConfig:
                 return AutoConfig.for_model(model_type, **kwargs)
             except StrictDataclassError as error:
                 why = str(error).splitlines()[-1].strip()
-                raise UserError(f"base.shape does not describe a model: {why}") from None
+                raise UserError(f"base.shape does not describe a model: {why}; correct it") from None
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
         try:

@@ -61,7 +61,10 @@ class PublishedCheckpoint:
         """Return the positive integer under ``key`` of the config, or raise an error."""
         value = self.config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.source}: config.json has {value!r} as {key}, expected a positive whole number")
+            raise UserError(
+                f"{self.source}: config.json has {value!r} as {key}, expected a positive whole number; "
+                f"correct it with config.{key}=NUMBER"
+            )
         return value
 
     def width(self, key: str, name: str) -> int:
@@ -98,7 +101,7 @@ class PublishedCheckpoint:
         """Reject a file whose ``logit_scale`` differs from the base's."""
         expected = base.lm_head.scale
         if not math.isclose(scale := self.config.get("logit_scale", expected), expected, rel_tol=1e-6):
-            raise self.wrong_base(f"scales its logits by {scale}, {base.name} by {expected}")
+            raise self.wrong_base(f"scales its logits by {scale}, but {base.name} by {expected}")
 
     def updated(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
         """Return a copy with ``changes`` of fields and with additional ``notes``."""

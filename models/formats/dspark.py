@@ -119,7 +119,8 @@ class BlockFormat(Format):
     def read_files(self, folder: Path) -> PublishedCheckpoint:
         if (folder / MASK_FILE).exists():
             raise UserError(
-                f"{folder} has a separate embedding for mask tokens ({MASK_FILE}), which drafthead does not support"
+                f"{folder} has a separate embedding for mask tokens ({MASK_FILE}), which drafthead does not support; "
+                "choose another head"
             )
         return super().read_files(folder)
 
@@ -140,16 +141,23 @@ class BlockFormat(Format):
         for key, values in ONLY.items():
             for section in (config, inner, config.get("rope_parameters") or {}):
                 if (value := section.get(key)) is not None and value not in values:
-                    raise UserError(f"{checkpoint.source} has {key} {value!r}, which drafthead does not support")
+                    raise UserError(
+                        f"{checkpoint.source} has {key} {value!r}, which drafthead does not support; "
+                        "choose another head"
+                    )
         if config.get("is_causal") is None:
             config["is_causal"] = bool(inner.get("causal", inner.get("causal_head", False)))
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
         if any(kind != "full_attention" for kind in config.get("layer_types") or []):
-            raise UserError(f"{checkpoint.source} has layers with a sliding window, which drafthead does not support")
+            raise UserError(
+                f"{checkpoint.source} has layers with a sliding window, which drafthead does not support; "
+                "choose another head"
+            )
         if self.has_markov(config):
             if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
                 raise UserError(
-                    f"{checkpoint.source} has a Markov head of type {kind}; drafthead supports only vanilla"
+                    f"{checkpoint.source} has a Markov head of type {kind}; drafthead supports only vanilla; "
+                    "choose another head"
                 )
             if not config.get("confidence_head_with_markov"):
                 # Its input is narrower than ours. Drafts do not depend on the confidence head, so it is left out.
@@ -160,11 +168,15 @@ class BlockFormat(Format):
         config, ids = checkpoint.config, checkpoint.config.get("target_layer_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= -1 for i in ids):
             raise UserError(
-                f"{checkpoint.source} has target_layer_ids {ids!r}, expected a list of layers, where 0 is the first"
+                f"{checkpoint.source} has target_layer_ids {ids!r}, expected a list of layers, where 0 is the first; "
+                "set config.target_layer_ids=[a,b,c]"
             )
         mask, size = config.get("mask_token_id"), checkpoint.integer("vocab_size")
         if type(mask) is not int or not 0 <= mask < size:
-            raise UserError(f"{checkpoint.source} has mask_token_id {mask!r}, expected a token's id below {size}")
+            raise UserError(
+                f"{checkpoint.source} has mask_token_id {mask!r}, expected a token's id below {size}; "
+                "set config.mask_token_id"
+            )
         markov = self.has_markov(config)
         anchor = markov and bool(config.get("sample_from_anchor", True))
         return {

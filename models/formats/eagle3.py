@@ -174,7 +174,9 @@ def _layers(outer: Any, inner: Any, source: str) -> list[int] | None:
     """Return layer numbers as in ``head.layers``, from the ids under either config key; None if neither is set."""
     for ids in (outer, inner):
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-            raise UserError(f"{source} has {LAYER_IDS} {ids!r}, expected a list of whole numbers")
+            raise UserError(
+                f"{source} has {LAYER_IDS} {ids!r}, expected a list of whole numbers; set config.layers=[a,b,c]"
+            )
     layers = [i + 1 for i in inner or []]
     if outer and inner and outer != layers:
         raise UserError(

@@ -249,7 +249,9 @@ class GgufLayout(Format):
             raise UserError(f"{path} has the architecture {kind}, expected {expected}{hint}")
         keys = {name.removeprefix(f"{expected}."): value for name, value in keys.items()}
         if missing := sorted((self.needed | SIZES.keys()) - keys.keys()):
-            raise UserError(f"{path} lacks the keys {', '.join(missing)}, which an export writes")
+            raise UserError(
+                f"{path} lacks the keys {', '.join(missing)}, which an export writes; export the head again"
+            )
         names = self._names(keys["block_count"])
         if unknown := sorted(stored.keys() - {*names.values(), "d2t", "rope_freqs.weight"}):
             raise UserError(f"{path} has tensors that drafthead does not use: {', '.join(unknown[:4])}")
