@@ -53,11 +53,11 @@ class EnginesConfig:
     """Length of the chain that engines and our decoder draft. With null, the number of positions the head was trained
     for."""
     tolerance: PositiveFloat = 0.02
-    """Largest accepted deviation of an engine's acceptance from our decoder's: of the mean accepted length as a share
-    of it, of each draft position as a share of the steps."""
+    """Largest accepted deviation of an engine's acceptance from our decoder's. For the mean accepted length it is
+    relative, and for each draft position it is a share of the steps."""
     tie: PositiveFloat = 0.01
-    """Logit difference of our base below which an engine may choose the other token, because engines sum in another
-    order in every layer."""
+    """Logit difference of our base below which an engine may choose the other token. Engines sum in another order in
+    every layer."""
     threads: int | None = None
     """CPU threads of each engine. With null, as many as torch uses."""
     start_timeout_s: PositiveFloat = 300.0
@@ -104,8 +104,9 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     """Stop drafting after a draft whose probability is below this threshold (Kangaroo). 0 never stops. With null, the
     head's own threshold applies to top-k drafts in a static tree."""
     prefix_threshold: float = 0.0
-    """Stop drafting below a node if the confidence of its path, the product of the head's confidences along it, is
-    below this threshold (DSpark). It also applies to sampled drafts. 0 never stops. Needs ``head.confidence``."""
+    """Stop drafting below a node if the confidence of its path is below this threshold (DSpark). A path's confidence is
+    the product of the head's confidences along it. The threshold also applies to sampled drafts. 0 never stops. Needs
+    ``head.confidence``."""
     length: Literal["constant", "heuristic"] = "constant"
     """Draft length. ``heuristic`` drafts 2 more after a fully accepted step and 1 less after any other step."""
     sampler: Sampler = field(default_factory=Sampler)
@@ -113,10 +114,10 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     rule: AcceptanceRule = field(default_factory=AcceptanceRule)
     """How drafts are accepted: ``exact`` or ``block`` (lossless), ``typical`` or ``lenient`` (lossy)."""
     baselines: list[str] = field(default_factory=list)
-    """Other methods to time in the same interleaved run, such as ``prompt_lookup:3``: drafters as in ``drafter``
-    (``head`` is the head alone), and transformers' own ``hf_prompt_lookup[:TOKENS]`` and ``hf_assisted:NAME``. Three
-    kinds of autoregressive decoding are included by default: our loop, and transformers' ``generate`` over our modules
-    and over the stock modules."""
+    """Other methods to time in the same interleaved run, such as ``prompt_lookup:3``. They are drafters as in
+    ``drafter`` (``head`` is the head alone), and transformers' own ``hf_prompt_lookup[:TOKENS]`` and
+    ``hf_assisted:NAME``. Three kinds of autoregressive decoding are included by default: our loop, and transformers'
+    ``generate`` over our modules and over the stock modules."""
     stock_baseline: bool = True
     """Also time transformers' ``generate`` over the stock modules. This loads the base a second time."""
     engines: list[str] = field(default_factory=list)

@@ -45,7 +45,7 @@ class AcceptanceRule:
     delta: PositiveShare = 0.3
     """Fraction of exp(-entropy) above which ``typical`` accepts."""
     lenience: PositiveShare = 1.0
-    """Lenience l of ``lenient``, which accepts a draft with probability min(1, p / (l q)), from the target's p and the
+    """Lenience l of ``lenient``. A draft is accepted with probability min(1, p / (l q)), from the target's p and the
     drafter's q. 1 is exact."""
 
     @property

@@ -56,13 +56,14 @@ class LossConfig:
     jsd: NonNegativeFloat = 0.0
     """Weight of the Jensen-Shannon divergence, (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
     tv: NonNegativeFloat = 0.0
-    """Weight of the total variation, 1 - alpha. alpha = sum_v min(p_v, q_v) is the probability that a draft sampled
-    from q is accepted. The gradient vanishes if alpha is small, so this loss does not suit an untrained head."""
+    """Weight of the total variation, 1 - alpha. The acceptance alpha = sum_v min(p_v, q_v) is the probability that a
+    draft sampled from q is accepted. The gradient vanishes if alpha is small, so this loss does not suit an untrained
+    head."""
     lk: NonNegativeFloat = 0.0
     """Weight of -log(alpha) (LK, 2602.23881). Its gradient is that of ``tv`` divided by alpha and does not vanish."""
     lk_adaptive: NonNegativeFloat = 0.0
-    """Weight of s KL + (1 - s) TV, with s = exp(-3 alpha) not differentiated (2602.23881). s is computed for each
-    target; the authors' code uses the mean alpha of the batch."""
+    """Weight of s KL + (1 - s) TV, with s = exp(-3 alpha) not differentiated (2602.23881). The share s is computed for
+    each target; the authors' code uses the mean alpha of the batch."""
     confidence: NonNegativeFloat = 1.0
     """Weight of a confidence head's cross-entropy (DSpark). Its label is alpha, the probability that the draft is
     accepted. Heads without a confidence head ignore it."""
