@@ -331,7 +331,7 @@ class TreeCache:
     def first_layers(self, count: int) -> "TreeCache":
         """Return a cache of the first ``count`` layers, with the memory and the committed positions of this cache.
 
-        Only this cache drops positions of sliding windows, because a drop must move them in all layers.
+        Only this cache drops positions of sliding windows, because a drop must move the rest in all layers.
         """
         places = self.places[:count]
         used = [0] * len(self.stacks)

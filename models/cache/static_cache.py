@@ -27,7 +27,7 @@ MIN_WINDOW, WINDOW_STEP = 256, 1024
 MAX_STATIC_NODES = 128
 """Most nodes of a pass with fixed shapes. With more nodes, kernel launches are a small part of the time."""
 MAX_CAPTURED_PASSES = 64
-"""Most passes, each of other shapes, that are captured per memory."""
+"""Most passes that are captured per memory; no two have the same shapes."""
 MAX_SPARE_BUFFERS = 2
 """Most unused memories that are kept for later caches."""
 

@@ -284,7 +284,7 @@ def _same_node(table: _Table) -> Tensor:
 
 
 def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the union's parents and tokens [B, N], and each listed node's number in the union [B, M]."""
+    """Return the union's parents and tokens [B, N], and the union's number of each node of ``table`` [B, M]."""
     rows, count = same.shape
     index = torch.arange(count, device=same.device)
     active = (same == index) & (table.parents >= 0)
