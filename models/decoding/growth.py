@@ -327,11 +327,11 @@ class _Stopping:
         return likelihood is None or self._any_expandable()
 
     def kept_nodes(self, tree: TokenTree, sampled: bool) -> tuple[Tensor | slice, TreeShape]:
-        """Return an index of the nodes of ``tree`` that exist in at least one row, and the trees of all rows.
+        """Return an index of the nodes of ``tree`` that exist in at least one row, and the shape of all rows' trees.
 
-        A node that does not exist in a row is padding there. With ``sampled``, ``children`` keeps the width that it has
-        for ``tree``, because ``prob_index`` has it. On a device, all nodes are returned, because reading ``active``
-        would wait.
+        A node that does not exist in a row is padding there. On a device, the index has all nodes, because reading
+        ``active`` would wait. With ``sampled``, the shape's ``children`` have as many columns as those of ``tree``,
+        which is the width of ``Proposal.prob_index``.
         """
         active, device = self.active, self.active.device
         shape = tree.shape_on(device)

@@ -44,7 +44,11 @@ class PendingNodes:
         return cls(torch.zeros(rows, 0, 0, dtype=torch.bool, device=device))
 
     def extend(self, rows: int, new: int, above: Tensor | None) -> "PendingNodes":
-        """Return these nodes and ``new`` more, whose parents are ``above`` [B, new] int64; None: no pending parents."""
+        """Return an object with ``new`` more nodes per row.
+
+        ``above`` [B, new] int64 has their parents' numbers among the pending nodes. With None, their parents are not
+        pending, but stored as committed positions.
+        """
         pending, device = self.ancestors.shape[1], self.ancestors.device
         ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=device)
         ancestors[:, :pending, :pending] = self.ancestors

@@ -1,4 +1,4 @@
-"""The base class of all draft heads. Who writes a head reads down to "What every head gets".
+"""The base class of all draft heads. To write a head, read down to the line "What every head gets".
 
 A head is one file under ``models/heads/`` with a ``DraftHeadConfig`` and a ``DraftHead`` subclass, plus one YAML under
 ``recipes/head/``. The file's name is the head's type. A head is a recurrence over draft positions: ``advance`` computes
@@ -44,33 +44,36 @@ from drafthead.models.kernels.cuda_graphs import StaticCalls
 from drafthead.models.kernels.linear import DRAFT_DTYPES, PackedCopies, inference_copy
 
 DraftPositions = Annotated[int, Field(ge=1, le=16)]
-"""Draft positions K: the most drafts on a path."""
+"""Number K of draft positions: the most tokens that a head drafts one after the other."""
 
 
 @settings(kw_only=True)
 class DraftHeadConfig(ABC):
-    """Settings of a head. A module of ``models/heads/`` has one subclass, and recipes name it by ``head_type``."""
+    """Settings of a head. Each module of ``models/heads/`` has one subclass. ``head_type`` in a recipe is its name."""
 
     num_draft_tokens: DraftPositions = 5
-    """Draft positions: the largest number of drafts on a path."""
+    """Number of draft positions: the most tokens that the head drafts one after the other."""
     draft_vocab_size: Annotated[int, Field(ge=16)] | None = None
-    """Number of tokens that the head can draft, the most frequent of the answers. With null, the whole vocabulary."""
+    """Size of the draft vocabulary: the head drafts only the most frequent tokens of the answers. With null, the base's
+    whole vocabulary."""
     draft_dtype: Literal["auto", "bfloat16", "int8"] | None = "auto"
-    """Type of the weights for drafting. With ``bfloat16`` or ``int8``, drafting uses copies that are read in half or a
-    quarter of the time. Verification does not use them, so exact rules stay exact; near-ties may be drafted
-    differently. ``auto`` takes what was faster when the base was loaded. Null drafts with the trained weights, in
-    float32."""
+    """Dtype of the weights for drafting. With ``bfloat16`` or ``int8``, drafting uses copies of half or a quarter of
+    the size, which are read faster. Verification does not use the copies, so exact rules stay exact; near-ties may be
+    drafted differently. ``auto`` takes the dtype that was fastest when the base was loaded. With null, drafting uses
+    the trained weights, in float32."""
     induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Rank of an induction head that all draft positions share (our addition; no format has it). 0 turns it off."""
+    """Rank of an induction head, which copies what followed earlier occurrences of the last two tokens. All draft
+    positions share it. It is our addition, which no export format has. 0 turns it off."""
     markov_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Rank of a correction by the previous token (DSpark's Markov head), for heads that do not read their drafts. 0
-    turns it off."""
+    """Rank of a correction of the logits by the previous token (DSpark's Markov head), for heads that do not read
+    their drafts. 0 turns it off."""
     tied_markov: bool = True
-    """Make the Markov table a projection [D, r] of the base's embedding. With false, it is a separate table [V, r]."""
+    """Compute the Markov table [V, r] from the base's embedding by a trained matrix [D, r]. With false, train the whole
+    table."""
     confidence: bool = False
-    """Train a confidence head (DSpark), which ``prefix_threshold`` reads during decoding."""
+    """Train a confidence head (DSpark), which predicts how likely each draft is accepted, for ``prefix_threshold``."""
     one_prediction: ClassVar[bool] = False
-    """True: the prediction of a token does not depend on the draft position (a draft LM). The loss has one position."""
+    """True: a token is predicted in the same way at every draft position (a draft LM), so the loss has one position."""
     trains_base: ClassVar[bool] = False
     """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
 

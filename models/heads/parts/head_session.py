@@ -21,7 +21,7 @@ from drafthead.models.token_tree import causal_mask
 
 
 class LayerCache(NodeCache):
-    """Keys and values of a head's own attention layers: Hydra++'s, Kangaroo's, EAGLE-3's and DSpark's."""
+    """Keys and values of a head's own attention layers in drafting (Hydra++, Kangaroo, EAGLE-3, DSpark)."""
 
     def __init__(self, layer: Layer, shape: CacheShape, rows: int) -> None:
         """Create an empty cache.
@@ -86,7 +86,7 @@ class HeadSession(StepwiseSession):
         self.context: LayerCache | None = None
         """Keys and values of the head's own attention layers, if it has any."""
         self.lm: LMSession | None = None
-        """The session of a causal LM that computes the levels, if any."""
+        """The session of the causal LM that computes the levels, for a draft LM and Kangaroo."""
 
     @torch.inference_mode()
     def commit(
@@ -105,7 +105,7 @@ class HeadSession(StepwiseSession):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
-        """Commit the inputs of the attention layers at committed tokens: the base's ``h`` by default."""
+        """Add the attention layers' inputs at the committed tokens to ``context``: by default the base's ``h``."""
         context.commit(base_hidden.final.to(self.model.dtype), counts)
 
     def select(self, rows: list[int]) -> None:

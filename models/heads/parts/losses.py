@@ -126,7 +126,7 @@ class TargetDistribution:
 
     @staticmethod
     def of(head: LMHead, hidden: Tensor) -> "TargetDistribution":
-        """Return the distribution of ``head``, cut to the draft vocabulary, after ``hidden`` [c, D]."""
+        """Return the distribution after hidden states [c, D]; ``head`` has the base's rows of the draft vocabulary."""
         log_probs = _wide(head.logits(hidden.to(head.weight.dtype))).log_softmax(-1)
         probs = log_probs.exp()
         return TargetDistribution(probs, _row_dot(probs, log_probs))
@@ -330,7 +330,7 @@ def heads_loss(
     Args:
         hidden: [K, n, D] inputs of the projections at the targets.
         heads: the projection of each of the K draft positions; an object may occur several times.
-        targets: labels.
+        targets: the labels of the n targets.
         config: weights of the terms.
         rows: targets per chunk; by default as many as ``CHUNK_BYTES`` of logits hold.
         confidence: [K, n] logits of the predicted acceptance of each draft, from heads with a confidence head.
