@@ -51,7 +51,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "save": (checkpoint, "save_checkpoint"),
     "answer": (batched_generation, "Answer"),
     "save features": (answers, "save_file"),
-    "write shard": (answers, "new_file"),
+    "write shard": (answers.pq, "write_table"),
     "step": (loop, "train_step"),
     "update": (adapt, "train_step"),
     "validate": (loop, "evaluate_loss"),

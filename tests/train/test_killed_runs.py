@@ -21,7 +21,7 @@ KILLED = -signal.SIGKILL
 UNFINISHED = (".writing", ".replaced")
 """Prefixes of a checkpoint while it is written, and of the one that it replaces."""
 MOMENTS = {
-    "while answers are written": ("write shard", 4),
+    "while answers are written": ("write shard", 2),
     "while hidden states of a shard are written": ("save features", 2),
     "in the first phase, while tensors are saved": ("save tensors", 5),
     "between a checkpoint's tensors and its state": ("write state", 2),

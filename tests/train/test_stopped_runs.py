@@ -130,7 +130,7 @@ def test_a_launcher_forwards_the_signal_and_fails_itself(tmp_path: Path, signum:
 
 FULL = {
     "while hidden states of answers are written": (("save features", 2), "the next shard of answers"),
-    "while answers are written": (("write shard", 3), "the next shard of answers"),
+    "while answers are written": (("write shard", 2), "the next shard of answers"),
     "in the first phase's checkpoints": (("save tensors", 3), "a checkpoint"),
     "in the state of a checkpoint": (("write state", 2), "a checkpoint"),
 }
