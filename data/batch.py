@@ -4,7 +4,7 @@
 turns it into p(x_{t+1}). Draft position k (1-based) predicts ``x_{t+1+k}``.
 
 Shape legend: B batch, T time, N tree nodes (root included), K draft positions, V target vocabulary,
-W draft vocabulary, D base width, R rows.
+W draft vocabulary, D hidden size of the base, R rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ class TrainBatch:
     """[B, T] bool: True for tokens that may be targets."""
     weights: Tensor | None = None
     """[B, T, K] float >= 0: extra weight of a token as the target of draft position k, in column k - 1. A weight of 0
-    leaves the target out; None stands for 1 everywhere."""
+    leaves the target out; None means weight 1 everywhere."""
     host: "TrainBatch | None" = None
-    """The batch in host memory that this one was copied from; indices of targets are made there, without a wait."""
+    """The original of this batch in host memory, from which indices of targets are computed without a wait."""
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 0) -> "TrainBatch":
-        """Return one row of documents, each trained from position ``trained_from``, and ``padding`` tokens."""
+        """Return one row: the documents, each trained from position ``trained_from`` on, then ``padding`` tokens."""
         positions = [(n, p) for n, document in enumerate(documents) for p in range(len(document))]
         return cls(
             input_ids=torch.tensor([[token for document in documents for token in document] + [0] * padding]),
@@ -47,7 +47,7 @@ class TrainBatch:
         )
 
     def draft_targets(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the targets of draft position ``depth`` = k at every t; 0 gives the base's next-token targets.
+        """Return the targets of draft position k = ``depth`` at every t; k = 0 gives the base's next-token targets.
 
         Returns:
             targets: [B, T] int64, ``x_{t+1+k}``, or 0 past the row's end.
@@ -65,7 +65,7 @@ class TrainBatch:
         return targets, valid
 
     def to(self, device: torch.device | str) -> "TrainBatch":
-        """Return the batch on ``device``; the copy is not waited for."""
+        """Return the batch on ``device``, without waiting for the copy."""
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return TrainBatch(**moved, host=self if self.input_ids.device.type == "cpu" else self.host)
 
@@ -97,7 +97,7 @@ class HiddenStates:
         return HiddenStates(final=change(self.final), layers=None if self.layers is None else change(self.layers))
 
     def span(self, start: int, count: int) -> "HiddenStates":
-        """Return ``count`` positions from ``start``."""
+        """Return the states of ``count`` positions from ``start`` on."""
         return self.map(lambda states: states[:, start : start + count])
 
     def layer(self, index: int) -> Tensor:
@@ -108,7 +108,7 @@ class HiddenStates:
 
 
 def pad_rows(rows: Sequence[HiddenStates]) -> HiddenStates:
-    """Return hidden states of single rows ([1, T, ...], T varies) as one batch, padded with zeros."""
+    """Join hidden states of single rows ([1, T, ...], T varies) to one batch, padded with zeros."""
 
     def pad(states: list[Tensor]) -> Tensor:
         """Return rows [1, T, ...] as one tensor [B, T, ...]."""
@@ -141,7 +141,7 @@ class LossOutput:
     loss_sum: Tensor
     """Scalar float32: sum over trained tokens, to be divided once by the global ``tokens``."""
     tokens: Tensor
-    """Scalar int64: number of tokens trained at the draft position that has most, usually the first."""
+    """Scalar int64: number of trained tokens at the draft position with most of them, usually the first."""
     sums: Tensor
     """[len(names), 2] float64: numerators and denominators of the metrics ``names``, still on the device."""
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The ``drafthead`` command: one word per entry point, each imported only when it is called."""
+"""The ``drafthead`` command line. The module of a command is imported only when the command is called."""
 
 import gc
 import sys
@@ -10,28 +10,28 @@ COMMANDS = {
     "train": ("drafthead.train.run", "run a recipe: corpora, phases, tree, evaluation, head on disk"),
     "data": ("drafthead.commands.data", "make the corpora of a recipe and stop"),
     "eval": ("drafthead.commands.eval", "measure a saved head: mean accepted length, speedup, identical outputs"),
-    "generate": ("drafthead.commands.generate", "stream an answer with a head, and say what it gained"),
+    "generate": ("drafthead.commands.generate", "stream an answer with a head, and print its speedup"),
     "chat": ("drafthead.commands.chat", "chat in the terminal, with accepted drafts in colour"),
     "replay": ("drafthead.commands.replay", "simulate any draft length and tree of a head, without decoding"),
-    "study": ("drafthead.commands.study", "train draft models of several shapes, and find the one to have here"),
-    "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from it meanwhile"),
+    "study": ("drafthead.commands.study", "train draft models of several shapes, and find the fastest here"),
+    "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from its answers"),
     "certify": ("drafthead.commands.certify", "prove that the acceptance rules keep the base's distribution"),
     "doctor": ("drafthead.commands.doctor", "check this machine: versions, exactness, costs, recipes that fit"),
-    "export": ("drafthead.commands.export", "write a head in a published format, and check that it drafts like it"),
+    "export": ("drafthead.commands.export", "write a head in a published format, and check the export's drafts"),
     "import": ("drafthead.commands.import_head", "turn a published head into a head folder, attached to its base"),
     "engines": ("drafthead.commands.engines", "install serving engines that an evaluation measures (engines=[...])"),
     "push": ("drafthead.commands.push", "upload a head with its card, tree and evaluation to the Hugging Face Hub"),
 }
-"""Command -> its module and a line of help."""
+"""Per command its module and its line in ``drafthead --help``."""
 HELP = f"""\
-drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and prove what they buy.
+drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and measure the speedup.
 
 usage: drafthead COMMAND [key=value ...]
 
 {chr(10).join(f"  {name:<10} {line}" for name, (_, line) in COMMANDS.items())}
 
-  drafthead train recipe=medusa_smollm2              a real model on 2 CPU cores, nothing to log in to
-  drafthead train recipe=medusa_llama3 mode=estimate what a run will cost; loads no weights
+  drafthead train recipe=medusa_smollm2              a real model on 2 CPU cores, without a login
+  drafthead train recipe=medusa_llama3 mode=estimate memory and tokens of a run; loads no weights
   drafthead train recipe=medusa_llama3 debug=tiny    the whole run on a random tiny base, offline
   drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
@@ -44,9 +44,9 @@ usage: drafthead COMMAND [key=value ...]
   drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
   drafthead push head=outputs/medusa_smollm2/head repo=user/medusa-smollm2
 
-Every command takes settings as key=value, and knows --cfg job (print the settings, start nothing) and --help.
-device=NAME (cpu, cuda:1, mps) computes there instead of on the accelerator that torch finds.
-Several GPUs: accelerate launch train/run.py recipe=...  takes the same settings as drafthead train.
+Every command takes settings as key=value, --cfg job (print the settings, start nothing) and --help.
+device=NAME (cpu, cuda:1, mps) computes on that device instead of the accelerator that torch finds.
+Several GPUs: accelerate launch train/run.py recipe=...  takes the settings of drafthead train.
 
   --version  print the version
   --help     print this text
@@ -54,7 +54,7 @@ Several GPUs: accelerate launch train/run.py recipe=...  takes the same settings
 
 
 def main() -> None:
-    """Dispatch ``drafthead COMMAND ...``; the command sees ``drafthead COMMAND`` as its program name.
+    """Run ``drafthead COMMAND ...``. The command gets ``drafthead COMMAND`` as its program name.
 
     Raises:
         SystemExit: 0 after ``--help`` and ``--version``; 1 after bad input to a command; 2 for an unknown command.

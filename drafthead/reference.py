@@ -1,4 +1,4 @@
-"""Reference pages made from the code: ``python -m drafthead.reference`` writes them into docs/reference/."""
+"""Reference pages generated from the code: ``python -m drafthead.reference`` writes them into docs/reference/."""
 
 import re
 import textwrap
@@ -28,7 +28,7 @@ ENGINES = ("vLLM", "SGLang", "llama.cpp")
 
 
 def commands_page() -> str:
-    """Return the usage of every command."""
+    """Return the page with the usage of every command."""
     lines = [
         "# Commands",
         "Settings are given as `key=value`: [settings](settings.md).",
@@ -44,7 +44,7 @@ def commands_page() -> str:
 
 
 def settings_page() -> str:
-    """Return the settings of every command, of sources, and of every head."""
+    """Return the page of settings: those of every command, of sources, and of every head."""
     parts = [
         "# Settings\n"
         "All settings of all commands. Every command takes them as `key=value`. `drafthead COMMAND --help` prints them "
@@ -65,13 +65,13 @@ def settings_page() -> str:
 
 
 def recipes_page() -> str:
-    """Return every recipe with the promise in its header, and the choices of every other group."""
+    """Return the page of recipes, with the expected result from each header, and the choices of every other group."""
     lines = [
         "# Recipes",
         "`drafthead train recipe=NAME` runs a recipe; `mode=estimate` prints its memory, tokens and disk first. "
         "`recipe=NAME --cfg job` prints all of its settings.",
         "A recipe for another base of the same size takes `base=custom base.name=YOUR_MODEL`. "
-        "*Expected* is measured on SmolLM2, and published by the authors for larger bases, where nothing was run here.",
+        "*Expected* results on SmolLM2 were measured. Those on larger bases are the published ones of the authors.",
     ]
     by_base: dict[str, list[tuple[str, ...]]] = {}
     for path in sorted(RECIPES.glob("recipe/*.yaml")):
@@ -87,11 +87,11 @@ def recipes_page() -> str:
 
 
 def engines_page() -> str:
-    """Return engines by heads, and the formats that each engine loads."""
+    """Return the page of engines: which engine loads which head, and in which format."""
     lines = [
         "# Engines, heads and formats",
-        "Engines that load a head, and `to=` of `drafthead export`. *Loads* means that the newest version examined "
-        "does, with the settings that [formats](formats.md) lists.",
+        "Engines that load each head, with the value of `to=` for `drafthead export`. They refer to the newest version "
+        "examined, with the settings that [formats](formats.md) lists.",
         "",
     ]
     by_head: dict[str, list[str]] = {name: [] for name in _heads()}
@@ -122,7 +122,7 @@ def engines_page() -> str:
 
 
 def api_page() -> str:
-    """Return the directives from which mkdocstrings makes the page of the public Python functions and classes."""
+    """Return the page of public Python functions and classes, as directives for mkdocstrings."""
     names = sorted((name for name in drafthead.__all__ if name != "__version__"), key=lambda name: name[0].isupper())
     lines = ["# Python", "Names of `import drafthead`. [Generate](../guides/generate.md) has examples."]
     for name in names:
@@ -148,7 +148,7 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 
 def commands() -> dict[str, Registered]:
-    """Return the settings of every command by its name; ``data`` takes those of ``train``."""
+    """Return the settings of every command except ``data``, whose settings are those of ``train``."""
     names = [name for name in _modules() if name not in ("train", "data")]
     return {"train": Registered(RunConfig, {}, "")} | {name: REGISTERED[name] for name in names}
 
@@ -158,12 +158,12 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _heads() -> list[str]:
-    """Return the head types of this checkout, without modules that a test adds."""
+    """Return the head types of this checkout, from its files, because tests add modules."""
     return sorted(path.stem for path in (ROOT / "models" / "heads").glob("[a-z]*.py"))
 
 
 def _recipe(path: Path) -> tuple[str, str, str, str, str]:
-    """Return base, name, description, machine and expectation, from a recipe's header."""
+    """Return base, name, description, machine and expected result of a recipe, from the comment at its head."""
     text = _paragraph(path)
     expected = re.search(r"Expect: (.+?)(?:\.(?= [A-Z`])|\.?$)", text)
     machine = re.search(r"\d CPU cores(?:, [^.]*)?|\d GPUs of [^.]*?\([^)]*\)|\d GPUs of [^.]*", text)
@@ -175,7 +175,7 @@ def _recipe(path: Path) -> tuple[str, str, str, str, str]:
 
 
 def _base_of(path: Path) -> str:
-    """Return the choice of ``base`` of a recipe, or of the recipe on which it builds."""
+    """Return the ``base`` that a recipe, or the recipe on which it builds, chooses."""
     text = path.read_text()
     if override := re.search(r"/base: (\w+)", text):
         return override[1]
@@ -185,7 +185,7 @@ def _base_of(path: Path) -> str:
 
 
 def _paragraph(path: Path) -> str:
-    """Return the comment at the head of a file in one line, without Hydra's directive and commands."""
+    """Return the comment at the head of a YAML file in one line, without Hydra's directive and example commands."""
     head = []
     for line in path.read_text().splitlines():
         if not line.startswith("#"):
@@ -198,7 +198,7 @@ def _paragraph(path: Path) -> str:
 
 
 def _wrapped(line: str) -> str:
-    """Return a line of prose in lines of at most 120 characters; tables, headings and code keep theirs."""
+    """Wrap a line of prose at 120 characters; return tables, headings and code unchanged."""
     is_prose = len(line) > 120 and re.match(r"[A-Z`*]", line)
     return textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False) if is_prose else line
 

@@ -1,15 +1,15 @@
 """A draft head that learns while it answers (Online Speculative Decoding, 2310.07177).
 
 ``Recorder`` wraps the head. It compares the drafts with the committed tokens to find rejected drafts. It also stores
-the base's hidden states, which decoding computes anyway. So the base needs no second pass, and the target's
-distribution at any position is one product away. ``OnlineLearner`` updates the head every few answers on the rejected
-positions. Weights change only between answers: a proposal carries the distributions it was drawn with, and every answer
-starts with new caches, so the output stays exact.
+the base's hidden states, which decoding computes anyway. Therefore the base needs no second pass: its LM head turns
+these states into the target's distributions. ``OnlineLearner`` updates the head every few answers on the rejected
+positions. Weights change only between answers, and every answer starts with new caches. The output stays exact, because
+a proposal carries the distributions from which its drafts were drawn.
 
 Differences from the reference code: the reference trains one position later, also counts the bonus token after full
 acceptance, and supports only independent draft models. Our optimiser clips gradients.
 
-Shape legend: B rows (1), T tokens, n tokens of an answer with its prompt, K draft positions, D width.
+Shape legend: B rows (1), T tokens, n tokens of an answer with its prompt, K draft positions, D hidden size.
 """
 
 from collections import deque
@@ -48,7 +48,7 @@ OBJECTIVES = {
     "jsd": LossConfig(ce=0.0, jsd=1.0, decay=1.0),
     "kl_mixture": LossConfig(ce=0.0, kl=0.9, reverse_kl=0.1, decay=1.0),
 }
-"""Losses by name. The paper's code calls ``kl_mixture`` JSD."""
+"""Losses by name. The paper's code calls our ``kl_mixture`` JSD."""
 
 
 @settings(kw_only=True)
@@ -56,7 +56,7 @@ class OnlineConfig:
     """Settings of online learning from a head's own answers."""
 
     interval: Positive = 8
-    """Answers between two updates."""
+    """Number of answers between two updates."""
     positions: Literal["rejected", "all"] = "rejected"
     """Trained positions: the first ``rejected`` draft of each step, as in the paper, or ``all`` tokens."""
     objective: Literal["ce", "kl", "reverse_kl", "jsd", "kl_mixture"] = "kl"
@@ -64,26 +64,26 @@ class OnlineConfig:
     steps: Positive = 1
     """Optimiser steps per update."""
     max_tokens: Positive = 8192
-    """Tokens, including prompts, kept between updates. The oldest answers are dropped first."""
+    """Largest number of tokens, including prompts, to keep for an update. The oldest answers are dropped first."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, schedule="constant"))
 
     def __post_init__(self) -> None:
         if self.optim.schedule != "constant":
-            raise UserError(f"optim.schedule must be constant: a stream has no end, got {self.optim.schedule!r}")
+            raise UserError(f"optim.schedule must be constant, got {self.optim.schedule!r}; a stream has no end")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineExample:
-    """An answer to learn from."""
+    """A finished answer as training data."""
 
     text: FinishedAnswer
     hidden: HiddenStates
-    """[1, n, ...] the base's hidden states, without a gradient; the last token's are zeros."""
+    """The base's hidden states [1, n, ...], without a gradient; those of the last token are zeros."""
     rejected: list[tuple[int, int]]
     """Index of each token that should have been drafted but was not, with its draft position k (1-based)."""
 
     def batch(self, depth: int, positions: str) -> TrainBatch:
-        """Return a training row: all of the answer's tokens, or by weights only the rejected positions."""
+        """Return a training row. All answer tokens are trained, or only the rejected ones (the others get weight 0)."""
         batch = as_batch(self.text)
         if positions == "all":
             return batch
@@ -94,7 +94,7 @@ class OnlineExample:
 
 
 class Recorder(Drafter):
-    """Drafts like ``head``, one row at a time, and collects every finished answer as an example."""
+    """Drafter that drafts like ``head``, one row at a time, and collects every finished answer as an example."""
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
@@ -115,7 +115,7 @@ class Recorder(Drafter):
         return self.head.cache_slots(draft_config)
 
     def remember(self, tokens: list[int]) -> None:
-        """Turn a finished answer into an example."""
+        """Store a finished answer as an example."""
         session, self._session = self._session, None
         if session is None or not session.hidden:
             return
@@ -127,7 +127,7 @@ class Recorder(Drafter):
 
 
 class RecorderSession(Session):
-    """The head's session, and what was read and rejected in it; there is one row."""
+    """The head's session for one row, with a record of its hidden states and proposals."""
 
     def __init__(self, inner: Session) -> None:
         self._inner = inner
@@ -161,7 +161,7 @@ class RecorderSession(Session):
 
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
-    """Return pieces [1, T, ...] as one [1, length, ...], padded with zeros: nothing reads the last token's states."""
+    """Join pieces [1, T, ...] to [1, length, ...], padded with zeros, because the last token has no states yet."""
 
     def joined(pieces: list[Tensor]) -> Tensor:
         """Return the pieces of one kind of states as one tensor."""
@@ -173,12 +173,11 @@ def join(parts: list[HiddenStates], length: int) -> HiddenStates:
 
 
 def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return where the committed tokens left a row's drafts: the token's index, its draft position, and the drafts
-    there.
+    """Return the first committed token that was not drafted: its index, its draft position, and the drafts there.
 
     ``accepted`` are the committed drafts after the root, which is at index ``length``. The result is None if the
-    committed path ends in a leaf. Another drafter's accepted drafts may leave the proposal earlier: there it was wrong
-    too.
+    committed path ends in a leaf of the drafted tree. If another drafter's drafts were accepted, the committed tokens
+    may leave this proposal earlier; this counts as undrafted too.
 
     Example: the root has drafts a and b, and a has draft c. If a and x are committed, the result is (length + 2, 2,
     (c,)).
@@ -201,7 +200,9 @@ class OnlineLearner:
 
     def __init__(self, head: DraftHead, config: OnlineConfig) -> None:
         if head.config.trains_base:
-            raise UserError(f"{type(head).__name__} trained its base along; only heads on a frozen base learn online")
+            raise UserError(
+                f"{type(head).__name__} was trained together with its base; only heads on a frozen base learn online"
+            )
         self.head, self.config = head, config
         self.recorder = Recorder(head)
         self.optimizer = head_optimizer(head, config.optim)
@@ -218,7 +219,7 @@ class OnlineLearner:
         sampler: Sampler = GREEDY,
         seed: int = 0,
     ) -> tuple[DecodeResult, OnlineExample]:
-        """Answer a prompt with the head as it is now, by the exact rule; then learn from the answer."""
+        """Answer a prompt with the present head and the exact rule; then learn from the answer."""
         result = decode(
             self.head.base,
             self.recorder,
@@ -281,15 +282,15 @@ class OnlineLearner:
         save_checkpoint(folder, state, head, optimizer, rng=[capture_rng()], manifests=manifests, keep=2)
 
     def restore(self, folder: Path, made_by: dict[str, Any]) -> bool:
-        """Continue from the newest checkpoint of the same stream; returns False if there is none."""
+        """Continue from the newest checkpoint of the same stream; return False if there is none."""
         checkpoint = load_latest(folder)
         if checkpoint is None:
             return False
         if (other := difference(checkpoint.manifests.get("stream"), made_by)) is not None:
             key, was, now = other
             raise UserError(
-                f"{folder} is of a stream with {key} = {was}, which now is {now}; use the old settings, another out=, "
-                "or resume=false"
+                f"{folder} is of a stream with {key} = {was}, which now is {now}; use the old settings, choose another "
+                "folder (out=...), or start over with resume=false"
             )
         self.head.load_state_dict(checkpoint.head)
         self.head.eval()
@@ -305,7 +306,7 @@ def replayed(
 ) -> tuple[float, OnlineExample]:
     """Return the steps and the example that greedy decoding with ``head`` would give on a finished answer.
 
-    ``hidden`` [1, n, ...] are the base's hidden states. It takes one pass of the head over the answer, without
+    ``hidden`` [1, n, ...] are the base's hidden states. This takes one pass of the head over the answer and no
     decoding.
     """
     batch = as_batch(text).to(head.base.device)

@@ -1,4 +1,4 @@
-"""The schema of a run: every key a recipe may set, its type, its default and its limits."""
+"""Settings of a training run: every key that a recipe may set, with type, default and limits."""
 
 import re
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from drafthead.train.trainer.loss_spikes import LossSpikeConfig
 from drafthead.train.trainer.optim import OptimConfig
 
 STAGES = ("corpora", "train", "quality", "tree", "evaluate", "card", "push")
-"""Stages of a run, in order; ``train/pipeline.py`` has a function of each name."""
+"""Stages of a run, in order. ``train/pipeline.py`` has a function for each, of the same name."""
 
 
 @settings(kw_only=True)
@@ -38,9 +38,9 @@ class BoostConfig:
     """Training on what another head misses (SpecInfer's boosting), to combine the two heads in one tree."""
 
     head: str = ""
-    """Folder or repository of the first head, whose misses this head learns. Empty turns boosting off."""
+    """Folder or repository of the first head, whose misses the new head learns. Empty turns boosting off."""
     floor: Share = 0.1
-    """Weight of the targets that the first head's tree already contains. Targets that it misses have weight 1."""
+    """Weight of the target tokens that the first head's tree contains. Tokens that it misses have weight 1."""
 
 
 @settings(kw_only=True)
@@ -53,10 +53,10 @@ class PhaseConfig:
     seq_len: Annotated[int, Field(ge=16)] = 512
     """Tokens per packed row."""
     rows_per_step: Positive | None = None
-    """Rows per optimiser step, over all processes. The number of micro-batches follows, so the global batch does not
-    depend on the number of processes. Null: see ``grad_accum_steps``."""
+    """Rows per optimiser step, summed over all processes. They are divided into micro-batches, so the global batch does
+    not depend on the number of processes. Null: ``grad_accum_steps`` determines the rows."""
     micro_batch_size: Positive = 8
-    """Rows that a process trains at a time, at most. It decides memory and speed."""
+    """Largest number of rows that a process trains at once. It determines memory and speed."""
     grad_accum_steps: Positive | None = None
     """Micro-batches per process and optimiser step. If it is set, ``rows_per_step`` is ignored, and a step has
     ``micro_batch_size`` x ``grad_accum_steps`` rows per process. With both null, it is 1."""
@@ -69,7 +69,7 @@ class PhaseConfig:
     """Store the base's hidden states on disk instead of computing them in every step. Answers are stored with their
     final states during generation; the base computes all other states once per row. Held-out answers are included."""
     train_base: bool = False
-    """Also train the base, through the head's LoRA adapters (``head=medusa2``). Hidden states are those of the original
+    """Also train the base through LoRA adapters (``head=medusa2``). Stored hidden states stay those of the original
     base."""
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -80,11 +80,11 @@ class PhaseConfig:
             self.rows_per_step = None
 
     def rows(self, processes: int) -> int:
-        """Return the rows of one optimiser step, on all ``processes``."""
+        """Return the number of rows of one optimiser step, on all ``processes`` together."""
         return self.rows_per_step or self.micro_batch_size * (self.grad_accum_steps or 1) * processes
 
     def micro_batches(self, processes: int, rows: int) -> int:
-        """Return each process's micro-batches in a step of ``rows`` rows."""
+        """Return the number of micro-batches per process in a step of ``rows`` rows."""
         return -(-rows // (self.micro_batch_size * processes))
 
     def batch_line(self, processes: int, rows: int) -> str:
@@ -97,26 +97,27 @@ class PhaseConfig:
 
 @settings(kw_only=True)
 class CheckpointConfig:
-    """Checkpoints. The end of a phase and every new best are saved too."""
+    """Settings of checkpoints. The end of each phase and every new best are also saved."""
 
     every_steps: Positive = 200
     """Optimiser steps between two checkpoints."""
     keep: Positive = 2
-    """Newest checkpoints to keep. The one with the largest held-out mean accepted length is kept too."""
+    """Number of newest checkpoints to keep. The one with the largest held-out mean accepted length is also kept."""
     final: Literal["last", "best"] = "best"
     """Weights that the run ends with: the ``best`` by held-out mean accepted length, or the ``last``."""
 
 
 @settings(kw_only=True)
 class RunConfig:
-    """One run: corpora, phases, evaluation."""
+    """Settings of one run: corpora, phases, evaluation."""
 
     name: str
     """Name of the run; its folder is ``outputs/NAME``."""
     seed: NonNegative = 0
     """Seed of the head's initial weights, the order of the data and sampling."""
     mode: Literal["train", "estimate"] = "train"
-    """Run mode. ``estimate`` prints memory, disk and hours. It runs a few steps if the base is on this machine."""
+    """``train`` trains a head. ``estimate`` only prints memory, disk and hours; it runs a few steps if the base is on
+    this machine."""
     hours: PositiveFloat | None = None
     """With ``mode=estimate``, also print how many steps of the last phase fit this many hours."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
@@ -131,8 +132,8 @@ class RunConfig:
     """Head to train: ``head=NAME`` chooses a type, ``head.KEY=VALUE`` sets its settings. The keys of each type are in
     docs/reference/settings.md."""
     max_draft_vocab_size: Positive | None = None
-    """Reduce a larger ``head.draft_vocab_size`` to this. A head over the whole vocabulary keeps it, so that it can be
-    exported to the same formats. ``debug=tiny`` uses it."""
+    """Upper limit of ``head.draft_vocab_size``, for ``debug=tiny``. A head over the whole vocabulary is not reduced, so
+    that it can be exported to the same formats."""
     init_from: str | None = None
     """Continue training from this head instead of an untrained one. It is a folder (also of an imported head) or a Hub
     repository. Settings and draft vocabulary are those of that head, and ``head`` must name its type."""
@@ -141,17 +142,18 @@ class RunConfig:
     answers is measured before and after training, because a head can forget when the new data are narrow."""
     data: DataConfig = field(default_factory=DataConfig)
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
-    """In order. Named, so that one value can be overridden: ``phases.distill.steps=500``."""
+    """Phases in order, each with a name, so that one value can be overridden: ``phases.distill.steps=500``."""
     shard: ShardConfig = field(default_factory=ShardConfig)
-    """What several devices split: ``shard=none``, ``head``, ``full`` or ``hybrid`` (docs/guides/several_gpus.md)."""
+    """Weights that several devices share: ``shard=none``, ``head``, ``full`` or ``hybrid``
+    (docs/guides/several_gpus.md)."""
     per_node_data: bool = False
-    """Let every node make and keep its own corpora and caches. Use it for nodes without a shared ``data.folder``; the
-    run folder must be shared in any case."""
+    """Let every node make and keep its own corpora and caches, for nodes without a shared ``data.folder``. The run
+    folder must be shared in any case."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
-    """Which updates are skipped, and how many of them end the run."""
+    """Conditions for skipping an update, and the number of skipped updates that ends the run."""
     heartbeat_timeout_s: Annotated[float, Field(ge=1)] = 120.0
-    """Seconds without a heartbeat after which a process counts as dead and the others end."""
+    """Seconds without a heartbeat after which a process counts as failed and the other processes end."""
     log_every: Positive = 20
     """Optimiser steps between two console lines."""
     validate_every: Positive = 200
@@ -162,22 +164,22 @@ class RunConfig:
     tree_batches: list[int] = field(default_factory=list)
     """Batch sizes that also get a tree, such as ``[2, 4, 8]``."""
     tree_prompts: NonNegative = 36
-    """Prompts of the dev half of ``eval.suite`` on whose answers the tree is chosen. This needs ``eval.split=test``.
-    Otherwise, or with 0, held-out training answers choose it."""
+    """Number of prompts of ``eval.suite``'s dev half on whose answers the tree is chosen. This needs
+    ``eval.split=test``. Otherwise, or with 0, the tree is chosen on held-out training answers."""
     quality_limits: QualityLimits = field(default_factory=QualityLimits)
-    """How far phases with ``train_base`` may take the base from what it was; a run that goes too far ends as failed."""
+    """Limits on the change of the base by phases with ``train_base``. A run that exceeds a limit ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     push: bool = False
     """Upload the finished head to the Hub. Needs ``HF_TOKEN`` or ``hf auth login``."""
     hub: HubConfig = field(default_factory=HubConfig)
-    """Where to: by default a repository of the run's name under the token's own account."""
+    """Repository to upload to. By default it has the run's name and belongs to the token's account."""
 
     def __post_init__(self) -> None:
         if not self.phases:
             raise ValueError("the recipe has no phases; choose one, e.g. recipe=medusa_smollm2")
         if not any(p.corpus == "answers" for p in self.phases.values()):
-            raise ValueError("no phase trains on answers, which acceptance and the tree are measured on; add one")
+            raise ValueError("no phase trains on answers, which acceptance and the tree are measured on; add a phase")
         name = re.fullmatch(r"[A-Za-z0-9._-]+", self.name) is not None
         unknown = [stage for stage in self.stages if stage not in STAGES]
         require(name, "name", "letters, digits, '.', '_' and '-' only", self.name)
@@ -208,7 +210,7 @@ class RunConfig:
         return max(p.seq_len for p in self.phases.values() if p.corpus == "answers")
 
     def head_config(self) -> DraftHeadConfig:
-        """Return the checked settings of the head that the recipe names."""
+        """Return the checked settings of the head to train."""
         return parse_head(self.head)
 
 
@@ -216,7 +218,7 @@ ConfigStore.instance().store(name="train_schema", node=schema(RunConfig))
 
 
 def composed(overrides: Sequence[str]) -> RunConfig:
-    """Return the checked settings of `drafthead train` with these overrides."""
+    """Return the checked settings of ``drafthead train`` with these overrides."""
     GlobalHydra.instance().clear()  # inside a command, it holds the command's own settings
     try:
         with initialize_config_module("drafthead.recipes", version_base="1.3"):
@@ -226,22 +228,22 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 
 
 def parse_run(cfg: DictConfig) -> RunConfig:
-    """Return the checked settings of a run, as far as they can be checked without its model and data."""
+    """Return the settings of a run, after all checks that need no model and no data."""
     run = parse(cfg, RunConfig)
     answers = run.data.answers
     if answers.fresh is None:  # packaged answers are those of the embedded base
         is_packaged = (answers.precomputed or "").startswith(f"{EMBEDDED.partition(':')[0]}:")
         answers.fresh = is_packaged and (run.base.name != EMBEDDED or run.base.adapter is not None)
     if run.hours is not None and run.mode != "estimate":
-        raise UserError("hours needs mode=estimate, which prints the steps that fit; set phases.NAME.steps to them")
+        raise UserError("hours needs mode=estimate, which prints the steps that fit; then set phases.NAME.steps")
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
     if limit is not None and isinstance(size, int):
         run.head["draft_vocab_size"] = min(size, limit)
     if run.init_data is not None and run.init_from is None:
-        raise UserError("init_data is measured with init_from, which is not set; name a head, or leave it out")
+        raise UserError("init_data needs init_from, which is not set; set init_from to a head, or leave init_data out")
     if run.init_from is not None and run.trains_base:
         raise UserError(
-            "init_from starts heads on the original base, and a phase has train_base; leave one of them out"
+            "init_from continues heads of the original base, but a phase has train_base; leave one of them out"
         )
     _check_base_training(run)
     _check_stream(run)
@@ -250,8 +252,8 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     for name, phase in run.phases.items():
         if phase.optim.name == "muon" and run.shard.mode != "none":
             raise UserError(
-                f"phases.{name}.optim.name=muon needs whole matrices, and shard.mode={run.shard.mode} splits them; use "
-                "shard=none, or adamw"
+                f"phases.{name}.optim.name=muon needs whole matrices, but shard.mode={run.shard.mode} splits them; use "
+                "shard=none, or optim.name=adamw"
             )
         try:
             phase.loss.weights_of(run.head_config().trained_positions)
@@ -261,7 +263,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if answer > run.answer_row_length and run.data.uses_answers:
         raise UserError(
             f"data.answers makes rows of up to {answer} tokens (max_prompt_tokens + max_new_tokens), but phase "
-            f"rows hold {run.answer_row_length}; raise phases.*.seq_len or lower them"
+            f"rows hold {run.answer_row_length}; raise phases.*.seq_len or lower these limits"
         )
     context = run.base.max_context or run.base.shape.get("max_position_embeddings")
     longest = max(answer, *(p.seq_len for p in run.phases.values()))
@@ -271,7 +273,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
 
 
 def _check_base_training(run: RunConfig) -> None:
-    """Reject phases that train the base but cannot, and quality limits without such a phase."""
+    """Reject ``train_base`` if the head or the phases' order forbids it, and quality limits without ``train_base``."""
     head = run.head_config()
     names = list(run.phases)
     tuning = [name for name in names if run.phases[name].train_base]
@@ -294,26 +296,28 @@ def _check_base_training(run: RunConfig) -> None:
     lengths = {run.phases[name].seq_len for name in tuning if run.phases[name].corpus == "text"}
     if len(lengths) > 1:
         raise UserError(
-            f"phases with train_base on text have rows of {sorted(lengths)} tokens: the text held out for "
-            "quality_limits would differ; give them one seq_len"
+            f"phases with train_base on text have rows of {sorted(lengths)} tokens, so the text held out for "
+            "quality_limits would differ; set the same seq_len in these phases"
         )
     if run.base.adapter is not None:
         raise UserError(
             f"base.adapter={run.base.adapter} and phases.{tuning[0]}.train_base exclude each other: a head keeps one "
-            "adapter; save the base with it as a whole model (peft's merge_and_unload) and name that as base.name"
+            "adapter; merge the adapter into the base (peft's merge_and_unload) and give the saved model as base.name"
         )
 
 
 def _check_stream(run: RunConfig) -> None:
-    """Reject settings that need rows of text on disk if the text is streamed."""
+    """Reject settings that need text rows on disk if the text is streamed."""
     if not run.data.text.stream:
         return
     if run.trains_base:
-        raise UserError("data.text.stream keeps no text for quality_limits of a trained base; leave it out")
+        raise UserError(
+            "data.text.stream keeps no text on which quality_limits of a trained base can be measured; leave stream out"
+        )
     for name, phase in run.phases.items():
         if phase.corpus == "text" and phase.max_tokens is not None:
             raise UserError(
-                f"phases.{name}.max_tokens takes a part of rows on disk, and data.text.stream keeps none; leave one out"
+                f"phases.{name}.max_tokens needs rows on disk, but data.text.stream keeps none; leave one of them out"
             )
         if phase.corpus == "text" and phase.store_hidden_states:
             raise UserError(

@@ -1,6 +1,6 @@
-"""A run is a list of stages over its folder: corpora, train, quality, tree, evaluate, card, push.
+"""The stages of a run: corpora, train, quality, tree, evaluate, card, push.
 
-Each stage reads its input from the run folder and leaves its results there, so each can run alone
+Each stage reads its input from the run folder and writes its results there. Therefore stages can run alone
 (``stages=[tree,evaluate]``). Finished work found on disk is skipped.
 """
 
@@ -52,9 +52,9 @@ from drafthead.train.trainer.batches import open_held_out, unseen_text
 from drafthead.train.trainer.trainer import Trainer
 
 MAX_HELD_OUT_ANSWERS = 64
-"""Most held-out answers used to measure a head whose training is continued (``init_from``)."""
+"""Largest number of held-out answers on which a head with continued training (``init_from``) is measured."""
 SHOWN_TOKENS = 96
-"""Tokens of the answer that the run shows at its end."""
+"""Number of tokens of the answer that the run shows at its end."""
 
 
 class RunContext:
@@ -85,7 +85,7 @@ class RunContext:
 
     @cached_property
     def base(self) -> BaseModel:
-        """The base that the trained head drafts for: the original one, or with the adapter that the run trained."""
+        """The base that the trained head drafts for: the original base, with the adapter if the run trained one."""
         if not self.run.trains_base:
             return self.corpora.base
         config = replace(self.run.base, adapter=str(self.head_folder / ADAPTER))
@@ -113,7 +113,7 @@ class RunContext:
         return agreement_line(read_json(path)) if path.exists() else None
 
     def new_head(self) -> DraftHead:
-        """Build the head to train: untrained, with adapters if the run trains its base, or the ``init_from`` head."""
+        """Build the head to train: an untrained or the ``init_from`` head, with adapters if the base is trained."""
         config, base = self.run.head_config(), self.corpora.base
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base)
@@ -134,7 +134,7 @@ class RunContext:
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
-    """Run the stages of the recipe. ``resolved`` is the recipe as YAML, for the run folder."""
+    """Run the stages of the recipe. ``resolved`` is the recipe as YAML, to store in the run folder."""
     with launched(run) as launch:
         context = RunContext(run, launch)
         if launch.is_main:
@@ -232,7 +232,7 @@ def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
 
 
 def _save_trained_head(context: RunContext) -> None:
-    """Write the head of the best or of the last checkpoint to the run folder."""
+    """Write the head of the best or the last checkpoint to the run folder."""
     last, best = checkpoint.load_latest(context.checkpoints), checkpoint.load_best(context.checkpoints)
     assert last is not None
     chosen = last
@@ -311,7 +311,7 @@ def tree(context: RunContext) -> None:
 def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
     """Return the ranks of the true tokens among the head's candidates, for each answer that chooses the tree.
 
-    These are the base's answers to the suite's dev half, or without a dev half the held-out training answers.
+    The answers are the base's answers to the suite's dev half. Without a dev half they are held-out training answers.
     """
     run = context.run
     if context.development_answers is not None:
@@ -361,7 +361,7 @@ def evaluate(context: RunContext) -> None:
 
 
 def card(context: RunContext) -> None:
-    """Write the model card. Fail a run that changed its base more than the recipe allows."""
+    """Write the model card; raise an error if the run changed its base more than ``quality_limits`` allows."""
     run, folder, path = context.run, context.folder, context.folder / "eval.json"
     if not path.exists():
         raise UserError(f"{path} is missing; run the stage evaluate first")
@@ -400,4 +400,4 @@ STAGES: dict[str, Callable[[RunContext], None]] = {
     stage.__name__: stage for stage in (corpora, train, quality, tree, evaluate, card, push)
 }
 COLLECTIVE = ("corpora", "train")
-"""Stages that all processes take part in. The main process runs the others alone."""
+"""Stages in which all processes take part. The other stages run on the main process only."""

@@ -15,12 +15,12 @@ from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpus_config import COMPLETE
 
 WHOLLY_READ = ("jsonl", "text")
-"""Kinds of sources that are read to their end before a run starts, to find broken lines. Streamed sources are not,
+"""Kinds of sources that are read to their end before a run starts, to find broken lines. Streamed sources are not read,
 because they may be large."""
 
 
 def preflight(run: RunConfig, processes: int = 1) -> None:
-    """Check the inputs of a run: batch, login, suite, baselines, other heads, answer server, and sources."""
+    """Check the inputs of a run: batch size, login, suite, baselines, other heads, answer server, and sources."""
     if run.push:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
@@ -39,7 +39,7 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
         head_type, expected = read_head_config(resolve_folder(run.init_from))["head_type"], run.head_config().head_type
         if head_type != expected:
             raise UserError(
-                f"init_from={run.init_from} holds a head of type {head_type}, and this run trains a {expected}; choose "
+                f"init_from={run.init_from} holds a head of type {head_type}, but this run trains a {expected}; choose "
                 f"a recipe or head={head_type}"
             )
     if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
@@ -67,8 +67,8 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
 
 
 def _require_entries(entries: Iterable[object], wholly: bool, corpus: str, source: SourceConfig) -> None:
-    """Reject an empty source. With ``wholly``, read all of it, which finds every broken entry."""
+    """Reject an empty source. With ``wholly``, read the whole source, to find every broken entry."""
     count = sum(1 for _ in entries) if wholly else next((1 for _ in entries), 0)
     if not count:
         kind = "prompt" if corpus == "answers" else "text"
-        raise UserError(f"{kind} source {source} is empty; name another one in data.{corpus}.sources")
+        raise UserError(f"{kind} source {source} is empty; name another source in data.{corpus}.sources")

@@ -3,13 +3,13 @@
 usage: drafthead train recipe=NAME [key=value ...]
 
 drafthead train recipe=medusa_smollm2                the embedded real model, on 2 CPU cores
-drafthead train recipe=medusa_llama3 mode=estimate   print what the run will cost; load no weights
+drafthead train recipe=medusa_llama3 mode=estimate   print memory, tokens and time of the run; load no weights
 drafthead train recipe=medusa_llama3 debug=tiny      the whole run on a random tiny base, offline
 drafthead train recipe=medusa_llama3 --cfg job       print the composed settings
-drafthead train recipe=medusa_smollm2 'stages=[tree,evaluate]'   only these stages, with what is in the run folder
+drafthead train recipe=medusa_smollm2 'stages=[tree,evaluate]'   only these stages, on the head in the run folder
 drafthead train recipe=medusa_smollm2 phases.distill.optim.lr=1e-3,2e-3 'name=lr_${phases.distill.optim.lr}' -m
 
-A run that was stopped resumes if the same command is given again.
+The same command resumes an interrupted run.
 Exit codes: 0 done; 1 an error, in one line; 143 or 130 stopped (SIGTERM, Ctrl-C) and saved. A second Ctrl-C exits at
 once.
 """
@@ -41,12 +41,12 @@ def _main(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command with the arguments of the process."""
     run_recipe(_main, RunConfig, __doc__ + recipe_groups())
 
 
 def recipe_groups() -> str:
-    """Return the choices of every group of recipes, for ``--help``."""
+    """Return the choices of every group of recipe files, for ``--help``."""
     folder = resources.files("drafthead.recipes")
     groups = ("recipe", "base", "head", "data", "phases", "shard", "tracker", "machine", "budget", "debug")
     names = {

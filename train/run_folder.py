@@ -28,12 +28,12 @@ RESULTS = {
     "tree": (CALIBRATION,),
     "evaluate": ("eval.json", "eval-log-*.jsonl"),
 }
-"""Results that a stage leaves in the run folder, and that ``resume=false`` removes."""
+"""Results that each stage writes into the run folder, and that ``resume=false`` removes."""
 _ABSENT = object()
 
 
 def open_folder(run: RunConfig) -> None:
-    """Record the run's training settings in its folder; reject a folder that was trained with other settings."""
+    """Write the run's training settings into its folder; reject a folder of a run with other settings."""
     path = Path(run.out) / SETTINGS
     if not run.resume:
         _clear(run)
@@ -107,14 +107,14 @@ def _plain(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clear(run: RunConfig) -> None:
-    """Remove the results of the run's stages from its folder. The settings, which mark it as a run's, go last."""
+    """Remove the results of the run's stages from its folder; last the settings file, which marks a run folder."""
     folder = Path(run.out)
     settings = folder / SETTINGS
     results = [path for stage in run.stages for name in RESULTS.get(stage, ()) for path in folder.glob(name)]
     if results and not settings.exists():
         raise UserError(
-            f"resume=false would remove {results[0]}, but {folder} has no {SETTINGS}, so no run of this program wrote "
-            "it; choose another folder (out=...), or remove it yourself"
+            f"resume=false would remove {results[0]}, but {folder} has no {SETTINGS}, so it is not a run folder of "
+            "this program; choose another folder (out=...), or remove this one yourself"
         )
     for path in results:
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""Settings of answers: how the base samples them, and the server that may generate them."""
+"""Settings for generating the base's answers: the sampler, and a server as an alternative to built-in decoding."""
 
 from urllib.parse import urlsplit
 
@@ -16,40 +16,41 @@ from drafthead.data.utils.settings import (
 
 @settings(kw_only=True)
 class SamplerConfig:
-    """Sampling of the base's answers."""
+    """Settings of the sampler for the base's answers."""
 
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature. 0 is greedy decoding."""
     top_k: NonNegative = 0
-    """Sample from the k most likely tokens. 0 keeps all."""
+    """Sample from the k most likely tokens. 0: from all tokens."""
     top_p: PositiveShare = 1.0
     """Sample from the smallest set of tokens with this total probability."""
     max_new_tokens: Positive = 128
-    """Longest answer, in tokens."""
+    """Largest number of tokens of an answer."""
     ignore_eos: bool = False
-    """Continue answers after the end of a turn."""
+    """Continue answers after the end-of-turn token."""
     seed: NonNegative = 0
     """Seed of the sampled answers."""
 
 
 @settings(kw_only=True)
 class ServerConfig:
-    """A completions server that generates the answers instead of the built-in decoding."""
+    """Settings of a completions server that generates the answers instead of the built-in decoding."""
 
     url: str | None = None
     """Address of a completions server (vLLM, SGLang) that generates the answers. For example ``http://node7:8000``. Its
-    key is read from OPENAI_API_KEY. With null, the built-in decoding generates them."""
+    key is read from OPENAI_API_KEY. With null, the built-in decoding generates the answers."""
     model: str | None = None
-    """Name under which the server serves the base. With null, the only model it serves, or the base's own name."""
+    """Name under which the server serves the base. With null, its only model, or the model with the base's name."""
     concurrency: Positive = 64
-    """Concurrent requests."""
+    """Number of concurrent requests."""
     timeout: PositiveFloat = 600.0
-    """Seconds that one answer may take."""
+    """Longest time for one answer, in seconds."""
     tries: Positive = 25
-    """Requests for one answer before the run ends. Waits between them double from half a second to 8 seconds."""
+    """Largest number of requests for one answer; then the run ends. The waits between them double from half a second to
+    8 seconds."""
     min_greedy_match_rate: Share = 0.8
-    """Smallest fraction of the server's greedy tokens that the base must choose too. A lower one means that the server
-    runs another model."""
+    """Smallest share of the server's greedy tokens that the base must also choose. A lower share means that the server
+    runs another model, and ends the run."""
 
     def __post_init__(self) -> None:
         if self.url is None:
@@ -57,7 +58,7 @@ class ServerConfig:
         parts = urlsplit(self.url)
         if parts.username or parts.password:
             # The recipe is written to the run folder and to trackers.
-            raise UserError("server.url must not hold a name or a password; put the key into OPENAI_API_KEY")
+            raise UserError("server.url must not contain a name or a password; put the key into OPENAI_API_KEY")
         try:
             valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
         except ValueError:  # the port is not a number
@@ -67,6 +68,6 @@ class ServerConfig:
 
     @property
     def root(self) -> str:
-        """The address of the API, ``/v1`` added where no path is given."""
+        """Address of the API; ``/v1`` is added if ``url`` has no path."""
         assert self.url is not None
         return self.url.rstrip("/") + ("" if urlsplit(self.url).path.strip("/") else "/v1")

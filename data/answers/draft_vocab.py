@@ -1,4 +1,4 @@
-"""The reduced draft vocabulary, chosen from token counts. V target vocabulary, W draft vocabulary."""
+"""The reduced draft vocabulary, chosen by token counts. V target vocabulary, W draft vocabulary."""
 
 from collections.abc import Iterable
 
@@ -9,22 +9,22 @@ from drafthead.data.utils.errors import UserError
 
 
 def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterable[int]) -> npt.NDArray[np.int64]:
-    """Return the ``size`` most frequent token ids, ``always`` among them.
+    """Return ``size`` token ids: those in ``always``, and the most frequent others.
 
-    A head that scores W ids instead of V reads W / V of the projection. Other ids are never drafted, so the output
-    stays exact and only acceptance can suffer. Ties go to the lower id.
+    A head that scores W ids instead of V reads only W / V of the projection. Other ids are never drafted, so the output
+    stays exact, and only acceptance can decrease. Among equally frequent ids the lower id is taken.
 
     Args:
         counts: [V] occurrences of each id, for instance in the base's own answers.
-        size: W, which includes ``always``.
-        always: ids to keep regardless of their count.
+        size: W, including the ids in ``always``.
+        always: ids to include whatever their count is.
 
     Returns:
         [W] int64, ascending; fewer than ``size`` ids if fewer occur.
     """
     required = np.unique(np.fromiter(always, dtype=np.int64))
     if len(required) > size:
-        raise UserError(f"draft vocabulary size {size} cannot hold the {len(required)} required ids; raise it")
+        raise UserError(f"draft vocabulary size {size} cannot hold the {len(required)} required ids; raise the size")
     by_count = np.argsort(-counts.astype(np.int64), kind="stable")
     frequent = by_count[counts[by_count] > 0]
     frequent = frequent[~np.isin(frequent, required)][: size - len(required)]

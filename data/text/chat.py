@@ -15,34 +15,34 @@ from drafthead.data.utils.files import read_json
 Tokenizer: TypeAlias = Any
 """A tokenizer of transformers, a ``PreTrainedTokenizerBase``. Importing that class would take seconds."""
 Message = dict[str, str]
-"""``{"role": "system" | "user" | "assistant", "content": ...}``. The base fills an assistant without content."""
+"""``{"role": "system" | "user" | "assistant", "content": ...}``. The base writes assistant messages with no content."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Consecutive tokens of one text; drafts never cross its ends."""
+    """Consecutive tokens of one text. Drafts never cross its ends."""
 
     input_ids: npt.NDArray[np.int32]
-    """[n]."""
+    """[n] token ids."""
     loss_mask: npt.NDArray[np.bool_]
-    """[n]: True for tokens that may be targets."""
+    """[n] True for tokens that may be targets."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
 def user_turn(text: str) -> list[Message]:
-    """Return a conversation of one message."""
+    """Return a conversation that consists of one user message."""
     return [{"role": "user", "content": text}]
 
 
 def conversation(turns: Sequence[str]) -> list[Message]:
-    """Return the user's turns with an empty assistant message after each but the last."""
+    """Return the user's turns as messages, with an empty assistant message after each turn except the last."""
     return [message for turn in turns for message in (*user_turn(turn), {"role": "assistant", "content": ""})][:-1]
 
 
 def turns_of(messages: Sequence[Message], answers: Sequence[str]) -> list[Message]:
-    """Return ``messages`` with empty assistant messages replaced by ``answers``, up to the next empty one."""
+    """Fill empty assistant messages with ``answers`` in order; return the messages before the first unfilled one."""
     filled: list[Message] = []
     remaining = iter(answers)
     for message in messages:
@@ -56,7 +56,7 @@ def turns_of(messages: Sequence[Message], answers: Sequence[str]) -> list[Messag
 
 
 def num_turns(messages: Sequence[Message]) -> int:
-    """Return the number of answers by the base: one per empty assistant message, and one at the end."""
+    """Return how many answers the base has to give: one per empty assistant message, and one at the end."""
     return 1 + sum(message["role"] == "assistant" and not message["content"] for message in messages)
 
 
@@ -76,7 +76,7 @@ def render(
     template_kwargs: Mapping[str, Any] | None = None,
     generation_prompt: bool = True,
 ) -> str:
-    """Return ``messages`` as the chat template writes them, with the start of the answer if ``generation_prompt``."""
+    """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -100,7 +100,7 @@ def render(
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return variables of a chat template, with ``tools`` read from a JSON file if it is a path."""
+    """Return chat template variables; if ``tools`` is a path, its JSON file is read."""
     given = dict(variables or {})
     if isinstance(given.get("tools"), str):
         given["tools"] = read_json(Path(given["tools"]))
@@ -110,7 +110,7 @@ def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:
-    """Return the variables that the chat template does not read."""
+    """Return those of ``names`` that are not variables of the chat template."""
     from jinja2 import Environment, TemplateError
     from jinja2.meta import find_undeclared_variables
 
@@ -123,6 +123,6 @@ def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text by ``render``, which holds every special token."""
+    """Return the token ids of a text that ``render`` returned; no special tokens are added, because it has them."""
     # `verbose` would warn about long prompts.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

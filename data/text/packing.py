@@ -20,13 +20,13 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import disk_errors, file_digest, new_file, read_json, safe_join, write_json
 
 MIN_PIECE = 8
-"""Fewest tokens in a piece of a document: drafts need context before them and targets after."""
+"""Smallest number of tokens of a piece of a document, because drafts need context before them and targets after."""
 OPEN_ROWS = 64
-"""Open rows that whole documents are fitted into."""
+"""Number of partly filled rows among which the best fit for a whole document is searched."""
 ROWS_PER_WRITE = 256
 _FILE, _CHECKSUM = "rows.arrow", "rows.sha256.json"
 _ROW = {"input_ids": pa.int32(), "position_ids": pa.int32(), "document_ids": pa.int32(), "loss_mask": pa.bool_()}
-"""Columns of a packed row with a value per token, and their types."""
+"""Columns of a packed row that have a value per token, and their types."""
 _Array = npt.NDArray[Any]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class PackedRow:
 
     space: int
     pieces: list[tuple[int, int, Document]] = field(default_factory=list)
-    """Per piece: the document's number, the piece's start in the document, and the piece."""
+    """Per piece: the document's number, the start of the piece in the document, and the piece itself."""
 
     def add(self, number: int, document: Document, start: int, length: int) -> None:
         """Append ``length`` tokens of a document from ``start``."""
@@ -48,15 +48,15 @@ class PackedRow:
 
 
 def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path | None = None) -> datasets.Dataset:
-    """Pack documents, without empty ones, into rows of ``seq_len`` tokens (T >= 16).
+    """Pack the documents that are not empty into rows of ``seq_len`` tokens (T >= 16).
 
     Args:
         documents: the documents in order.
         seq_len: T.
         split: True cuts documents that do not fit into consecutive pieces of at least ``MIN_PIECE`` tokens, each with
             its own document id and positions from 0. Rows are then full except for a few tokens. False keeps documents
-            whole and puts each into the row with the best fit. The end of a document longer than a row is dropped, and
-            the log reports the number of these.
+            whole and puts each into the row with the best fit. A document longer than a row loses its end; the log
+            reports the number of such documents.
         folder: rows are written to a file there and memory-mapped. None keeps them in memory (13 bytes per token).
 
     Returns:
@@ -81,7 +81,7 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
 
 
 def is_packed(folder: Path) -> bool:
-    """Return True if ``folder`` has rows and their checksum."""
+    """Return True if ``folder`` has packed rows and their checksum."""
     return (folder / _FILE).exists() and (folder / _CHECKSUM).exists()
 
 
@@ -122,7 +122,7 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
 
 
 def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
-    """Return rows outside of a dataset as one batch [B, T]."""
+    """Return packed rows that are in no dataset as one batch [B, T]."""
     return _batch(_arrays(rows, seq_len)[0])
 
 
@@ -133,10 +133,10 @@ def _batch(columns: dict[str, _Array]) -> TrainBatch:
 
 
 def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int | None = None) -> Iterator[Document]:
-    """Yield texts as documents with every token trained, each closed by the end-of-sequence token.
+    """Tokenise texts; yield each as a document whose tokens are all trained and which ends with the EOS token.
 
-    The tokenizer's leading special tokens (a BOS) stay: the base expects them. ``max_tokens``: stop after exactly this
-    many tokens, which may cut the last document.
+    Special tokens that the tokenizer puts first (a BOS) are kept, because the base expects them. ``max_tokens``: stop
+    after exactly this number of tokens, which may cut the last document.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, so documents cannot be closed; set eos_token")
@@ -179,7 +179,7 @@ def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRo
 
 
 def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:
-    """Yield rows by best fit among ``OPEN_ROWS`` open ones, so that memory does not grow with the corpus."""
+    """Yield rows with whole documents, each in the best of ``OPEN_ROWS`` open rows; memory stays constant."""
     rows: list[PackedRow] = []
     total = shortened = 0
     for number, document in enumerate(documents):

@@ -1,7 +1,8 @@
-"""Readers of local files and datasets for training and evaluation, without formats that can run code.
+"""Readers of local files and datasets for training and evaluation. Formats that can run code are not read.
 
-``datasets`` does not read files of JSON lines and text here. Its errors name no line of a broken file, and it refuses
-columns with texts in some rows and conversations in others. Since version 4 it runs no scripts and reads no pickles.
+Files of JSON lines and of text are read here and not by ``datasets``, whose errors do not name the broken line, and
+which refuses columns with texts in some rows and conversations in others. Since version 4 ``datasets`` runs no scripts
+and reads no pickles.
 """
 
 import gzip
@@ -16,9 +17,9 @@ from typing import Any
 from drafthead.data.utils.errors import UserError, one_line
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
-"""Suffixes of single data files, and the builders of ``datasets`` that read them."""
+"""Suffixes of data files, and the builders of ``datasets`` that read them."""
 SPLITS = ("test", "validation", "train")
-"""Splits by preference: the base may have been trained on training data."""
+"""Splits in the order of preference for evaluation, because the base may have been trained on training data."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # Files -------------------------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """Return the object in a line of JSON; the caller puts the line's name before the error's message."""
+    """Return the object in a line of JSON. Error messages lack the line's name, which the caller puts before them."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -72,17 +73,17 @@ def json_object(line: bytes) -> dict[str, Any]:
 def open_dataset(
     name: str, subset: str | None = None, split: str | None = None, revision: str | None = None, stream: bool = False
 ) -> Any:
-    """Open a dataset on disk, or an ``IterableDataset`` with ``stream``. Use within ``dataset_errors``.
+    """Open a dataset, with ``stream`` as an ``IterableDataset``. Call it inside ``dataset_errors``.
 
-    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``). Without
-    ``split`` the dataset's first one in the order of ``SPLITS`` is taken.
+    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``). The
+    default of ``split`` is the first of ``SPLITS`` that the dataset has.
     """
     import datasets
 
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix not in BUILDERS:
-            raise UserError(f"dataset {name!r} is a file, but none of {', '.join(BUILDERS)}; convert it")
+            raise UserError(f"dataset {name!r} is a file, but none of {', '.join(BUILDERS)}; convert the file")
         builder = BUILDERS[path.suffix]
         return datasets.load_dataset(builder, data_files=str(path), split=split or "train", streaming=stream)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -105,7 +106,7 @@ def open_dataset(
 
 @contextmanager
 def dataset_errors(name: str, settings: str) -> Iterator[None]:
-    """Turn errors of ``datasets`` (network, missing dataset or split, script, damaged file) into one line."""
+    """Turn errors of ``datasets`` (network, missing dataset or split, script, damaged file) into one-line errors."""
     from datasets.exceptions import DatasetGenerationError
 
     try:

@@ -1,4 +1,4 @@
-"""Sources of documents and prompts for training, and lists of both without near-duplicates."""
+"""Sources of documents and prompts for training; lists of both from several sources, without near-duplicates."""
 
 import random
 import re
@@ -28,9 +28,9 @@ ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
-"""Roles by their names in datasets."""
+"""Names of roles in datasets, mapped to ours."""
 CONVERSATIONS = ("messages", "conversations", "conversation")
-"""Columns that hold conversations."""
+"""Names of columns that hold conversations."""
 AUTO = "auto"
 PROMPT_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "input_ids")
 """Keys of a line of a suite or of ``data.prompts``, in the order in which they are searched."""
@@ -39,29 +39,31 @@ T = TypeVar("T")
 
 @settings(kw_only=True)
 class SourceConfig:
-    """A source of text or prompts."""
+    """Settings of a source of text or prompts."""
 
     kind: Literal["hf", "jsonl", "text", "embedded", "builtin"]
-    """Kind of source. ``hf`` is a dataset of the Hub or on disk, ``embedded`` a set of a pinned package."""
+    """Kind of source. ``hf`` is a dataset of the Hub or on disk, ``jsonl`` and ``text`` are files, ``embedded`` is a
+    set from pinned packages, ``builtin`` a tiny set for tests."""
     name: Annotated[str, Field(min_length=1)]
     """Hub id, path or glob of files (also ``.gz``), or the name of an embedded or builtin set."""
     subset: str | None = None
-    """Configuration of a dataset."""
+    """Configuration (subset) of a dataset."""
     split: str = "train"
     """Split of a dataset."""
     revision: str | None = None
     """Commit or tag of a dataset on the Hub."""
     column: str = "text"
-    """Column of a dataset or of JSON lines that holds the text. For prompts it may also hold a conversation. ``auto``
-    takes the first of ``prompt``, ``messages``, ``conversations``, ``conversation`` and ``turns``."""
+    """Column of a dataset or key of JSON lines that holds the text. For prompts it may also hold a conversation.
+    ``auto`` takes the first of ``prompt``, ``messages``, ``conversations``, ``conversation`` and ``turns``."""
     turns: Positive = 1
-    """User turns to keep of a conversation. The base answers each of them itself. For datasets and JSON lines."""
+    """Number of user turns to keep of a conversation. The base answers each of them itself. For datasets and JSON
+    lines."""
     limit: Positive | None = None
-    """Number of entries to read. A dataset is then streamed, not downloaded. With null, all entries."""
+    """Number of entries to read. A dataset is then streamed, not downloaded. With null, all entries are read."""
     weight: PositiveFloat | None = None
     """Weight of the source in the mixture, relative to the other sources. It counts characters of text or prompts.
-    Either all sources have a weight or none. A source that ends early gives what it has. With null, each source gives
-    everything."""
+    Either all sources have a weight or none. If a source has too little data, all of it is used.
+    With null, all data of every source are used."""
 
     def __post_init__(self) -> None:
         sets = (*DOCUMENT_SETS.get(self.kind, ()), *PROMPT_SETS.get(self.kind, ()))
@@ -74,7 +76,7 @@ class SourceConfig:
             raise UserError(f"source.turns is for conversations (hf and jsonl), got kind {self.kind!r}; remove it")
 
     def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the entries."""
+        """Return the settings that determine the entries, for a manifest."""
         # Manifests of older corpora lack these keys, so they are left out at their defaults.
         unset = {"weight": None, "turns": 1}
         return {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
@@ -98,7 +100,7 @@ PRESETS = {
 
 
 def expand_sources(value: Any) -> Any:
-    """Return the list of sources that a short form names; other values stay as they are.
+    """Convert the short form of a list of sources to the list; return other values unchanged.
 
     A short form is a preset, a path or glob, or ``hf:NAME[:SPLIT]``, each optionally followed by ``:LIMIT``. It may be
     an item of a list.
@@ -129,16 +131,16 @@ def _expand(text: str) -> SourceConfig:
 
 
 def num_entries(source: SourceConfig) -> int | None:
-    """Return the most entries that a source can have, or None for a dataset without ``limit``."""
+    """Return an upper bound on the number of entries of a source; None for a dataset without ``limit``."""
     if source.limit is not None or source.kind not in ("jsonl", "text"):
         return source.limit
     return sum(1 for path in files_of(source) for _ in readers.read_lines(path))
 
 
 def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[SourceConfig]:
-    """Return the sources with each Hub dataset at one commit, so that later changes there do not change the rows.
+    """Return the sources with each Hub dataset pinned to a commit, so that later changes on the Hub have no effect.
 
-    The commits are written to ``path`` once; later calls read them from there without asking the Hub.
+    The first call writes the commits to ``path``. Later calls read them from there without a request to the Hub.
     """
     if not path.exists():
         latest = [readers.latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
@@ -160,10 +162,10 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
 
 
 def iter_documents(source: SourceConfig, max_characters: int | None = None) -> Iterator[str]:
-    """Yield the texts of a source in order, without empty ones. A file of kind ``text`` is one document.
+    """Yield the texts of a source that are not empty, in order. A file of kind ``text`` is one document.
 
-    With ``max_characters`` a dataset is streamed, and the texts end with the document that reaches this many
-    characters. Embedded and builtin sets are small and always complete.
+    With ``max_characters`` a dataset is streamed, up to the document that reaches this number of characters. Embedded
+    and builtin sets are small and always yielded completely.
     """
     if source.kind in DOCUMENT_SETS:
         texts = training_sets.documents(_set_of(source, DOCUMENT_SETS[source.kind], "documents"))
@@ -196,7 +198,7 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
 def column_value(
     row: dict[str, Any], source: SourceConfig, where: str, searched: Sequence[str] = PROMPT_COLUMNS
 ) -> tuple[Any, str]:
-    """Return the row's value in the source's column, or in the first of ``searched`` for ``auto``, and its name."""
+    """Return the row's value in the source's column (for ``auto`` the first of ``searched``), and the value's name."""
     columns = searched if source.column == AUTO else (source.column,)
     column = next((name for name in columns if row.get(name) is not None), None) or columns[0]
     if column not in row:
@@ -206,14 +208,14 @@ def column_value(
 
 
 def as_text(value: Any, where: str) -> str:
-    """Return ``value`` as a text; None becomes an empty one."""
+    """Return ``value`` if it is a text, and an empty text for None; reject other values."""
     if value is not None and not isinstance(value, str):
         raise UserError(f"{where} holds a {type(value).__name__}, expected text; set source.column")
     return value or ""
 
 
 def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Message]:
-    """Yield the messages of a conversation in any common form; the caller puts the row's name before an error."""
+    """Yield the messages of a conversation in any common form. Callers put the row's name before error messages."""
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise UserError(
             f"holds a {type(value).__name__}, expected text or a list of {{role, content}} or {{from, value}}"
@@ -233,10 +235,10 @@ def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Mess
 
 
 def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
-    """Return the prompt in a text or a conversation; empty if the assistant starts.
+    """Return the prompt in a text or a conversation; an empty list if the conversation starts with the assistant.
 
-    The prompt of a conversation ends before its first answer. With ``turns`` n it has the first n user's turns, and the
-    answers between them are empty.
+    The prompt of a conversation ends before its first answer. With ``turns`` n it holds the first n user turns, with
+    empty answers between them.
     """
     if value is None or isinstance(value, str):
         return user_turn(value or "")
@@ -258,16 +260,16 @@ def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
 
 
 def shown(value: Any) -> str:
-    """Return the type and the beginning of a value for messages."""
+    """Return the type and the beginning of a value, for error messages."""
     text = repr(value)
     return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
-    """Return the messages before the first answer, and the user's later messages, of a line of a suite.
+    """Return the messages before the first answer, and the user's later messages, from one line of a suite.
 
-    The value is a text, a conversation, or a list of texts. Answers at a conversation's end are removed, and the
-    user's last messages are sent one after the other. The caller puts the line's name before an error.
+    ``value`` is a text, a conversation, or a list of texts. The conversation's own answers are not used. Callers put
+    the line's name before error messages.
     """
     if isinstance(value, str):
         messages = user_turn(value)
@@ -291,7 +293,7 @@ def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
 
 
 def as_suite_prompt(value: Any, where: str) -> list[Message]:
-    """Return the prompt of a line of ``data.prompts``, with an empty answer before each later message of the user."""
+    """Return the prompt in a line of ``data.prompts``, with an empty answer before each later user message."""
     try:
         messages, later = suite_prompt(value)
     except UserError as error:
@@ -302,7 +304,7 @@ def as_suite_prompt(value: Any, where: str) -> list[Message]:
 def iter_rows(
     source: SourceConfig, stream: bool = False, on_error: Callable[[UserError], None] | None = None
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the rows of a dataset or of JSON lines and their names; ``on_error`` receives broken lines."""
+    """Yield the rows of a dataset or of JSON lines, and their names; ``on_error`` gets the errors of broken lines."""
     if source.kind == "hf":
         with open_source(source, stream or source.limit is not None) as rows:
             for number, row in enumerate(rows):
@@ -341,7 +343,7 @@ def _set_of(source: SourceConfig, known: tuple[str, ...], kind: str) -> str:
 
 
 def files_of(source: SourceConfig) -> list[Path]:
-    """Return the files of a source that names a path or a glob."""
+    """Return the files that the path or glob of a source matches."""
     files = [Path(p) for p in sorted(glob(str(Path(source.name).expanduser()), recursive=True)) if Path(p).is_file()]
     if not files:
         raise UserError(f"source {source} matches no file; check source.name")
@@ -350,7 +352,7 @@ def files_of(source: SourceConfig) -> list[Path]:
 
 @contextmanager
 def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
-    """Open the dataset of a source of kind ``hf``; errors inside the block name the source."""
+    """Open the dataset of a source of kind ``hf``. Errors inside the block become errors that name the source."""
     with readers.dataset_errors(source.name, f"subset {source.subset}, split {source.split!r}"):
         yield readers.open_dataset(source.name, source.subset, source.split, source.revision, stream)
 
@@ -361,7 +363,7 @@ def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
 def load_documents(sources: list[SourceConfig], seed: int, max_characters: int | None = None) -> list[str]:
     """Return the documents of all sources without near-duplicates (``content_hash``), shuffled by ``seed``.
 
-    About ``max_characters`` are read of each source, or its share of them if sources have weights. None reads all.
+    About ``max_characters`` are read from each source, or its share of them if sources have weights. None reads all.
     """
 
     def read(source: SourceConfig, most: int | None) -> Iterator[str]:
@@ -374,7 +376,7 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
 
 
 def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> list[list[Message]]:
-    """Return at most ``limit`` prompts of all sources without near-duplicates, shuffled by ``seed``."""
+    """Return up to ``limit`` prompts of all sources without near-duplicates, shuffled by ``seed``."""
 
     def read(source: SourceConfig, most: int | None) -> Iterator[list[Message]]:
         """Yield the prompts of a source."""
@@ -384,7 +386,7 @@ def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> l
         return islice(iter_prompts(source), None if source.weight is None else most)
 
     def key(messages: list[Message]) -> str:
-        """Return a hash by which near-duplicates are equal."""
+        """Return a hash that near-duplicates share."""
         return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))
 
     return _load(sources, read, limit, key, seed)[:limit]
@@ -406,7 +408,7 @@ def _load(
     key: Callable[[T], str],
     seed: int,
 ) -> list[T]:
-    """Return the entries that ``read`` gives of each source for the source's share of ``total``."""
+    """Return the entries that ``read`` yields for each source and its share of ``total``."""
     unique: dict[str, T] = {}
     for source, share in zip(sources, shares(sources) or [1.0] * len(sources), strict=True):
         entry: T | None = None

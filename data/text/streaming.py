@@ -1,9 +1,9 @@
-"""Rows packed from streams while training, addressed by number and equal for every process and every restart.
+"""Rows packed from streams during training. Row n is the same for every process and after every restart.
 
 Row n is in shard ``n // micro_batch_size % shards``. If the number of processes divides the number of shards, each
-process therefore reads its own shards only. A shard is a sequence of windows of ``WINDOW`` rows, shuffled within each
-window. A window starts with a new document; the end of the previous document is dropped. The positions where windows
-start are stored on disk, so that any row can be made again by reading its window.
+process therefore reads only its own shards. A shard is a sequence of windows of ``WINDOW`` rows, shuffled within each
+window. A window starts with a new document; the rest of the previous document is dropped. The positions where windows
+start are stored on disk, so that any row can be packed again by reading its window.
 
 With ``WINDOW`` = 4, two shards and a micro-batch of two, rows 0, 1, 4, 5 fill window 0 of shard 0, and rows 2, 3, 6, 7
 window 0 of shard 1.
@@ -32,9 +32,9 @@ State = dict[str, Any]
 """A position in a stream, as JSON values."""
 WINDOW = 64
 KEPT_POSITIONS = 256
-"""Positions stored per shard; going back further reads the shard from its beginning."""
+"""Number of positions to store per shard. Earlier windows are found by reading the shard from its beginning."""
 _WRITING = threading.Lock()
-"""Lock for writing positions: two phases of a run may have the same shards."""
+"""Lock for writing positions, because two phases of a run may use the same shards."""
 
 
 class SourceStream:
@@ -98,8 +98,8 @@ class SourceStream:
 class Mixture:
     """Texts of several sources, each with its share of the characters; without weights all shares are equal.
 
-    The next text is from the source that is furthest behind its share. Any stretch of the stream therefore has the
-    requested shares, up to one text, and nothing is random.
+    The next text comes from the source that is furthest behind its share. Any stretch of the stream therefore has the
+    requested shares, with a deviation of about one text, and nothing is random.
     """
 
     def __init__(self, sources: Sequence[SourceConfig], shard: int, shards: int) -> None:
@@ -127,10 +127,10 @@ class Mixture:
 
 
 class StreamedRows:
-    """An endless sequence of rows of text, [T] tokens each.
+    """An endless sequence of text rows of T tokens each.
 
     ``shards`` and ``micro_batch_size`` (consecutive rows of a shard) determine the numbers of the rows. ``folder``
-    stores the positions; every combination of settings needs its own folder. ``workers`` threads make windows ahead.
+    stores the positions; every combination of settings needs its own folder. ``workers`` threads pack windows ahead.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class StreamedRows:
 
 
 class _Shard:
-    """A maker of one shard's windows in any order, fastest in ascending order."""
+    """One shard, whose windows can be packed in any order; ascending order is fastest."""
 
     def __init__(self, texts: Mixture, tokenizer: Tokenizer, seq_len: int, seed: tuple[int, int], path: Path) -> None:
         self.texts, self.tokenizer, self.seq_len, self.seed, self.path = texts, tokenizer, seq_len, seed, path

@@ -1,8 +1,8 @@
-"""Conversations whose assistant turns are trained on as they are: reading, checks, and token ids with boundaries.
+"""Conversations whose own assistant turns are trained on: reading, checks, and token ids with boundaries.
 
-An assistant turn becomes a prompt and an answer. The prompt is what the chat template writes for the earlier turns with
-the generation prompt, so it is what the base reads when it is served. The answer is what the template writes for the
-turn. A template that drops the reasoning of earlier turns therefore drops it here too.
+An assistant turn becomes a prompt and an answer. The prompt is the chat template's text for the earlier turns and the
+generation prompt, which is what the base reads when it is served. The answer is the template's text for the turn. If
+the template drops the reasoning of earlier turns, it is therefore dropped here too.
 """
 
 import json
@@ -26,33 +26,33 @@ Answered = tuple[list[int], int]
 MARK = "drafthead-probe"
 MAX_LISTED = 5
 SHOWN = 40
-"""Characters of a text in a message."""
+"""Number of characters of a text to show in an error message."""
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """A conversation, or the token ids of one answer."""
+    """A conversation, or the token ids of one prompt and answer."""
 
     messages: Sequence[dict[str, Any]] = ()
     tools: Sequence[Any] | None = None
-    """Definitions of tools for the chat template."""
+    """Tool definitions for the chat template."""
     token_ids: tuple[list[int], list[int]] | None = None
-    """Prompt and answer of a server's log, used unchanged."""
+    """Token ids of prompt and answer from a server's log, used unchanged."""
 
 
 @dataclass
 class Findings:
-    """Rows that cannot be trained on, and remarks on the others, each with the first row it concerns."""
+    """Errors of rows that cannot be trained on, and remarks about other rows, each with a count and its first row."""
 
     rejected: list[str] = field(default_factory=list)
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def reject(self, error: UserError) -> None:
-        """Record a row that cannot be trained on."""
+        """Record the error of a row that cannot be trained on."""
         self.rejected.append(str(error))
 
     def remark(self, text: str, where: str) -> None:
-        """Count a remark."""
+        """Count a remark; ``where`` names the row."""
         count, first = self.remarks.get(text, (0, where))
         self.remarks[text] = count + 1, first
 
@@ -63,7 +63,7 @@ class Findings:
             more = f"; and {count - MAX_LISTED} more" if count > MAX_LISTED else ""
             raise UserError(
                 f"{count} transcripts cannot be trained on: {'; '.join(self.rejected[:MAX_LISTED])}{more}; repair or "
-                "remove them, or set data.bad_transcripts=skip to train on the others"
+                "remove them, or set data.bad_transcripts=skip to train on the other transcripts"
             )
 
     def lines(self) -> list[str]:
@@ -88,7 +88,7 @@ def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple
 
 
 def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Transcript]:
-    """Return the conversation of a row; or the answers of a row with token ids, in the form of vLLM's responses."""
+    """Return the conversation in a row; or, from a row with token ids (a logged response of vLLM), its answers."""
     listed: Any = row.get("choices") if isinstance(row.get("choices"), list) else []
     choices: list[Any] = [choice for choice in listed if isinstance(choice, dict)] or [row]
     pairs: list[Any] = [(c.get("prompt_token_ids") or row.get("prompt_token_ids"), c.get("token_ids")) for c in choices]
@@ -117,7 +117,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not message["content"].strip() and "tool_calls" not in extra:
             raise UserError(f"has an empty turn {number} ({message['role']})")
         if message["role"] == "assistant" and before in ("system", "assistant"):
-            raise UserError(f"has an assistant's turn {number} without a turn before it that it answers")
+            raise UserError(f"has an assistant's turn {number} without a turn before it to answer")
         try:
             extra |= {"tool_calls": [_tool_call(call) for call in extra.get("tool_calls", ())]}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -129,7 +129,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object, which chat templates expect; logs have them as JSON text."""
+    """Return a tool call with its arguments as an object: chat templates expect an object, but logs have JSON text."""
     function = call.get("function") or call
     arguments = function["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -140,7 +140,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 class TranscriptEncoder:
-    """Turns transcripts into token ids with the chat template of a base."""
+    """Converter of transcripts to token ids, by the chat template of a base."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class TranscriptEncoder:
         self._writes_role = cache(self._role_is_written)
 
     def answers(self, transcript: Transcript, findings: Findings, where: str, limit: int | None) -> list[Answered]:
-        """Return the assistant turns of a transcript, as far as they fit into ``limit`` tokens."""
+        """Return the assistant turns of a transcript that fit into ``limit`` tokens with everything before them."""
         answers: list[Answered] = []
         try:
             for ids, boundary in self._turns(transcript, findings, where):
@@ -191,7 +191,7 @@ class TranscriptEncoder:
                     raise UserError(f"turn {number} {error}") from None
 
     def _turn(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> Answered:
-        """Return the last of ``messages`` as the answer to the others."""
+        """Return the last message as the answer to the messages before it."""
         if special := [text for text in self.tokenizer.all_special_tokens if text in messages[-1]["content"]]:
             raise UserError(f"(assistant) holds the special token {special[0]!r}")
         prompt, whole = self._render(messages[:-1], tools=tools), self._render(messages, False, tools)
@@ -205,7 +205,7 @@ class TranscriptEncoder:
         return ids[: end + 1], len(prompt_ids)
 
     def _check_answer(self, prompt: str, answer: str, message: Mapping[str, Any]) -> None:
-        """Reject an answer that the template has changed by more than white space."""
+        """Reject an answer if the chat template has changed more than its white space."""
         written, position = _squeezed(answer), 0
         content, reasoning = _squeezed(message["content"]), _squeezed(message.get("reasoning_content", ""))
         if content.startswith(EMPTY_REASONING):
@@ -252,7 +252,7 @@ class TranscriptEncoder:
 
 
 def _squeezed(text: str) -> str:
-    """Return ``text`` without white space, which chat templates change at the ends of messages."""
+    """Return ``text`` without white space, because chat templates change the white space at the ends of messages."""
     return "".join(text.split())
 
 

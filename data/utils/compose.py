@@ -1,4 +1,4 @@
-"""Hydra composes the settings of a command, a settings class checks them, and errors become one line."""
+"""Checked settings of commands and recipes (the hydra library composes recipes); errors in one line."""
 
 import os
 import re
@@ -25,7 +25,7 @@ INTERRUPTED = 130
 
 
 def parse(cfg: DictConfig, cls: type[T]) -> T:
-    """Return a composed config as an instance of the settings class ``cls``, with all its checks run.
+    """Convert a composed config to an instance of the settings class ``cls``, which checks all values.
 
     Raises:
         UserError: names the dotted key, what was expected and what was found.
@@ -39,7 +39,7 @@ def parse(cfg: DictConfig, cls: type[T]) -> T:
 
 
 def _without_missing(value: Any) -> Any:
-    """Return nested settings without those that are required and not set ("???")."""
+    """Return nested settings without required settings that are not set ("???")."""
     if isinstance(value, dict):
         return {key: _without_missing(inner) for key, inner in value.items() if inner != MISSING}
     return value
@@ -47,9 +47,10 @@ def _without_missing(value: Any) -> Any:
 
 @cache
 def schema(cls: Any) -> type[Any]:
-    """Return a plain dataclass with the keys and defaults of a settings class, for Hydra.
+    """Return a plain dataclass with the keys and defaults of a settings class, for the hydra library.
 
-    Hydra then knows every key. Values are of type ``Any``: the settings class checks them, with better messages.
+    From it hydra knows every key. All values have type ``Any``, because the settings class checks them with better
+    messages.
     """
     plain: list[tuple[str, Any, Any]] = []
     for f in fields(cls):
@@ -66,7 +67,7 @@ def schema(cls: Any) -> type[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a default as OmegaConf takes it: settings as instances of their schema, tuples as lists, none as "???"."""
+    """Convert a default for OmegaConf: settings to instances of their schema, tuples to lists, no default to "???"."""
     if value is NO_DEFAULT:
         return MISSING
     if is_settings(value):
@@ -76,7 +77,7 @@ def _plain(value: Any) -> Any:
 
 
 def say(line: str) -> None:
-    """Write a line for people to standard error; with several processes only the first one writes."""
+    """Write a line for the user to standard error, on the first process only."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{line}\n")
 
@@ -107,7 +108,7 @@ def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
 
 
 def take_device() -> None:
-    """Apply and remove ``device=NAME`` from the arguments; every command accepts it."""
+    """Remove ``device=NAME``, which every command accepts, from the arguments, and choose that device."""
     for argument in [argument for argument in sys.argv[1:] if argument.startswith("device=")]:
         from drafthead.data.utils.devices import choose_device  # imports torch, which --help does not need
 
@@ -143,7 +144,7 @@ _NOISE = ("reference_type", "object_type", "full_key", "See https", "To append t
 
 
 def _one_line(error: BaseException) -> str:
-    """Return message and cause without the lines that only concern Hydra."""
+    """Return message and cause of an error, without the lines about the hydra library itself."""
     lines = [line.strip() for line in str(error).splitlines()]
     message = " ".join(line for line in lines if line and not line.startswith(_NOISE))
     if isinstance(error, OverrideParseException):

@@ -1,4 +1,4 @@
-"""The device that a process computes on, and what its backend offers: the only module that knows backends by name.
+"""The device of a process, and the features of its backend. Only this module knows backends by name.
 
 ``torch.accelerator`` finds the device: CUDA (ROCm's devices have the same name), XPU, MPS, NPU, else the CPU. CUDA's
 rules are tested on a simulated device (``tests/accelerator``). ROCm, XPU, MPS and NPU follow torch's documentation and
@@ -32,7 +32,7 @@ def choose_device(name: str) -> None:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return ``device``, checked; None is the chosen device, else the machine's accelerator, else the CPU."""
+    """Check and return ``device``; None means the chosen device, else the machine's accelerator, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return _chosen[0] if _chosen else accelerator or torch.device("cpu")
@@ -50,23 +50,23 @@ def device_of(device: torch.device | str | None) -> torch.device:
 def reads_freely(device: torch.device) -> bool:
     """Return True if the host can read a tensor of ``device`` without waiting.
 
-    Elsewhere, drafting never stops early and unused nodes stay as padding: a wait would cost more than they do.
+    On other devices drafting never stops early, and unused nodes stay as padding, because a wait would cost more.
     """
     return device.type == "cpu"
 
 
 def has_values(device: torch.device) -> bool:
-    """Return False if tensors of ``device`` have shapes only."""
+    """Return False if tensors of ``device`` have only shapes and no values (the meta device)."""
     return device.type != "meta"
 
 
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Return int64 ``values`` on ``device`` without waiting for it."""
+    """Return ``values`` as an int64 tensor on ``device``, without waiting for the copy."""
     return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def pinned(values: Tensor, device: torch.device) -> Tensor:
-    """Return host ``values`` in memory from which they are copied to ``device`` without waiting, if it has such."""
+    """Return host ``values`` in pinned memory if ``device`` needs it, so that copies do not block the host."""
     return values.pin_memory() if can_pin(device) else values
 
 
@@ -87,22 +87,22 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def wide(values: Tensor) -> Tensor:
-    """Return ``values`` in ``wide_dtype``."""
+    """Return ``values`` in the ``wide_dtype`` of their device."""
     return values.to(wide_dtype(values.device))
 
 
 def automatic_dtype(device: torch.device) -> str:
-    """Return the dtype of weights by default."""
+    """Return the default dtype of weights on ``device``."""
     return "float32" if device.type == "cpu" else "bfloat16"
 
 
 def collective_backend(device: torch.device) -> str:
-    """Return torch.distributed's backend for tensors of ``device``."""
+    """Return the name of torch.distributed's backend for tensors of ``device``."""
     return "gloo" if device.type == "mps" else dist.get_default_backend_for_device(device)
 
 
 def accelerator_name() -> str | None:
-    """Return the name of the accelerator's model, its type if torch has no name, or None without one."""
+    """Return the accelerator's model name, or its type if torch has no name; None without an accelerator."""
     if (device := device_of(None)).type == "cpu":
         return None
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -110,14 +110,14 @@ def accelerator_name() -> str | None:
 
 
 def peak_allocated() -> int | None:
-    """Return the most bytes allocated on the accelerator so far; None without one or if its backend does not say."""
+    """Return the peak of allocated bytes on the accelerator; None without one, or if its backend does not count."""
     if (device := device_of(None)).type in ("cpu", "mps"):
         return None
     return int(torch.accelerator.max_memory_allocated(device))
 
 
 def memory() -> tuple[int, int]:
-    """Return the free bytes and all bytes of the memory that the device computes in."""
+    """Return the free and the total bytes of the device's memory."""
     if (device := device_of(None)).type in ("cpu", "mps"):  # MPS shares the host's memory
         host = psutil.virtual_memory()
         return host.available, host.total
@@ -134,7 +134,7 @@ def rng_states() -> list[Tensor]:
 
 
 def set_rng_states(states: Sequence[Tensor]) -> None:
-    """Restore ``rng_states``, if there are as many accelerators as then."""
+    """Restore ``rng_states``; do nothing if the number of accelerators has changed."""
     if not states or len(states) != len(rng_states()):
         return
     module = torch.get_device_module(device_of(None))
@@ -146,7 +146,7 @@ def set_rng_states(states: Sequence[Tensor]) -> None:
 
 @contextmanager
 def unchanged_rng() -> Iterator[None]:
-    """Restore torch's random states of host and accelerators at the end."""
+    """Restore torch's random states of host and accelerators at the end of the block."""
     host, states = torch.get_rng_state(), rng_states()
     try:
         yield
@@ -163,5 +163,5 @@ def graphs_of(device: torch.device) -> Any:
 
 
 def new_graph(module: Any) -> Any:
-    """Return an empty graph of a module of ``graphs_of``."""
+    """Return a new, empty graph; ``module`` comes from ``graphs_of``."""
     return module.XPUGraph() if hasattr(module, "XPUGraph") else module.CUDAGraph()

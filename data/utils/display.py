@@ -1,4 +1,4 @@
-"""Console output of a run: progress bars with an estimate of the time left, and timed headings of stages."""
+"""Console output of a run: progress bars with the remaining time, and headings of stages with their duration."""
 
 import math
 import os
@@ -22,14 +22,14 @@ LOG_WIDTH = 120
 
 
 class Display:
-    """The console of a run; silent on all processes but the main one."""
+    """The console of a run. Only the main process prints."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.console = Console(quiet=not enabled, highlight=False)
         if not self.console.is_terminal and "COLUMNS" not in os.environ:
             self.console.width = LOG_WIDTH
         self.stages: list[tuple[str, float]] = []
-        """Finished stages and their seconds."""
+        """Names of finished stages, and their seconds."""
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._last_line: dict[str, float] = {}
@@ -40,7 +40,7 @@ class Display:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Print a heading, and the time taken after the block."""
+        """Print a heading before the block, and the block's duration after it."""
         self.console.print(f"[bold]== {name}[/bold]")
         started = monotonic()
         try:

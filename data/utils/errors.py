@@ -1,7 +1,7 @@
-"""The one error that bad input raises. Entry points print its message as one line, without a traceback."""
+"""The error class for bad input. Entry points print its message in one line, without a traceback."""
 
 MAX_START, MAX_END = 1600, 600
-"""Leading and trailing characters of an overlong message to show: what was found, and what to do."""
+"""Numbers of characters at the start and the end of an overlong message that are printed; the middle is cut."""
 
 
 class UserError(ValueError):
@@ -13,6 +13,6 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return the text of another library's error in one line of at most 400 characters, for use in a message."""
+    """Return another library's error message in one line of at most 400 characters, to quote it in our messages."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]}..."

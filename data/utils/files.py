@@ -1,4 +1,4 @@
-"""Files that are whole or absent, manifests of folders, and locks. Imports nothing heavy."""
+"""Atomic writing of files, manifests of folders, and locks. This module imports no heavy library."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def cache_dir() -> Path:
 
 
 def make_folder(path: Path, setting: str) -> None:
-    """Create a folder unless it exists and check that it is writable; ``setting`` names its setting in the message."""
+    """Create ``path`` unless it exists, and check that it is writable; errors tell users to change ``setting``."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -41,8 +41,8 @@ def make_folder(path: Path, setting: str) -> None:
 def new_file(path: Path, writer: str = "") -> Iterator[Path]:
     """Yield the name of a temporary file to write; after the block it is flushed to disk and renamed to ``path``.
 
-    Readers therefore see the whole file or none. The next writer overwrites what a killed one has left. ``writer``
-    tells the temporary files of several processes apart.
+    Readers therefore see the whole file or none. The next writer overwrites the temporary file of a killed one.
+    ``writer`` must differ between processes that write the same file at the same time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp_path = path.with_name(f".{path.name}{writer}.tmp")
@@ -57,7 +57,7 @@ def new_file(path: Path, writer: str = "") -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` as a ``new_file``; several processes may write the same one."""
+    """Write ``content`` with ``new_file``; several processes may write the same file."""
     with new_file(path, f".{os.getpid()}") as tmp_path:
         tmp_path.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -73,7 +73,7 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def disk_errors(content: str, folder: Path) -> Iterator[None]:
-    """Report a full disk, a quota or a read-only file system in one line while ``content`` is written to ``folder``."""
+    """Turn errors of the disk (full, quota, read-only) while writing ``content`` to ``folder`` into one-line errors."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -129,8 +129,7 @@ def file_digest(path: Path) -> str:
 def safe_join(folder: Path, name: str) -> Path:
     """Return the path of ``name`` in ``folder``; reject absolute paths, ``..`` and links out of the folder.
 
-    A snapshot in the Hub's cache may link to the blobs of its repository and to those shared by all repositories. The
-    file need not exist.
+    Links from a snapshot in the Hub's cache to the cache's blobs are allowed. The file need not exist.
     """
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
@@ -152,7 +151,7 @@ def safe_join(folder: Path, name: str) -> Path:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines log, or [] if it does not exist; a last line cut by a kill is left out."""
+    """Return the rows of a JSON Lines log, or [] if it does not exist; an incomplete last line is left out."""
     try:
         lines = path.read_text(errors="replace").rstrip("\n").split("\n") if path.exists() else []
     except OSError as error:
@@ -192,7 +191,7 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of ``folder`` with today's names."""
+    """Return the manifest of ``folder``; key names of earlier versions are replaced by today's names."""
     entries = read_json(safe_join(folder, MANIFEST_NAME))
     if not isinstance(entries, dict):
         raise UserError(
@@ -202,9 +201,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "") -> Path:
-    """Return the folder in ``parent`` that has ``manifest``, or else the one to create, named ``prefix`` and a digest.
+    """Return the folder in ``parent`` with an equal ``manifest``, or else a new folder's name: ``prefix`` and a digest.
 
-    Folders are found by content, because earlier versions named them by other digests. An entry ``cache`` is ignored.
+    Folders are compared by manifest and not by name, because earlier versions used other digests. An entry ``cache`` of
+    the manifest is ignored.
     """
     expected = json.loads(json.dumps(manifest))
     named = parent / f"{prefix}{_digest(expected)[:8]}"
@@ -220,7 +220,7 @@ def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "")
 
 
 def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
-    """Return True if ``folder`` has a manifest, and raise a ``UserError`` unless it equals ``expected`` (JSON values).
+    """Return True if ``folder`` has a manifest; raise a ``UserError`` if it differs from ``expected`` (JSON values).
 
     The message names the first key that differs and ends with ``remedy``. Tuples count as lists.
     """
@@ -253,7 +253,7 @@ def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str
 
 @contextmanager
 def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
-    """Create ``folder`` unless it exists, and hold its lock, which is released if the process is killed.
+    """Create ``folder`` unless it exists, and hold its lock during the block. A killed process releases the lock.
 
     ``progress`` is called while another process holds the lock. Readers are not blocked.
     """

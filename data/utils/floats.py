@@ -1,4 +1,4 @@
-"""Numbers for files and tables: null for missing measurements, and bootstrap intervals."""
+"""Floats for files and tables: None for missing measurements, and bootstrap intervals."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def finite(value: Any) -> Any:
-    """Return ``value`` with None for NaN and infinite floats, also inside dicts and lists: JSON has neither."""
+    """Replace NaN and infinite floats by None, also inside dicts and lists, because JSON has neither."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

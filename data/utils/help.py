@@ -1,4 +1,4 @@
-"""Help texts and the reference page, made from settings classes: keys, defaults, limits and docstrings of fields."""
+"""Help texts and the reference page, generated from settings classes: keys, defaults, limits, field docstrings."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ from drafthead.data.utils.settings import default_of, is_settings, limit_of, typ
 COLUMN = 40
 """Column of a help text at which explanations start."""
 WIDTH = 120
-"""Columns of a help text."""
+"""Width of a help text, in columns."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Setting:
 
     @property
     def section(self) -> str:
-        """The key of the settings class that holds it; "" for the command's own settings."""
+        """Key of the settings class that contains the setting; "" for settings at the top level."""
         return self.key.rpartition(".")[0]
 
     @property
@@ -41,17 +41,17 @@ class Setting:
 
     @property
     def limit(self) -> str:
-        """The choices or the interval; "" if there is neither."""
+        """Choices or interval of the setting; "" if there is neither."""
         return limit_of(self.kind)
 
     @property
     def default_text(self) -> str:
-        """The default as it would be typed; "" for a required setting."""
+        """The default as users would type it; "" for a required setting."""
         return "" if self.default is NO_DEFAULT else _typed(self.default)
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Setting]:
-    """Yield every setting of ``cls`` and of the classes below it, in the order of their definition."""
+    """Yield every setting of ``cls`` and of the settings classes nested in it, in order of definition."""
     for f in fields(cls):
         kind, key = types_of(cls)[f.name], f"{prefix}{f.name}"
         inner = without_none(kind)
@@ -90,9 +90,9 @@ def docstrings(cls: Any) -> dict[str, str]:
 
 
 def help_text(usage: str, cls: Any, spelled: Mapping[str, str] | None = None) -> str:
-    """Return a command's help: ``usage``, then one line for every setting, grouped by the class that holds it.
+    """Return a command's help: ``usage``, then one line for every setting, grouped by settings class.
 
-    ``spelled`` maps the name of a field to the key that users type, where the two differ.
+    ``spelled`` maps field names to the keys that users type, if both differ.
     """
     lines = [usage.rstrip("\n"), "", "settings (key=default):"]
     for section, group in _sections(describe(cls)).items():
@@ -112,7 +112,7 @@ def help_text(usage: str, cls: Any, spelled: Mapping[str, str] | None = None) ->
 
 
 def _sections(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
-    """Return settings by the class that holds them, the command's own first and of these the required ones."""
+    """Group settings by the key of their class; top-level settings come first, the required ones before the others."""
     sections: dict[str, list[Setting]] = {"": []}
     for setting in sorted(settings, key=lambda setting: bool(setting.section) or not setting.required):
         sections.setdefault(setting.section, []).append(setting)
@@ -120,14 +120,14 @@ def _sections(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring without its markup."""
+    """Return the first sentence of a docstring, without markup."""
     return re.split(r"(?<=\.)\s(?=[A-Z`\d])", text)[0].replace("``", "").rstrip(".")
 
 
 def settings_table(cls: Any, prefix: str = "", spelled: Mapping[str, str] | None = None) -> str:
-    """Return the settings of a class as Markdown tables, one per section, with their whole docstrings.
+    """Return the settings of a class as Markdown tables, one per nested class, with their whole docstrings.
 
-    ``prefix`` is put before every key; ``spelled`` is that of ``help_text``.
+    ``prefix`` is put before every key; ``spelled`` is as in ``help_text``.
     """
     tables: list[str] = []
     for section, group in _sections(describe(cls, prefix)).items():

@@ -19,19 +19,19 @@ from drafthead.data.utils.files import safe_join, write_atomic
 from drafthead.data.utils.settings import SettingError, settings
 
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Suffixes of files that can run code when loaded; they are never downloaded or read."""
+"""Suffixes of files that can run code when they are loaded. Such files are never downloaded or read."""
 DOWNLOADED = ("*.json", "*.safetensors", "*.md")
 UPLOADED = (
     "config.json", "model.safetensors", "tree.json", "adapter/*.json", "adapter/*.safetensors",
     "README.md", "eval.json", "training_loss.png", "custom_generate/generate.py", "custom_generate/requirements.txt",
 )  # fmt: skip
-"""The files of a head. Only these are uploaded, and those that a new version lacks are removed from the repository."""
+"""The files of a head. Only these are uploaded. Files that a new version of the head lacks are removed from the Hub."""
 REPOSITORY = "<this repository or folder>"
 """Placeholder for the repository's name in a model card."""
 RETRY_WAITS = (2.0, 10.0, 60.0)
-"""Seconds before each further attempt at an upload; within an attempt the client retries single requests."""
+"""Seconds to wait before each further attempt at an upload. Within an attempt the client retries single requests."""
 TEMPORARY_STATUS = (408, 429)
-"""Client errors that are temporary, as all server errors are."""
+"""Client errors after which an upload is tried again. It is also tried again after all server errors."""
 
 
 @settings(kw_only=True)
@@ -39,10 +39,10 @@ class HubConfig:
     """Settings of the Hub repository of a head."""
 
     repo: str | None = None
-    """Repository on the Hub, ``user/name``. A plain ``name`` belongs to the token's own account. With null, the run's
-    name is used."""
+    """Repository on the Hub, ``user/name``. A ``name`` without user belongs to the token's account. With null, the
+    repository has the run's name."""
     private: bool = False
-    """Make the repository private. A repository that is already public is then refused."""
+    """Create a private repository. If the repository exists and is public, nothing is uploaded."""
 
     def __post_init__(self) -> None:
         if self.repo is not None:
@@ -60,7 +60,7 @@ def require_login(purpose: str) -> None:
     """
     remedy = "set HF_TOKEN to a token that may write, or run `hf auth login`"
     if get_token() is None:
-        raise UserError(f"{purpose} needs a login to the Hub, and there is none: {remedy}")
+        raise UserError(f"{purpose} needs a login to the Hub, but there is none: {remedy}")
     try:
         account = HfApi().whoami()
     except HfHubHTTPError as error:
@@ -81,10 +81,10 @@ def push(
     log: Callable[[str], None] = lambda line: None,
     waits: Sequence[float] = RETRY_WAITS,
 ) -> str:
-    """Upload a saved head and return the repository's address; only missing content is sent.
+    """Upload a saved head and return the repository's address. Only content that the Hub lacks is sent.
 
     ``repo`` and ``private`` are settings of ``HubConfig``; ``waits`` are the seconds before each further attempt. After
-    the last one a ``UserError`` names the command that pushes later.
+    the last failed attempt a ``UserError`` gives the command for a later upload.
     """
     for wait in (*waits, None):
         try:
@@ -134,7 +134,7 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """Download a head's repository, or take it from the client's cache; pickles are refused by name."""
+    """Download a head's repository or take it from the Hub client's cache; return its folder. Pickles are refused."""
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOADED)))
         if any(folder.rglob("*.safetensors")):
@@ -150,7 +150,7 @@ def fetch(repo: str, revision: str | None = None) -> Path:
 
 
 def refuse_pickles(where: Any, names: Sequence[str]) -> None:
-    """Raise a ``UserError`` if ``names``, the files of a folder without safetensors, include pickles."""
+    """Raise a ``UserError`` if the file names of a folder include pickles; call it if there are no safetensors."""
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
     if pickles:
         into = Path(pickles[0]).stem.removeprefix("pytorch_") + ".safetensors"

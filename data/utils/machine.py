@@ -1,4 +1,4 @@
-"""Machine and library versions of a measurement."""
+"""The machine and library versions of a measurement, and the load by other processes."""
 
 import os
 import platform
@@ -14,12 +14,12 @@ from drafthead.data.utils.devices import accelerator_name
 from drafthead.version import __version__
 
 BUSY_CORES = 0.2
-"""Cores used by other processes above which times are reported as not comparable. A single busy process halves the
-speed of decoding or worse, because threads that wait for a disturbed one spin."""
+"""Number of cores used by other processes above which times are reported as not comparable. A single busy process can
+halve the speed of decoding, because all threads wait for the thread that it disturbs."""
 
 
 def hardware() -> dict[str, Any]:
-    """Return cpu, cores (usable), torch_threads, ram_gb and gpu (None without one) of this machine."""
+    """Return "cpu", usable "cores", "torch_threads", "ram_gb" and "gpu" (None without one) of this machine."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
@@ -37,7 +37,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that measurements depend on."""
+    """Return the versions of the libraries on which measurements depend."""
     import transformers  # slow to import, and only its version is needed
 
     return {
@@ -51,14 +51,14 @@ def versions() -> dict[str, str]:
 class OtherProcesses:
     """CPU time that other processes use while one or more ``with`` blocks run.
 
-    It is the busy time of the machine, minus that of this process and its descendants. In a container the machine is
-    the whole host. Ticks of 10 ms limit the resolution.
+    It is the machine's busy time minus that of this process and its descendants. In a container the machine is the
+    whole host. The resolution is 10 ms.
     """
 
     wall_s = 0.0
-    """Seconds that the blocks took."""
+    """Duration of all blocks in seconds."""
     cpu_s = 0.0
-    """CPU seconds of other processes meanwhile."""
+    """CPU seconds that other processes used during the blocks."""
 
     def __enter__(self) -> Self:
         self._cpu_before, self._started = _cpu_of_others(), perf_counter()
@@ -75,7 +75,7 @@ class OtherProcesses:
 
 
 def cores_used(cpu_s: float, wall_s: float) -> float | None:
-    """Return the average number of cores behind ``cpu_s`` CPU seconds in ``wall_s``; None when no time passed."""
+    """Return the average number of cores that use ``cpu_s`` CPU seconds in ``wall_s`` seconds; None if that is 0."""
     # Ticks round, so a quiet machine may come out slightly below zero.
     return max(0.0, cpu_s / wall_s) if wall_s > 0 else None
 
@@ -89,7 +89,7 @@ def other_processes_line(cores: float | None) -> str:
 
 
 def _cpu_of_others() -> float:
-    """Return CPU seconds since boot of all processes but this one and its descendants."""
+    """Return the CPU seconds since boot of all processes except this one and its descendants."""
     times = psutil.cpu_times()._asdict()
     # The rest is idle time, and that of guests, which Linux counts as user time too.
     others = sum(times.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))

@@ -1,4 +1,4 @@
-"""Old names in folders that earlier versions wrote, and today's. Imports the standard library only."""
+"""Renamed keys and values in files that earlier versions wrote. Imports only the standard library."""
 
 import re
 from fnmatch import fnmatchcase

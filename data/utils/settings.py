@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
 def settings(**options: Any) -> Callable[[type[T]], type[T]]:
-    """Decorate a settings class: a dataclass (``options`` are those of ``dataclass``) that checks its fields."""
+    """Return a decorator that makes a class a dataclass (with ``options`` of ``dataclass``) that checks its fields."""
 
     def decorate(cls: type[T]) -> type[T]:
         """Return ``cls`` as a dataclass whose constructor raises ``UserError``."""
@@ -67,15 +67,15 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A part of a whole, both ends included."""
+"""A share of a whole, from 0 to 1, both included."""
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
 class SettingError(UserError):
-    """A value that its field alone cannot reject, for example because it depends on another field.
+    """Error for a value that the type of its field cannot reject, for example because it depends on another field.
 
-    ``message`` puts the dotted key of the settings class before it.
+    ``message`` puts the dotted key of the settings class before the field's name.
     """
 
     def __init__(self, key: str, limit: str, value: Any) -> None:
@@ -89,11 +89,11 @@ def require(holds: bool, key: str, limit: str, value: Any) -> None:
 
 
 def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
-    """Return ``values``, as YAML or JSON gives them, as an instance of the settings class ``cls``.
+    """Convert ``values`` from YAML or JSON to an instance of the settings class ``cls``.
 
     Raises:
-        UserError: a value is wrong. The message is like "phases.distill.optim.lr must be above 0 and below 1, got 7";
-            ``prefix`` is put before the key, for values that are only a part of a run's settings.
+        UserError: a value is wrong. The message is like "phases.distill.optim.lr must be above 0 and below 1, got 7".
+            If ``values`` are only a part of a run's settings, ``prefix`` is put before the key.
     """
     try:
         return TypeAdapter(cls).validate_python(dict(values))
@@ -102,7 +102,7 @@ def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
 
 
 def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
-    """Return the first fault that pydantic found, as one line in the words of our other messages."""
+    """Return the first fault that pydantic found, in one line and in the words of our other messages."""
     faults = error.errors()
     # A misspelt key is the cause when the key that it should be is missing too.
     fault = next((item for item in faults if item["type"] == "unexpected_keyword_argument"), faults[0])
@@ -123,7 +123,7 @@ def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
 
 
 def _type_name(kind: Any) -> str:
-    """Return what a field without a limit takes, in words."""
+    """Return the name of a field's type in words, such as "a whole number"."""
     kind = _container(kind)
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} values"
@@ -133,7 +133,7 @@ def _type_name(kind: Any) -> str:
 
 
 def unknown_key(key: str, location: Sequence[int | str], cls: Any) -> str:
-    """Return the message for a misspelt ``key`` at ``location`` below ``cls``, with the settings of similar names."""
+    """Return the message for an unknown ``key`` at ``location`` in ``cls``, with settings of similar names."""
     name, parent = str(location[-1]), without_none(locate(cls, location[:-1])[1])
     near = get_close_matches(name, [f.name for f in fields(parent)]) if is_settings(parent) else []
     near = near or get_close_matches(name, sorted(_names(cls)))
@@ -163,34 +163,34 @@ def limit_of(kind: Any) -> str:
 
 
 _LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "min_length": "of length at least"}
-"""Attributes of the limits of pydantic's ``Field``, in words."""
+"""Names of limits in pydantic's ``Field``, and their words in messages."""
 
 
 def is_settings(kind: Any) -> bool:
-    """Return whether a type is a settings class."""
+    """Return True if a type is a settings class."""
     return is_dataclass(kind)
 
 
 def is_optional(kind: Any) -> bool:
-    """Return whether a field of this type may be None."""
+    """Return True if a field of this type may be None."""
     return get_origin(kind) in (Union, UnionType) and type(None) in get_args(kind)
 
 
 def without_none(kind: Any) -> Any:
-    """Return ``X`` for a type ``X | None``, and any other type as it is."""
+    """Return ``X`` for a type ``X | None``; return other types unchanged."""
     members = [member for member in get_args(kind) if member is not type(None)]
     return members[0] if is_optional(kind) and len(members) == 1 else kind
 
 
 def _container(kind: Any) -> Any:
-    """Return a type without None and without its limits."""
+    """Return a type without ``| None`` and without its limits."""
     kind = without_none(kind)
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 @cache
 def types_of(cls: Any) -> dict[str, Any]:
-    """Return the types of a settings class by field, with their limits."""
+    """Return the types, with their limits, of a settings class's fields."""
     return get_type_hints(cls, include_extras=True)
 
 
@@ -200,9 +200,9 @@ def default_of(f: dataclasses.Field[Any]) -> Any:
 
 
 def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], Any]:
-    """Return the part of ``location`` below ``cls`` that users can type, and the type of the value there.
+    """Return the part of pydantic's ``location`` in ``cls`` that users can type, and the type of the value there.
 
-    pydantic's locations also name members of unions and tuples.
+    pydantic's locations also contain members of unions and tuples, which are left out.
     """
     typed: list[int | str] = []
     kind = cls
@@ -219,7 +219,7 @@ def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], An
 
 
 def _names(kind: Any) -> set[str]:
-    """Return the names of the fields of a settings class and of all classes below it."""
+    """Return the names of all fields of a settings class and of the classes nested in it."""
     kind = _container(kind)
     if not is_settings(kind):
         return set().union(*map(_names, get_args(kind)))
@@ -227,7 +227,7 @@ def _names(kind: Any) -> set[str]:
 
 
 def flatten(nested: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:
-    """Return nested mappings as one with joined keys; empty mappings stay."""
+    """Flatten nested mappings to one mapping with joined keys; empty mappings stay."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:

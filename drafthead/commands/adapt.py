@@ -1,14 +1,14 @@
-"""Answer a stream of prompts, and train the head on it meanwhile (Online Speculative Decoding, 2310.07177).
+"""Answer a stream of prompts, and train the head on the answers meanwhile (Online Speculative Decoding, 2310.07177).
 
 usage: drafthead adapt head=DIR [suite=NAME] [key=value ...]
 
 drafthead adapt head=outputs/hydra_smollm2/head suite=code limit=40
 drafthead adapt head=outputs/hydra_smollm2/head suite=my.jsonl interval=8 objective=kl positions=all
 
-The head takes an optimiser step after every `interval` answers, on the positions where its drafts were rejected. The
-target distributions there are known from decoding. Output is exactly the base's own: the acceptance rule is exact, and
-weights change only between answers. Prompts are answered in the suite's order, first turns only. An interrupted stream
-resumes after its last update.
+The head takes an optimiser step after every `interval` answers, on the positions where its drafts were rejected.
+Decoding has computed the target distributions there. The output is exactly the base's own: the acceptance rule is
+lossless, and weights change only between answers. Prompts are answered in the suite's order, first turns only. An
+interrupted stream resumes after its last update.
 
 Files in out: head/ is the adapted head; answers.jsonl has one line per answer; stream.png shows the mean accepted
 length along the stream. With greedy decoding it also shows the original head, simulated on the same answers.
@@ -39,7 +39,7 @@ from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, repl
 
 @settings(kw_only=True)
 class AdaptConfig(OnlineConfig, SuiteConfig):
-    """Settings of the command."""
+    """Settings of ``drafthead adapt``."""
 
     head: str
     """Head to adapt: a folder (``outputs/NAME/head``) or a Hub repository (``user/name``)."""
@@ -56,7 +56,7 @@ class AdaptConfig(OnlineConfig, SuiteConfig):
 
 @command("adapt", AdaptConfig, __doc__)
 def main(config: AdaptConfig) -> None:
-    """Decode the suite, train the head on the answers, and save it."""
+    """Answer the suite, train the head on its answers meanwhile, and save it."""
     prompts = load_suite(config.suite, config.limit, config.seed, config.tasks)
     display = Display()
     with display.stage(f"head {config.head}"):
@@ -104,7 +104,7 @@ def main(config: AdaptConfig) -> None:
 
 
 def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[list[int]]) -> dict[str, Any]:
-    """Return the settings that a stream must share to be continued."""
+    """Return the settings and inputs that must be equal to resume a stream."""
     online = {key: getattr(config, key) for key in ("interval", "positions", "objective", "steps", "max_tokens")}
     return {
         **online,
@@ -117,13 +117,13 @@ def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[lis
 
 
 def accepted_length(rows: Sequence[dict[str, Any]], key: str = "steps") -> float:
-    """Return the mean accepted length over some answers, total over total."""
+    """Return the mean accepted length of some answers: all tokens divided by all steps."""
     steps = sum(row[key] for row in rows)
     return sum(row["tokens"] for row in rows) / steps if steps else float("nan")
 
 
 def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]:
-    """Return lines about the stream's gain and cost."""
+    """Return lines about the gain in accepted length and the time that updates took."""
     quarter = max(1, len(rows) // 4)
     lines = [
         f"mean accepted length: {accepted_length(rows):.2f} over {len(rows)} answers; the first {quarter}: "
@@ -137,14 +137,14 @@ def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]
     share = learner.update_s / learner.decode_s if learner.decode_s else float("nan")
     if not learner.updates:
         every = learner.config.interval
-        return [*lines, f"no update: {len(rows)} answers, one comes after every {every}; raise limit, lower interval"]
-    lines.append(f"{learner.updates} updates took {learner.update_s:.1f} s, {100 * share:.0f} % of the decoding's time")
+        return [*lines, f"no update: {len(rows)} answers, an update needs {every}; raise limit or lower interval"]
+    lines.append(f"{learner.updates} updates took {learner.update_s:.1f} s, {100 * share:.0f} % of the decoding time")
     return lines
 
 
 @styled
 def draw(rows: Sequence[dict[str, Any]], path: Path, interval: int) -> None:
-    """Draw the mean accepted length of every ``interval`` answers, for the learning and the frozen head."""
+    """Draw the mean accepted length per ``interval`` answers, for the learning head and the original head."""
     figure, axes = new_axes(height=3.2)
     groups = [rows[start : start + interval] for start in range(0, len(rows), interval)]
     centres = [start + len(group) / 2 for start, group in zip(range(0, len(rows), interval), groups, strict=True)]

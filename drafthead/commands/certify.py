@@ -11,14 +11,14 @@ Each row runs the decoder's own drafting and verification on a small random targ
 of every random draw. Results of a row:
   exact    the total variation between the committed tokens and the target's distribution is below 1e-9
   lossy    the rule is documented as lossy
-  refused  it cannot be built, because it would bias the output
-  biased   a published way of drafting that is known to bias the output, and found to do so
+  refused  the combination would bias the output, and cannot be built
+  biased   a published way of drafting that is known to bias the output, and is found to do so
   FAILED   anything else; the exit code is then 1
 
-With callable=module:function, a sampler of your own is enumerated on random targets, each with a draft model near it.
-It is called with (target, draft, choose, length) and returns the tokens of one step. target(prefix) and draft(prefix)
-return probabilities, choose(probs) draws an index, and torch.multinomial and torch.rand are enumerated too. The exit
-code is 1 if it is biased.
+callable=module:function enumerates your own sampler instead, on random targets, each with a draft model near it. The
+function is called with (target, draft, choose, length) and returns the tokens of one step. target(prefix) and
+draft(prefix) return probabilities, and choose(probs) draws an index. torch.multinomial and torch.rand are enumerated
+too. The exit code is 1 if the sampler is biased.
 """
 
 from collections import Counter
@@ -45,24 +45,24 @@ from drafthead.eval.lossless.certify import PAIRS, Row, certify, rule_total_vari
 
 @settings(kw_only=True)
 class CertifyConfig:
-    """Settings of the command."""
+    """Settings of ``drafthead certify``."""
 
     each: bool = False
-    """Print a line per sampler. With false, a line shows the worst of all samplers."""
+    """Print a row per sampler. With false, a row shows the worst of all samplers."""
     only: str = ""
-    """Only rows that contain these words, as the table prints them."""
+    """Run only the rows in which this text occurs, as the table prints it."""
     json: str | None = None
-    """File for all rows, as JSON."""
+    """JSON file to write all rows to."""
     callable: str = ""
     """Speculative sampler to enumerate instead of ours: ``module:function``."""
     length: Positive = 2
-    """Drafts per step that ``callable`` may make."""
+    """Largest number of drafts per step of ``callable``."""
     vocabulary: Annotated[int, Field(ge=2, le=127)] = 3
-    """Tokens of the random targets that ``callable`` runs on."""
+    """Number of tokens in the vocabulary of the random targets for ``callable``."""
     target: list[PositiveFloat] = field(default_factory=list)
-    """Next-token probabilities of the only target that ``callable`` runs on, instead of random targets."""
+    """Next-token probabilities of a single target for ``callable``, instead of random targets."""
     draft: list[PositiveFloat] = field(default_factory=list)
-    """Next-token probabilities of its draft model."""
+    """Next-token probabilities of the draft model for ``target``."""
 
     def __post_init__(self) -> None:
         same = len(self.target) == len(self.draft)
@@ -74,7 +74,7 @@ class CertifyConfig:
 
 @command("certify", CertifyConfig, __doc__)
 def main(config: CertifyConfig) -> None:
-    """Enumerate and print; exit code 1 when a row failed."""
+    """Enumerate all rows and print them; exit with code 1 if a row failed."""
     torch.set_num_threads(1)  # the tensors are small
     display = Display()
     if config.callable:
@@ -113,7 +113,7 @@ def main(config: CertifyConfig) -> None:
 
 
 def check_callable(config: CertifyConfig, display: Display) -> None:
-    """Enumerate the user's sampler and print its distance from the target; exit code 1 if it is biased."""
+    """Enumerate the user's sampler and print its distance from the target; exit with code 1 if it is biased."""
     sampler = load_sampler(config.callable)
     probs = (config.target, config.draft) if config.target else None
     with display.stage("enumerating"):

@@ -1,4 +1,4 @@
-"""Chat in the terminal with a head. Accepted drafts are coloured, and every answer is followed by its speed.
+"""Chat with the base in the terminal. Accepted drafts are coloured, and every answer is followed by its speed.
 
 usage: drafthead chat head=DIR [key=value ...] [MESSAGE]
 
@@ -7,7 +7,7 @@ drafthead chat head=outputs/medusa_smollm2/head < messages.txt
 drafthead chat head=outputs/medusa_smollm2/head record=chat.svg Why is the sky blue?
 
 Ctrl-C stops an answer, /reset starts a new conversation, /exit or Ctrl-D ends the chat. If standard input is not a
-terminal, each of its lines is a message. All words that are not settings are the only message.
+terminal, each of its lines is a message. If words follow the settings, they are the only message.
 """
 
 import io
@@ -39,35 +39,35 @@ from drafthead.models.decoding.step import StepRecord
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
 
 PLAIN_TOKENS = 33
-"""Tokens decoded without drafts at the start; the first belongs to no step."""
+"""Tokens decoded without drafts at the start, to measure that speed. The first comes from the prefill, not a step."""
 SVG_WIDTH = 96
 
 
 @settings(kw_only=True)
 class ChatConfig(DrafterConfig):
-    """Settings of the command."""
+    """Settings of ``drafthead chat``."""
 
     head: str
     """Head folder (``outputs/NAME/head``), Hub repository (``user/name``), or a drafter such as ``prompt_lookup:3``."""
     message: str = ""
-    """The only message. By default messages are lines of standard input."""
+    """The only message. By default the messages are lines of standard input."""
     base: BaseConfig = field(default_factory=BaseConfig)
-    """The base; by default the one that the head was trained for."""
+    """Base model. By default the base that the head was trained for."""
     system: str = ""
     """System message of every conversation."""
     max_new_tokens: Positive = 512
-    """Longest answer, in tokens."""
+    """Largest number of tokens of an answer."""
     sampler: OutputSampler = field(default_factory=OutputSampler)
     """Distribution of the output, by default that of transformers' ``generate``."""
     seed: int = 0
-    """Seed of sampled answers. Each message adds 1."""
+    """Seed of sampled answers. It rises by 1 with each message."""
     record: Path | None = None
-    """SVG file to write at the end, with the whole chat and accepted drafts in colour."""
+    """SVG file to which the whole chat is written at the end, with accepted drafts in colour."""
 
 
 @command("chat", ChatConfig, __doc__, words="message")
 def main(config: ChatConfig) -> None:
-    """Answer messages until they end."""
+    """Answer all messages."""
     if config.record is not None and not config.record.resolve().parent.is_dir():
         raise UserError(f"record={config.record}: its folder does not exist; create it or choose another file")
     console = Console(highlight=False)
@@ -102,12 +102,12 @@ def _lines(console: Console) -> Iterator[str]:
 
 
 class Chat:
-    """One conversation at a time, and the measurements of all of them."""
+    """The current conversation, and the measurements of all conversations."""
 
     def __init__(
         self, config: ChatConfig, base: BaseModel, drafter: Drafter, draft_config: DraftConfig, console: Console
     ) -> None:
-        """Measure plain decoding, which the speedup is over."""
+        """Measure decoding without drafts, the reference for speedups."""
         self.config, self.console = config, console
         self.base, self.drafter, self.draft_config = base, drafter, draft_config
         self.transcript = Text()
@@ -128,7 +128,7 @@ class Chat:
         self.plain_rate = _rate(plain.steps)
         measured = f"plain decoding: {self.plain_rate:.1f} tokens/s"
         self._note(
-            f"{measured}, measured now over {len(plain.steps)} steps after a short prompt. Speedups are over this "
+            f"{measured}, measured now over {len(plain.steps)} steps after a short prompt. Speedups refer to this "
             "speed, without the time to read prompts. As a conversation grows, plain decoding slows down, so the "
             "speedups are too low rather than too high.",
             recorded=measured,
@@ -137,7 +137,7 @@ class Chat:
             self._note(line)
 
     def say(self, message: str) -> None:
-        """Answer ``message`` and continue the conversation with both, or follow /reset."""
+        """Answer ``message`` and add both to the conversation; start a new conversation if it is /reset."""
         self.transcript.append(f"> {message}\n", style="bold")
         if message == "/reset":
             self.messages = list(self._system)

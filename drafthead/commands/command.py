@@ -1,4 +1,4 @@
-"""The base of all commands: one grammar (``key=value``, ``--help``, ``--cfg job``), and output folders."""
+"""The parts that all commands share: arguments (``key=value``, ``--help``, ``--cfg job``), and output folders."""
 
 import re
 import shutil
@@ -28,25 +28,25 @@ class Registered(NamedTuple):
 
     cls: type[Any]
     spelled: dict[str, str]
-    """Field -> the key that users type, where the two differ."""
+    """Field names mapped to the keys that users type, if both differ."""
     usage: str
 
 
 REGISTERED: dict[str, Registered] = {}
-"""Settings of the commands that were imported, by name."""
+"""Settings of all imported commands, by the command's name."""
 
 
 def command(
     name: str, cls: type[T], usage: str, *, spelled: dict[str, str] | None = None, words: str = ""
 ) -> Callable[[Task[T]], Callable[[], None]]:
-    """Make a function of checked settings a command's entry point.
+    """Return a decorator that turns a function of checked settings into a command's entry point.
 
     Args:
         name: name of the command, as in ``drafthead NAME``.
         cls: settings class of the command. If it has a field ``base``, ``base=NAME`` sets the base's name.
         usage: text that ``--help`` prints before the settings: the docstring of the command's module.
-        spelled: typed key -> field, for keys that cannot be the name of a field.
-        words: field that takes all arguments that are not settings, joined by spaces.
+        spelled: typed keys mapped to fields, for keys that cannot be field names, such as ``from``.
+        words: field that receives all arguments that are not settings, joined by spaces.
     """
     keys = spelled or {}
     REGISTERED[name] = Registered(cls, {field: key for key, field in keys.items()}, usage)
@@ -55,7 +55,7 @@ def command(
         """Return the entry point that runs ``task``."""
 
         def main() -> None:
-            """Entry point."""
+            """Run the command with the arguments of the process, or print its help."""
             take_device()
             arguments = sys.argv[1:]
             if {"--help", "-h"} & {*arguments} or (not arguments and required(cls)):
@@ -119,13 +119,13 @@ def _composed(arguments: list[str], cls: Any, spelled: dict[str, str], words: st
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder next to ``out`` to write into, and rename it to ``out`` if the block ends without an error."""
+    """Yield a temporary folder next to ``out``, and rename it to ``out`` if the block ends without an error."""
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except OSError as error:
         raise UserError(f"{out} cannot be read ({error.strerror}); choose another folder (out=...)") from None
     if taken:
-        raise UserError(f"{out} exists; remove it or choose another folder (out=...)")
+        raise UserError(f"{out} exists already; remove it or choose another folder (out=...)")
     out = out.resolve()
     make_folder(out.parent, "out=...")
     tmp_path = out.with_name(f".{out.name}.unfinished")

@@ -1,11 +1,11 @@
-"""Make the corpora of a recipe and stop.
+"""Make the corpora of a recipe, without training.
 
 usage: drafthead data recipe=NAME [key=value ...]
 
 drafthead data recipe=medusa_smollm2
 drafthead data recipe=eagle3_llama3 data.answers.server.url=http://node7:8000
 
-It takes the settings of `drafthead train`.
+The settings are those of `drafthead train`.
 """
 
 from omegaconf import DictConfig
@@ -28,7 +28,7 @@ def _main(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command with the arguments of the process."""
     run_recipe(_main, RunConfig, __doc__)
 
 

@@ -1,4 +1,4 @@
-"""Report what matters for speed and correctness on this machine, on one page to paste into an issue.
+"""Report speed and correctness on this machine, on one page to paste into an issue.
 
 usage: drafthead doctor [key=value ...]
 
@@ -6,7 +6,8 @@ drafthead doctor > page.txt
 drafthead doctor full=true                        the GPU checklist: a JSON line per step, in doctor.jsonl
 drafthead doctor train=[recipe=medusa_llama3]     step costs of another recipe's base and head
 
-The page takes up to two minutes. full=true skips what this device cannot do and says why. The same command resumes.
+The page takes up to two minutes. full=true skips steps that this device cannot run, and prints why. The same command
+resumes an interrupted checklist.
 """
 
 import gc
@@ -54,30 +55,30 @@ from drafthead.train.trainer.step import train_step
 CHECKOUT = Path(drafthead.__file__).resolve().parent.parent
 Graphs = Literal["auto", "always", "never"]
 Step = tuple[str, str, Callable[[], Any]]
-"""A step of the checklist: name, reason to skip it or an empty string, and the function that returns its result."""
+"""A step of the checklist: its name, the reason to skip it (or an empty string), and the function that runs it."""
 SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(temperature=0.8, top_p=0.9)}
 ANSWER = 32
-"""Tokens of an answer."""
+"""Number of tokens of each answer."""
 CONTEXTS, ROWS = (200, 1000, 8000), (16, 64, 256, 1024)
-"""Tokens before a timed pass, and rows of a batch."""
+"""Context lengths after which forward passes are timed, and batch sizes."""
 LIMIT_S = 110
-"""Seconds for the page. A part that would take longer is stopped, and the rest is not begun."""
+"""Seconds for the whole page. The part that exceeds the limit is stopped, and later parts are not started."""
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
-"""Bytes per second of a GPU's memory, by a word of its name."""
+"""Memory bandwidth in bytes per second of GPUs whose name contains the key."""
 
 
 @settings(kw_only=True)
 class DoctorConfig:
-    """Settings of the command."""
+    """Settings of ``drafthead doctor``."""
 
     full: bool = False
     """Run the GPU checklist instead of printing the page."""
     out: str = "doctor.jsonl"
     """File for the results of the checklist, one JSON line per step."""
     train: list[str] = field(default_factory=lambda: ["recipe=medusa_smollm2"])
-    """Settings of ``drafthead train``. The costs of a step are those of their base and untrained head."""
+    """Settings of ``drafthead train`` that choose the base and the untrained head to time."""
     recipes: list[str] = field(default_factory=lambda: ["medusa_smollm2", "eagle3_smollm2", "medusa_llama3"])
-    """Recipes whose memory is compared with that of the device."""
+    """Recipes whose estimated memory is compared with the device's free memory."""
 
 
 @command("doctor", DoctorConfig, __doc__)
@@ -91,11 +92,11 @@ def main(config: DoctorConfig) -> None:
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise a ``TimeoutError`` in the block after ``seconds``; on Windows, which has no alarms, only before it."""
+    """Stop the block with a ``TimeoutError`` after ``seconds``. On Windows, which has no alarms, it is not stopped."""
 
     def stop(*_: object) -> None:
-        """Stop what runs."""
-        raise TimeoutError("time ran out; give train= or recipes= of smaller models")
+        """Raise the error."""
+        raise TimeoutError("time ran out; choose smaller models with train= or recipes=")
 
     if seconds <= 0:
         stop()
@@ -112,7 +113,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
-    """Return the lines of the page. A part that fails on this device, or takes too long, is one line with the error."""
+    """Return the lines of the page. A part that fails or takes too long is replaced by a line with the error."""
     started, host, device = perf_counter(), hardware(), device_of(None)
     free, total = memory()
 
@@ -130,7 +131,7 @@ def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
         ]
 
     def exactness_lines() -> list[str]:
-        """Return how many answers of each way to decode equal plain decoding."""
+        """Return lines with the number of answers that equal decoding without drafts, per way to decode."""
         result = exactness("eagle3_smollm2", "auto")
         title = f"exactness of a tiny eagle3 head on this device, {result['accepted']:.0%} of its drafts accepted"
         rates = result["ways"].items()
@@ -140,7 +141,7 @@ def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
         ]
 
     def memory_line(name: str) -> list[str]:
-        """Return the estimated memory of a recipe's training step."""
+        """Return a line with the estimated memory of a recipe's training step."""
         estimate = Estimate(composed([f"recipe={name}"]), device=device.type)
         needed = max(estimate.total(phase) for phase in estimate.phases)
         fits = 1.1 * needed + 2**30 < free  # the margin that estimate/memory.py names
@@ -166,7 +167,7 @@ def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
 
 
 def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> tuple[RunConfig, BaseModel, DraftHead]:
-    """Return a recipe's settings, base and untrained head. Weights that are not stored here are random."""
+    """Return a recipe's settings, base and untrained head. If the base's weights are not on disk, they are random."""
     run = composed(overrides)
     stored = run.base.name == EMBEDDED and any(cache_dir().glob("smollm2-*/manifest.json"))
     if run.base.shape and not stored:  # times do not depend on the weights
@@ -178,7 +179,7 @@ def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> tuple[RunConfig
 
 
 def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float) -> None:
-    """Train a head on one text, with the loss and the optimiser of its recipe's last phase."""
+    """Train a head on one text ``ids``, with the loss and the optimiser of the run's last phase."""
     phase = list(run.phases.values())[-1]
     batch = TrainBatch.of([ids]).to(head.base.device)
     optimizer = head_optimizer(head.train(), phase.optim)
@@ -189,7 +190,7 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
 
 
 def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
-    """Train a tiny head, and compare answers with plain decoding: greedy and sampled, alone, in trees and batches."""
+    """Train a tiny head; compare answers with and without drafts: greedy and sampled, by chain, tree and batch."""
     run, base, head = loaded([f"recipe={recipe}", "debug=tiny", "head.draft_vocab_size=null"], graphs)
     text = list(range(10, 19))
     text += decode(base, None, text, max_new_tokens=96, ignore_eos=True).tokens
@@ -218,7 +219,7 @@ def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
 
 
 def checklist(config: DoctorConfig) -> list[Step]:
-    """Return the steps in order; their numbers are those of the checklist."""
+    """Return the steps in order. The numbers in their names are those of the GPU checklist."""
     device = device_of(None)
     gpu = "" if device.type != "cpu" else "needs a GPU; this machine computes on its CPU"
     source = "" if (CHECKOUT / "benchmarks").exists() else "needs a checkout of the repository"
@@ -245,7 +246,7 @@ def checklist(config: DoctorConfig) -> list[Step]:
 
 
 def run_steps(path: Path, steps: Sequence[Step]) -> None:
-    """Run the steps that are not in the file ``path`` yet, and append a line for each. Failed ones are tried again."""
+    """Run the steps that ``path`` does not have yet, and append a line for each. Failed steps are tried again."""
     device = accelerator_name() or hardware()["cpu"]
     rows = [row for row in read_json_lines(path) if row.get("device") == device]
     done = {(row["step"], row.get("skipped", "")) for row in rows if "error" not in row}
@@ -267,8 +268,8 @@ def run_steps(path: Path, steps: Sequence[Step]) -> None:
             file.write(json.dumps(row) + "\n")
         say(f"{name}: {row.get('error') or reason or 'done'}, {row['seconds']} s")
     if failed:
-        raise UserError(f"{failed} steps failed; {path} has the errors, and the same command tries them again")
-    say(f"all steps are in {path}")
+        raise UserError(f"{failed} steps failed; {path} has the errors, and the same command tries these steps again")
+    say(f"the results of all steps are in {path}")
 
 
 def machine() -> dict[str, Any]:
@@ -279,7 +280,7 @@ def machine() -> dict[str, Any]:
 
 
 def benchmark(name: str, *arguments: str) -> Any:
-    """Return the record of a benchmark."""
+    """Run ``benchmarks/NAME.py`` and return its record."""
     with TemporaryDirectory(prefix="drafthead-doctor-") as folder:
         record = Path(folder) / "record.json"
         python(f"benchmarks/{name}.py", "--json", str(record), *arguments)
@@ -287,7 +288,7 @@ def benchmark(name: str, *arguments: str) -> Any:
 
 
 def python(*arguments: str) -> str:
-    """Return the output of ``python ...`` in a process of its own, in the checkout."""
+    """Run ``python ...`` in a new process in the checkout, and return its output."""
     done = subprocess.run([sys.executable, *arguments], cwd=CHECKOUT, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{arguments[0]}: {' | '.join((done.stdout + done.stderr).splitlines()[-5:])}")
@@ -295,7 +296,7 @@ def python(*arguments: str) -> str:
 
 
 def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
-    """Return the costs of a step, drafting's and the loop's shares of it, and the passes' shares of the bandwidth."""
+    """Return a step's costs, the shares of drafting and of the loop, and each pass's share of the memory bandwidth."""
     _, base, head = loaded(overrides)
     costs = measure_costs(base, head, context)
     size_read = sum(p.numel() * p.element_size() for p in base.model.parameters())
@@ -314,7 +315,7 @@ def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
 
 
 def generation(overrides: Sequence[str], rows: int) -> dict[str, float]:
-    """Return tokens per second of a batch in our loop and in ``generate`` of stock modules."""
+    """Return tokens per second of a batch of ``rows``, by our loop and by stock transformers' ``generate``."""
     _, base, _ = loaded(overrides)
     new, generator = (16 if base.device.type == "cpu" else 128), torch.Generator().manual_seed(0)
     ids = torch.randint(1, base.vocab_size, (rows, 64), generator=generator)  # without the padding id 0
@@ -335,7 +336,7 @@ def generation(overrides: Sequence[str], rows: int) -> dict[str, float]:
 
 
 def profiled(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the ten operations that take most of decoding and of training, in milliseconds."""
+    """Return the milliseconds of the ten operations that take most time in decoding, and the same for training."""
     run, base, head = loaded(overrides)
     ids = [n % base.vocab_size for n in range(512)]
     work: dict[str, Callable[[], object]] = {

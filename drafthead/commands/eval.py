@@ -40,7 +40,7 @@ from drafthead.models.drafters.expression import is_drafter, load_base_and_draft
 from drafthead.models.heads.parts.draft_head import DraftHead
 
 TIMED_ON = 8
-"""Prompts of the dev half on which drafting is timed for the prediction."""
+"""Number of prompts of the dev half on which a combined drafter is timed, for the prediction."""
 
 
 @command("eval", EvalRunConfig, __doc__)
@@ -91,5 +91,5 @@ def main(config: EvalRunConfig) -> None:
     if candidates:
         display.line(keep_fastest(result, candidates, config, config.dry))
     if failures := engine_failures(result):
-        raise UserError(f"the head is not served as it was trained: {'; '.join(failures)} (all in {folder}/eval.json)")
+        raise UserError(f"an engine does not serve the head as trained: {'; '.join(failures)} (see {folder}/eval.json)")
     display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")

@@ -1,4 +1,4 @@
-"""Write a head in a published format, read it back, and check that it drafts like the head.
+"""Write a head in a published format, read the export back, and check that it drafts like the head.
 
 usage: drafthead export head=DIR to=FORMAT out=DIR [key=value ...]
 
@@ -45,32 +45,35 @@ BASE = "base"
 
 @settings(kw_only=True)
 class ExportConfig(SuiteConfig):
-    """Settings of the command."""
+    """Settings of ``drafthead export``."""
 
     head: str
     """Head to export: a folder (``outputs/NAME/head``) or a Hub repository (``user/name``)."""
     to: str
-    """Format of the exported head, listed above."""
+    """Format of the exported head; ``drafthead export --help`` lists all formats."""
     out: str
     """Folder to write; it must not exist yet."""
     dtype: Dtype = "auto"
-    """Type of the exported weights. ``auto`` keeps the head's own."""
+    """Type of the exported weights. ``auto`` keeps the head's type."""
     base: BaseConfig = field(default_factory=BaseConfig)
     base_name: str | None = None
-    """Hub id or folder from which engines load the base. With null, the base's name here. A base with an adapter needs
-    one, or ``merged_base=true``."""
+    """Hub id or folder from which engines load the base. With null, the name under which drafthead loaded it. A base
+    with an adapter needs ``base_name`` or ``merged_base=true``."""
     merged_base: bool = False
-    """Also write the base with its adapter merged, to OUT/base, and name that as the engines' base."""
+    """Also write the base with its adapter merged to OUT/base, and make this folder the engines' base."""
     vocabulary: Literal["own", "full"] = "own"
     """Vocabulary of a Medusa head that shares the base's output head. With ``to=vllm_medusa``, it must be ``full``."""
     base_gguf: str | None = None
-    """Also write the base as base.gguf, of type f32, f16, bf16, q8_0, q4_0 or q4_1. For GGUF formats."""
+    """Also write the base to base.gguf, with weights of type f32, f16, bf16, q8_0, q4_0 or q4_1. Only for GGUF
+    formats."""
     suite: str = "builtin"
     max_new_tokens: Annotated[int, Field(ge=8)] = 64
     texts: str | None = None
-    """JSONL file of answers to check the export on, instead of ``suite``. ``drafthead replay save=FILE`` writes one."""
+    """JSONL file of answers on which to check the export, instead of answers to ``suite``. ``drafthead replay
+    save=FILE`` writes such a file."""
     estimate_tolerance: PositiveShare = 0.2
-    """Largest drop of the accuracy below training's estimate, as a fraction. Training measured it on other prompts."""
+    """How much lower than in training the export's top-1 accuracy may be, as a fraction. Training measured it on other
+    prompts."""
 
     def __post_init__(self) -> None:
         if self.base_gguf is not None and not format_named(self.to).base_file:

@@ -6,7 +6,7 @@ drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
 drafthead generate head=user/medusa-llama3 drafter=head+prompt_lookup:8:2 sampler.temperature=0.7 "Tell me a story"
 drafthead generate head=prompt_lookup:3 base=embedded:smollm2 - < prompt.txt
 
-All words that are not settings are the prompt; - reads standard input.
+All words that are not settings are the prompt; - reads the prompt from standard input.
 """
 
 import sys
@@ -30,29 +30,29 @@ from drafthead.models.drafters.expression import DrafterConfig, load_base_and_dr
 
 @settings(kw_only=True)
 class GenerateConfig(DrafterConfig):
-    """Settings of the command."""
+    """Settings of ``drafthead generate``."""
 
     head: str
     """Head folder (``outputs/NAME/head``), Hub repository (``user/name``), or a drafter such as ``prompt_lookup:3``."""
     prompt: str
-    """The user's message; ``-`` reads standard input."""
+    """The user's message; ``-`` reads it from standard input."""
     base: BaseConfig = field(default_factory=BaseConfig)
-    """The base; by default the one that the head was trained for."""
+    """Base model. By default the base that the head was trained for."""
     max_new_tokens: Positive = 256
-    """Longest answer, in tokens."""
+    """Largest number of tokens of the answer."""
     sampler: OutputSampler = field(default_factory=OutputSampler)
     """Distribution of the output, by default that of transformers' ``generate``."""
     seed: int = 0
     """Seed of the sampled answer."""
     raw: bool = False
-    """Continue the prompt as it is, without the chat template."""
+    """Continue the prompt itself, without the chat template."""
     compare: bool = True
     """Also decode without drafts, and print the speedup."""
 
 
 @command("generate", GenerateConfig, __doc__, words="prompt")
 def main(config: GenerateConfig) -> None:
-    """Answer the prompt with the head, and by default without it, too."""
+    """Answer the prompt with the head and, by default, also without drafts."""
     try:
         text = sys.stdin.read() if config.prompt == "-" else config.prompt
         text.encode()

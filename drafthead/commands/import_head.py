@@ -1,4 +1,4 @@
-"""Convert a published head to a head folder, attached to the base that it drafts for.
+"""Convert a published head to a head folder of drafthead, for the base for which it drafts.
 
 usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
 
@@ -25,22 +25,24 @@ from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
 
 OURS = ("format", "settings", "base", "draft_vocab")
-"""Keys of a ``config.json`` of drafthead itself."""
+"""Keys by which a ``config.json`` of drafthead itself is recognised."""
 
 
 @settings(kw_only=True)
 class ImportConfig:
-    """Settings of the command."""
+    """Settings of ``drafthead import``."""
 
     source: str
-    """Published head: a folder or Hub repository (``user/name``) with safetensors. Pickles are never loaded."""
+    """Published head: a folder or Hub repository (``user/name``) with safetensors. Pickle files are never loaded."""
     out: str
     """Folder to write; it must not exist yet."""
     base: BaseConfig = field(default_factory=BaseConfig)
     format: str = "auto"
-    """Format of the published head, listed above. ``auto`` recognises it from config.json."""
+    """Format of the published head; ``drafthead import --help`` lists all formats. ``auto`` recognises it from
+    config.json."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Values that a published config.json lacks or has wrong, such as ``config.exit_layer=2`` for Kangaroo."""
+    """Values for keys that are missing or wrong in the published config.json. For example ``config.exit_layer=2`` for
+    Kangaroo."""
     revision: str | None = None
     """Commit, tag or branch of the Hub repository."""
 
@@ -83,13 +85,13 @@ def main(config: ImportConfig) -> None:
 
 
 def _open_published(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return a published head's folder, after downloading a Hub repository, and its config; reject drafthead heads."""
+    """Return a published head's folder (downloaded if it is on the Hub) and its config; reject drafthead heads."""
     path = Path(source)
     if not path.is_dir() and (path.exists() or path.is_absolute() or source.count("/") != 1):
         what = "that is a file" if path.exists() else "there is no such folder"
         raise UserError(
-            f"no published head at {source}: {what}; from= takes the folder of one (config.json and safetensors) or a "
-            "Hub repository (user/name)"
+            f"no published head at {source}: {what}; from= takes a folder with config.json and safetensors, or a Hub "
+            "repository (user/name)"
         )
     folder = resolve_folder(source, revision)
     if not (folder / CONFIG).is_file():

@@ -23,11 +23,10 @@ from drafthead.train.publish.card import minimal_card
 
 @settings(kw_only=True)
 class PushConfig(HubConfig):
-    """Settings of the command."""
+    """Settings of ``drafthead push``."""
 
     head: str
-    """Head folder (``outputs/NAME/head``) to upload. Config, weights, tree, card, evaluation and figure are
-    uploaded."""
+    """Head folder to upload (``outputs/NAME/head``): config, weights, tree, card, evaluation and figure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +39,7 @@ def main(config: PushConfig) -> None:
     """Upload the folder."""
     folder, display = Path(config.head), Display()
     if not folder.is_dir():
-        raise UserError(f"no head folder at {folder}; give one that is on this machine (outputs/NAME/head)")
+        raise UserError(f"no head folder at {folder}; give a folder on this machine (outputs/NAME/head)")
     if not (folder / "config.json").exists() and (folder / "head" / "config.json").exists():
         raise UserError(f"{folder} is a run folder, not a head folder; give head={folder / 'head'}")
     read_head_config(folder)

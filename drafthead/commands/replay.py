@@ -7,7 +7,7 @@ drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl
 drafthead replay head=outputs/medusa_smollm2/head texts=answers.jsonl sampler.temperature=0.7 sampler.top_p=0.9
 drafthead replay head=outputs/medusa_smollm2/head drafters=[prompt_lookup@6,head+prompt_lookup:4]
 
-The base answers by sampler.temperature alone; texts=FILE allows any sampler.
+The base can answer here only with sampler.temperature. For other samplers, give answers with texts=FILE.
 """
 
 from collections.abc import Sequence
@@ -51,16 +51,16 @@ from drafthead.models.token_tree import TokenTree
 
 @settings(kw_only=True)
 class ReplayConfig(SuiteConfig):
-    """Settings of the command."""
+    """Settings of ``drafthead replay``."""
 
     head: str
     """Head folder (``outputs/NAME/head``), Hub repository (``user/name``), or a drafter such as ``prompt_lookup:3``."""
     base: BaseConfig = field(default_factory=BaseConfig)
     texts: str | None = None
-    """Answers to replay instead of generating them: a JSONL file of ``save``, or a corpus. A corpus of the base's
-    answers is ``outputs/corpora/NAME``. ``limit`` takes the first ones."""
+    """Answers to replay instead of generating them. Give a JSONL file that ``save`` wrote, or the folder of a corpus of
+    answers (``outputs/corpora/NAME``). ``limit`` takes the first answers."""
     save: str | None = None
-    """JSONL file to write the base's answers to."""
+    """JSONL file to which the base's answers are written."""
     sampler: Sampler = field(default_factory=Sampler)
     nodes: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)] = field(
         default_factory=lambda: [6, 16, 64]
@@ -69,16 +69,16 @@ class ReplayConfig(SuiteConfig):
     chain: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 3])
     """Chain lengths to simulate."""
     draft_sampling: Literal["top_k", "with_replacement", "without_replacement"] = "top_k"
-    """Draft selection at each node. ``top_k`` takes the most likely tokens; the other two sample them."""
+    """Selection of the drafted tokens at each node. ``top_k`` takes the most likely tokens; the other two sample."""
     draft_temperature: PositiveFloat = 1.0
     """Temperature of sampled drafts; ``top_k`` ignores it."""
     rule: Literal["exact", "block"] = "exact"
     """Acceptance rule. ``block`` applies block verification to chains."""
     drafters: list[str] = field(default_factory=list)
-    """Drafters to simulate as well, such as ``[prompt_lookup@6,head+prompt_lookup:4]``. They are written as in
-    ``drafthead eval drafter=...``; ``head`` is this head. A suffix memory also searches earlier answers."""
+    """More drafters to simulate, such as ``[prompt_lookup@6,head+prompt_lookup:4]``. Write them as in ``drafthead eval
+    drafter=...``; ``head`` is this head. A suffix memory also searches earlier answers."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
-    """Nodes of a combined tree (``A+B``), root included. With null, as many nodes as the head's own tree."""
+    """Nodes of a combined tree (``A+B``), root included. With null, the number of nodes of the head's own tree."""
     plot: str | None = None
     """PNG file for a figure of the mean accepted lengths."""
 
@@ -87,7 +87,7 @@ class ReplayConfig(SuiteConfig):
             raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
         if self.texts is None and self.sampler != Sampler(temperature=self.sampler.temperature):
             raise ValueError(
-                "sampler: the base answers by sampler.temperature alone; give texts=FILE for other samplers"
+                "sampler: the base answers here only with sampler.temperature; give texts=FILE for other samplers"
             )
         for spec in self.drafters:
             parse_drafter(spec)
@@ -95,7 +95,7 @@ class ReplayConfig(SuiteConfig):
 
 @command("replay", ReplayConfig, __doc__)
 def main(config: ReplayConfig) -> None:
-    """Print the table."""
+    """Simulate all drafts and print them as a table."""
     texts = read_texts(Path(config.texts), config.limit) if config.texts else []
     save = Path(config.save) if config.save else None
     if save:
@@ -104,7 +104,7 @@ def main(config: ReplayConfig) -> None:
     with display.stage(f"head {config.head}"):
         base, head, head_config = load_base_and_drafter(config.head, config.base)
     if isinstance(head, DraftHead) and max(config.chain) > head.depth:
-        raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions")
+        raise UserError(f"chain={config.chain}: the head drafts 1 to {head.depth} positions; choose such lengths")
     if not texts:
         with display.stage(f"the base's answers: {config.suite}"):
             names = ("suite", "limit", "max_new_tokens", "seed")
@@ -145,7 +145,7 @@ def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float
 def head_rows(
     base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
 ) -> list[dict[str, Any]]:
-    """Return rows for chains, trees and the head's own tree, from one pass over the answers."""
+    """Return the table's rows for chains, trees and the head's own tree, from one pass over the answers."""
     probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
         sampler=Sampler(temperature=config.draft_temperature),
@@ -169,7 +169,7 @@ def head_rows(
 def own_row(
     base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0
 ) -> dict[str, Any]:
-    """Return the head's own tree with its threshold, which the other rows ignore because they simulate whole trees."""
+    """Return the row of the head's own tree with its confidence threshold, which the other rows ignore."""
     draft_config = default_draft_config(head)
     simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
     return row_of(f"own, threshold {draft_config.confidence_threshold:g}", draft_config.nodes, simulated)
@@ -183,9 +183,7 @@ def rows(
     draft_sampling: DraftSampling,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Return chains of these lengths, and the best trees of these sizes, each measured on answers it was not searched
-    on.
-    """
+    """Return rows for chains of ``lengths`` and the best trees of ``sizes``, each on answers not used to search it."""
     depth = answers[0].shape[1]
     chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}
     # Sampled candidates are tried in order, which only Sequoia's program respects.

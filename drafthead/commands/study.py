@@ -6,10 +6,9 @@ drafthead study depths=[1,2,4]
 drafthead study depths=[1,2,4,8] train=[phases.distill.steps=600]
 drafthead study depths=[1,2] widths=[3072,1536] recipe=draft_lm_smollm2
 
-The recipe trains each draft model in its own run folder below out, which resumes where it stopped. Acceptance is
-simulated on the base's answers to the suite, and latency is measured. Both predict the speed of each model's best
-chain, which is then measured by decoding. Results: out/study.json and out/study.png, with lines of equal predicted
-speed.
+The recipe trains each draft model in a run folder below out. Interrupted runs resume. Acceptance is simulated on the
+base's answers to the suite, and latency is measured. Both together predict the speed of each model's best chain, which
+is then measured by decoding. Results: out/study.json, and out/study.png with lines of equal predicted speed.
 """
 
 import subprocess
@@ -51,20 +50,20 @@ from drafthead.models.token_tree import TokenTree
 
 @settings(kw_only=True)
 class StudyConfig(SuiteConfig):
-    """Settings of the command."""
+    """Settings of ``drafthead study``."""
 
     base: BaseConfig = field(default_factory=lambda: BaseConfig(name="embedded:smollm2"))
-    """The base of the recipe."""
+    """Base model. It must be the recipe's base."""
     recipe: str = "draft_lm_smollm2"
     """Recipe that trains each draft model."""
     depths: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 4])
-    """Decoder layers of each draft model."""
+    """Number of decoder layers of each draft model."""
     widths: list[int] = field(default_factory=list)
-    """MLP channels of each draft model. Empty: chosen so that all have equal parameters."""
+    """MLP channels of each draft model. Empty: chosen so that all models have equal numbers of parameters."""
     reference: Positive = 2
     """Size of all draft models, in whole layers of the base."""
     train: list[str] = field(default_factory=list)
-    """Further settings of the training runs, such as ``[phases.distill.steps=600]``."""
+    """More settings for the training runs, such as ``[phases.distill.steps=600]``."""
     suite: str = "mt_bench"
     limit: Positive | None = 12
     max_new_tokens: Annotated[int, Field(ge=2)] = 96
@@ -117,9 +116,7 @@ def main(config: StudyConfig) -> None:
 
 
 def equal_width(base: BaseModel, reference: int, depth: int) -> int:
-    """Return the MLP channels, a multiple of 16, with which ``depth`` layers are as large as ``reference`` whole
-    layers.
-    """
+    """Return the number of MLP channels for ``depth`` layers to be as large as ``reference`` layers of the base."""
     layer: Any = meta_base(base.model.config).model.model.layers[0]
     layer_parameters: int = sum(parameter.numel() for parameter in layer.parameters())
     per_channel: int = 3 * base.hidden_size  # a column of gate, up and down projection
@@ -127,25 +124,23 @@ def equal_width(base: BaseModel, reference: int, depth: int) -> int:
     width = (reference * layer_parameters / depth - without_mlp) / per_channel
     if width < 16:
         raise UserError(
-            f"{depth} layers without an MLP are as large as {reference} of the base already; raise reference, or lower "
-            "depths"
+            f"{depth} layers without an MLP are already as large as {reference} layers of the base; raise reference, "
+            "or lower depths"
         )
     return 16 * round(width / 16)
 
 
 def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
-    """Run one training in a new process; a finished one ends at once."""
+    """Train one draft model in a new process; a finished run ends at once."""
     settings = [f"recipe={config.recipe}", f"head.num_layers={depth}", f"head.intermediate_size={width}"]
     settings += [f"out={folder}", f"name={folder.name}", "stages=[corpora,train]", *config.train]
     done = subprocess.run([sys.executable, "-m", "drafthead", "train", *settings], check=False)
     if done.returncode:
-        raise UserError(f"training {folder.name} ended with code {done.returncode}; its lines above say why")
+        raise UserError(f"training {folder.name} ended with code {done.returncode}; its output above has the reason")
 
 
 def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer]) -> dict[str, Any]:
-    """Return acceptance by replay, latencies, and the throughput that both predict of the best chain. Tokens and
-    seconds.
-    """
+    """Return simulated acceptance, measured latencies in seconds, and the best chain with its predicted tokens/s."""
     ranks = [accept_probs_of_ranks(answer, 1) for answer in text_ranks(head, texts)]
     costs = measure_costs(base, head)
     lengths = range(1, head.depth + 1)
@@ -191,7 +186,7 @@ def measure_speeds(
 
 
 def chain_speed(row: dict[str, Any], acceptance: float, draft_s: float) -> float:
-    """Return tokens per second of the best chain of a drafter with equal acceptance at all positions (2211.17192)."""
+    """Return tokens per second of the best chain if every position has the same ``acceptance`` (2211.17192)."""
     lengths = range(1, len(row["verify_s"]))
     step_s = {length: length * draft_s + row["verify_s"][length] + row["overhead_s"] for length in lengths}
     return max(float(expected_tokens(acceptance, length) / step_s[length]) for length in lengths)
@@ -213,6 +208,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         label = f"{row['name']}: {row['measured'] / row['autoregressive']:.2f}x measured"
         axes.plot(1e3 * row["draft_s"], row["acceptance"], marker=marker, linestyle="", label=label)
     axes.legend(fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
-    axes.set_xlabel("ms a draft token (lines: predicted speedup)")
+    axes.set_xlabel("ms per draft token (lines: predicted speedup)")
     axes.set_ylabel("acceptance of the first draft")
     save_png(figure, path)

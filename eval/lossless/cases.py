@@ -52,7 +52,7 @@ class Part:
     """All nodes of a tree level share one distribution and its samples, as in Medusa."""
     draft_vocabulary: int | None = None
     top_k: bool = False
-    """Use top-k drafting, whatever the other drafters use."""
+    """Use top-k drafting even if the other drafters sample."""
     confidence_threshold: float = 0.0
     prefix_threshold: float = 0.0
 

@@ -26,7 +26,7 @@ from drafthead.models.decoding.step import target_probs
 ROWS = 1 << 15
 """Scripts per batch."""
 MOST_CHOICES = 32
-"""Longest script: samples and acceptance tests of one step."""
+"""Largest number of choices in a script: all samples and acceptance tests of one step."""
 
 
 class EnumeratedRng:

@@ -173,7 +173,7 @@ def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None) -
     at = float(np.interp(nodes, sizes, relative))
     axes.plot([nodes], [at], "D", color=WARM, markersize=9, label=f"chosen tree: {nodes} tokens, {at:.2f}")
     top = max(relative.max(), mean_accepted or 0.0) * 1.55  # room for the legend above the data
-    axes.set(xlabel="n, tokens in one forward", ylabel="in autoregressive steps", ylim=(0, top))
+    axes.set(xlabel="n, tokens in one forward pass", ylabel="in autoregressive steps", ylim=(0, top))
     axes.set_xscale("log", base=2)
     ticks = [1 << n for n in range(int(sizes.max()).bit_length()) if 1 << n >= sizes.min()]
     axes.set_xticks(ticks, [str(n) for n in ticks])
@@ -188,9 +188,9 @@ def acceptance(per_depth: Sequence[float | None]) -> Figure:
     figure, axes = new_axes()
     depths = np.arange(1, len(per_depth) + 1)
     conditional = np.array([value or 0.0 for value in per_depth])
-    bars = axes.bar(depths, conditional, width=0.6, color=SOFT, label="once the draft before was accepted")
+    bars = axes.bar(depths, conditional, width=0.6, color=SOFT, label="if the previous draft was accepted")
     axes.bar_label(bars, fmt="{:.0%}", padding=3, fontsize=10)
-    axes.plot(depths, np.cumprod(conditional), "o-", color=ACCENT, label="of all steps")
+    axes.plot(depths, np.cumprod(conditional), "o-", color=ACCENT, label="share of all steps")
     axes.set(xlabel="draft position", ylabel="accepted", xticks=depths)
     _percent_axis(axes)
     axes.grid(visible=False, axis="x")

@@ -85,7 +85,7 @@ def candidate_accept_probs(
 
 
 def _ratio(q: Tensor, p: Tensor) -> Tensor:
-    """Return q / p. If rounding moved a token out of the sampler's top-k or top-p, p is 0; it then counts as 1."""
+    """Return q / p. If rounding removed a token from the sampler's top-k or top-p, p is 0; it then counts as 1."""
     return torch.where(p > 0, q / p.clamp(min=torch.finfo(p.dtype).tiny), q)
 
 

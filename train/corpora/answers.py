@@ -1,4 +1,4 @@
-"""The making of an answer corpus: prompts, then an answer to each, by all processes of a run together."""
+"""Generation of an answer corpus: prompts, then an answer to each, shared among all processes of a run."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +21,14 @@ from drafthead.models.decoding.corpus import BuiltInBackend, agreement, self_pro
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
 
 Progress = Callable[[str, int, int], None]
-"""Receives a label, the items done and the total."""
+"""Function that is called with a label, the number of finished items and the total."""
 Log = Callable[[str], None]
-"""Receives lines for the user."""
+"""Function that prints a line for the user."""
 T = TypeVar("T")
 PROMPTS = "prompts.json"
 PROBES = 4
 SWITCHES = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "tools")
-"""Variables that chat templates read, for messages."""
+"""Common variables of chat templates, to list in error messages those that a template reads."""
 TURN_STRIDE = 10**9
 """Distance between the prompt numbers of a conversation's turns: turn t of conversation n is n + t TURN_STRIDE."""
 
@@ -44,7 +44,7 @@ class PromptTable:
         self._ids: dict[int, list[int]] = {}
 
     def of_turn(self, turn: int, store: AnswerStore) -> list[Prompt]:
-        """Return the prompts of one turn within the length limit, of conversations with all earlier turns answered."""
+        """Return the prompts of one turn, for conversations whose earlier turns are answered; omit too long prompts."""
         prompts, done = [], store.done
         for first, conversation in enumerate(self.conversations):
             number, earlier = first + turn * TURN_STRIDE, range(first, first + turn * TURN_STRIDE, TURN_STRIDE)
@@ -60,7 +60,7 @@ class PromptTable:
         return prompts
 
     def temperature(self, number: int) -> float:
-        """Return the temperature of an answer, the same in all turns of a conversation."""
+        """Return the temperature of an answer. It is equal in all turns of a conversation."""
         temperature = self._draw("temperature", number % TURN_STRIDE, self.config.temperatures)
         return self.config.sampler.temperature if temperature is None else temperature
 
@@ -69,14 +69,14 @@ class PromptTable:
         return random.Random(f"{purpose} {self.seed} {number}").choice(options) if options else None
 
     def missing(self, store: AnswerStore) -> list[Prompt]:
-        """Return the prompts of all turns that can be answered now and are not."""
+        """Return the prompts of all turns that can be answered now and have no answer yet."""
         prompts = [prompt for turn in range(self.turns) for prompt in self.of_turn(turn, store)]
         return [prompt for prompt in prompts if prompt[0] not in store.done]
 
 
 @dataclass(eq=False)
 class AnswerGenerator:
-    """Completes the answer corpus in ``folder`` on every process of ``group`` at once.
+    """Generator of the answer corpus in ``folder``. All processes of ``group`` use it at the same time.
 
     The first process locks the folder, chooses the prompts and checks the backend. Then each process writes its shards.
     """
@@ -92,7 +92,7 @@ class AnswerGenerator:
     """Store final hidden states, unless earlier answers have none."""
 
     def complete(self) -> AnswerStore:
-        """Return the corpus with an answer to every prompt."""
+        """Generate the missing answers; return the complete corpus."""
         first = self.group.rank == 0
         with files.exclusive(self.folder, self.progress) if first else nullcontext():
             if first:
@@ -142,7 +142,7 @@ class AnswerGenerator:
         if path.exists():
             conversations = files.read_checksummed_json(path)
             if not (isinstance(conversations, list) and all(map(_is_conversation, conversations))):
-                raise UserError(f"{path} holds no list of prompts; restore it, or remove {self.folder}")
+                raise UserError(f"{path} holds no list of prompts; restore the file, or remove {self.folder}")
         elif self.group.rank:
             raise UserError(
                 f"process {self.group.rank} does not see {path}, which process 0 has written; put data.folder on a "
@@ -191,7 +191,7 @@ class AnswerGenerator:
         store.remove_leftovers()
 
     def _check_template(self) -> None:
-        """Reject switches that the chat template does not read, and name those of the base that it ignores."""
+        """Reject variables that the chat template does not read; log those of the base that it ignores."""
         tokenizer, mixed = self.base.tokenizer, self.config.chat_template_kwargs
         if unread := unread_variables(tokenizer, [name for entry in mixed for name in entry]):
             known = [name for name in SWITCHES if not unread_variables(tokenizer, [name])]
@@ -205,7 +205,7 @@ class AnswerGenerator:
             self.log(f"   answers leave out, of the base's generation_config.json: {', '.join(ignored)}")
 
     def _answer(self, prompts: list[Prompt], store: AnswerStore, temperature: float) -> None:
-        """Answer this process's share of the prompts without an answer."""
+        """Answer this process's share of ``prompts``."""
         done, total = sum(number in store.done for number, _ in prompts), len(prompts)
         label = (
             "generating answers"
@@ -231,13 +231,13 @@ class AnswerGenerator:
                 (self.folder / name).unlink(missing_ok=True)
             raise UserError(
                 f"no answers were generated: none of the prompts fits data.answers.max_prompt_tokens="
-                f"{self.config.max_prompt_tokens}; raise it or add sources"
+                f"{self.config.max_prompt_tokens}; raise this limit or add sources"
             )
         missing = [number for number, _ in self.prompts.missing(store)]
         if missing:
             raise UserError(
-                f"{len(missing)} of the prompts have no answer in {self.folder}, {missing[0]} for one; all processes "
-                "must see one data.folder: put it on a file system that the nodes share"
+                f"{len(missing)} of the prompts have no answer in {self.folder}, {missing[0]} for one; all "
+                "processes must see the same data.folder: put it on a file system that the nodes share"
             )
         if not (self.folder / COMPLETE).exists():
             files.write_json(self.folder / COMPLETE, {"answers": len(store.done)})
@@ -267,7 +267,7 @@ class AnswerGenerator:
 
 
 def resembles_suites(suites: Sequence[str]) -> Callable[[Iterable[str]], bool]:
-    """Return a function that tells whether one of some user turns nearly repeats one of ``suites``."""
+    """Return a function that is True if one of the given user turns nearly repeats a prompt of ``suites``."""
     if not suites:
         return lambda turns: False
     # Imported here, so that training does not load the evaluation.

@@ -38,14 +38,15 @@ HELD_OUT_EVERY = 20
 HELD_OUT_MOST = 512
 """Largest number of held-out answers; more would cost memory and time without measuring better."""
 _CHARACTERS_PER_TOKEN = 6
-"""More characters per token than any text has, so that enough characters are read."""
+"""Characters to read per token: more than any text has, so that there is enough text."""
 
 
 @dataclass(eq=False)
 class Corpora:
-    """The corpora of one run, made on first use; every method is idempotent.
+    """The corpora of one run, generated on first use; every method is idempotent.
 
-    All processes of ``group`` must call ``answers``, which shares the work among them. The other methods work alone.
+    All processes of ``group`` must call ``answers``, which shares the work among them. The other methods can be called
+    on one process.
     """
 
     base: BaseModel
@@ -57,9 +58,9 @@ class Corpora:
     store_states: bool = False
     """Built-in decoding also stores the answers' final hidden states."""
     longest: int | None = None
-    """Longest transcript, in tokens; of longer ones the ends are left out."""
+    """Largest number of tokens of a transcript. Longer transcripts are cut at the end."""
     manifests: dict[str, Any] = field(default_factory=dict, init=False)
-    """The manifests of the opened corpora by name, which checkpoints store."""
+    """Manifests of the opened corpora by name. Checkpoints store them."""
     _store: AnswerStore | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +90,10 @@ class Corpora:
         return rows
 
     def text_stream(self, seq_len: int, micro_batch_size: int) -> StreamedRows:
-        """Return the pretraining text as rows packed while training, ``micro_batch_size`` at a time from each shard."""
+        """Return the pretraining text as rows that are packed during training.
+
+        Each shard yields ``micro_batch_size`` rows at a time.
+        """
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
         folder = files.folder_of_manifest(self.folder / "stream", manifest)
         with files.exclusive(folder, self.progress):
@@ -173,7 +177,7 @@ class Corpora:
         return store
 
     def answer_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
-        """Return the trained or the held-out answers as packed rows, and the prompt number of each document."""
+        """Return the answers for training, or the held-out ones, as packed rows; and each document's prompt number."""
         answers = self.answers().read(with_hidden_states=False)
         chosen = [answer for answer in answers if is_held_out(answer.prompt_number) == held_out]
         if not chosen:
@@ -188,7 +192,7 @@ class Corpora:
         return pack(documents, seq_len, split=False), [answer.prompt_number for answer in chosen]
 
     def draft_vocabulary(self, size: int) -> Tensor:
-        """Return [W] int64: the ``size`` most frequent ids in the answers, including those that end a turn."""
+        """Return [W] int64: the ``size`` most frequent ids in the answers; ids that end a turn are always included."""
         counts = self.answers().token_counts(self.base.vocab_size)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
@@ -200,10 +204,10 @@ class Corpora:
         prompts: list[int] | None,
         only: set[int] | None = None,
     ) -> StoredHiddenStates:
-        """Return the base's hidden states of ``rows``, or of the row numbers ``only``; the base computes missing ones.
+        """Return stored hidden states of ``rows``, or only of the rows with numbers ``only``; compute missing ones.
 
         ``prompts`` has the prompt number of each packed document of answers; None for text. If the answer store has
-        the final states, the rest is the early layers, and the base runs as far as the last of them.
+        the final states, the base computes only the other layers that ``spec`` names, and stops after the last of them.
         """
         finals = None
         if prompts is not None and self.answers().has_hidden_states:
@@ -233,6 +237,6 @@ class Corpora:
 
 
 def is_held_out(prompt_number: int) -> bool:
-    """Return True for answers held out from training: all turns of a conversation, or none."""
+    """Return True if an answer is held out from training. All turns of a conversation give the same result."""
     group, index = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)
     return index == HELD_OUT_EVERY - 1 and group < HELD_OUT_MOST

@@ -13,64 +13,65 @@ from drafthead.data.utils.settings import NonNegative, NonNegativeFloat, Positiv
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(expand_sources)]
 COMPLETE = "complete.json"
-"""File that is written when every prompt is answered. The server is then not needed any more."""
+"""File that is written when every prompt is answered. From then on no server is needed."""
 
 
 @settings(kw_only=True)
 class TextConfig:
-    """Text of the pretraining phase."""
+    """Settings of the text for pretraining phases."""
 
     sources: list[SourceConfig] = field(default_factory=list)
     """Sources of text: a list of ``{kind, name, ...}``. Keys: see SourceConfig in docs/reference/settings.md."""
     max_tokens: Annotated[int, Field(ge=64)] = 100_000
-    """Tokens of packed text on disk. A stream ignores it."""
+    """Number of tokens of packed text on disk. A stream ignores it."""
     stream: bool = False
     """Read and pack text during training instead of storing rows on disk. Use it for text larger than the disk. The
     sources are repeated as needed, and near-duplicates are not removed."""
     stream_shards: Positive = 8
-    """Shards of a stream's sources. Use a multiple of the process count so that each process reads its own shards."""
+    """Number of shards into which a stream's sources are divided. Use a multiple of the process count, so that each
+    process reads its own shards."""
     workers: Positive = 2
     """Threads per process that pack a stream's rows ahead of their use."""
 
     def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the rows."""
+        """Return the settings that determine the rows, for their manifest."""
         sources = {"sources": [source.manifest() for source in self.sources]}
         return sources | ({"stream_shards": self.stream_shards} if self.stream else {"max_tokens": self.max_tokens})
 
 
 @settings(kw_only=True)
 class AnswersConfig:
-    """The base's own answers, for the distillation phase."""
+    """Settings of the base's own answers, for distillation phases."""
 
     sources: list[SourceConfig] = field(default_factory=list)
     """Sources of prompts: a list of ``{kind, name, ...}``. Keys: see SourceConfig in docs/reference/settings.md."""
     prompts: NonNegative = 1000
-    """Prompts taken from the sources."""
+    """Number of prompts to take from the sources."""
     self_prompted: NonNegative = 0
-    """Additional prompts that the base writes itself. It continues its chat template up to the user's turn."""
+    """Number of additional prompts that the base writes itself. It continues its chat template at the user's turn."""
     exclude_suites: list[str] = field(default_factory=list)
-    """Evaluation suites to keep out: prompts that nearly repeat one of theirs are removed."""
+    """Evaluation suites whose prompts must not be trained on. Training prompts that nearly repeat one are removed."""
     max_prompt_tokens: Annotated[int, Field(ge=8)] = 128
-    """Longest prompt, in tokens; longer ones are removed."""
+    """Largest number of tokens of a prompt. Longer prompts are removed."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     temperatures: list[NonNegativeFloat] = field(default_factory=list)
-    """Temperatures, of which every prompt gets one at random. List a value twice to use it twice as often. Empty:
-    ``sampler.temperature`` for all."""
+    """Temperatures from which one is drawn for each prompt. List a value twice to use it twice as often. Empty:
+    ``sampler.temperature`` for all prompts."""
     chat_template_kwargs: list[dict[str, Any]] = field(default_factory=list)
-    """Variables of the chat template, of which every prompt gets one entry at random. They replace those of
+    """Sets of chat template variables from which one is drawn for each prompt. They replace those of
     ``base.chat_template_kwargs``. For example ``[{enable_thinking: true}, {enable_thinking: false}]``,
     ``[{reasoning_effort: low}, {reasoning_effort: high}]`` or ``[{tools: tools.json}, {}]``."""
     precomputed: str | None = None
-    """Existing answers to use instead of generating them. ``embedded:smollm2``, ``embedded:smollm2_large``, or the
-    folder ``answers`` of another corpus. The base first repeats some of them as a check; then as many are taken as
-    prompts are requested."""
+    """Existing answers to use instead of generating them. Give ``embedded:smollm2``, ``embedded:smollm2_large``, or the
+    folder ``answers`` of another corpus. As a check, the base must first repeat some of them. ``prompts`` limits the
+    number of answers."""
     fresh: bool | None = None
     """Generate the answers even if ``precomputed`` names existing ones. With null, a base other than the embedded
-    SmolLM2 generates its own instead of the packaged ones."""
+    SmolLM2 generates its own answers instead of using the packaged ones."""
     batch_size: Positive = 64
-    """Answers that each process generates at a time with the built-in decoding."""
+    """Number of answers that each process generates at once with the built-in decoding."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    """A server that generates the answers instead (vLLM, SGLang)."""
+    """Server that generates the answers instead of the built-in decoding (vLLM, SGLang)."""
 
     def __post_init__(self) -> None:
         self.chat_template_kwargs = [template_variables(entry) for entry in self.chat_template_kwargs]
@@ -82,7 +83,7 @@ class AnswersConfig:
 
     @property
     def copied(self) -> bool:
-        """Return True if the answers are precomputed ones."""
+        """Return True if the answers are copied from precomputed ones."""
         return self.precomputed is not None and not self.fresh
 
     @property
@@ -91,7 +92,7 @@ class AnswersConfig:
         return not self.copied and self.server.url is None
 
     def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the answers, without those of speed and location."""
+        """Return the settings that determine the answers, for their manifest; speed and location do not."""
         without = ("batch_size", "server", "precomputed", "fresh")
         manifest = {key: value for key, value in asdict(self).items() if key not in without}
         for key in ("exclude_suites", "temperatures", "chat_template_kwargs"):
@@ -102,21 +103,21 @@ class AnswersConfig:
 
 @settings(kw_only=True)
 class DataConfig:
-    """Corpora of a run."""
+    """Settings of a run's corpora."""
 
     folder: str = "outputs/corpora"
     """Folder of the corpora. Runs with equal data settings share them."""
     prompts: Sources = field(default_factory=list)
-    """Your own prompts, which the base answers instead of those of the recipe. For example ``prompts.jsonl``, in the
+    """Your own prompts for the base to answer, instead of the recipe's prompts. For example ``prompts.jsonl``, in the
     format of ``eval suite=prompts.jsonl``. Short for ``answers.sources``, ``answers.prompts`` and ``answers.fresh``."""
     transcripts: Sources = field(default_factory=list)
-    """Conversations to train on as they are, instead of the base's own answers. For example ``chats.jsonl``, with
-    ``{"messages": [...]}`` per line, or ``ultrachat:20000``. A path, ``hf:NAME[:SPLIT]``, or ``ultrachat``,
-    ``sharegpt``, ``open_perfectblend``, ``magpie``, ``hermes_fc``, each with ``:LIMIT`` if wanted; or a list of
-    these."""
+    """Conversations whose assistant turns are trained on, instead of the base's own answers. For example
+    ``chats.jsonl``, with ``{"messages": [...]}`` per line, or ``ultrachat:20000``. Give a path, ``hf:NAME[:SPLIT]``, or
+    ``ultrachat``, ``sharegpt``, ``open_perfectblend``, ``magpie``, ``hermes_fc``, each optionally with ``:LIMIT``; or a
+    list of these."""
     bad_transcripts: Literal["reject", "skip"] = "reject"
-    """Treatment of transcripts that cannot be trained on as they are. ``reject`` ends the run before any work; ``skip``
-    trains on the others."""
+    """Treatment of broken transcripts. ``reject`` ends the run before any work; ``skip`` trains on the other
+    transcripts."""
     own_answers: bool = False
     """With transcripts, also train on the base's own answers (``answers``)."""
     text: TextConfig = field(default_factory=TextConfig)

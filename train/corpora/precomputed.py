@@ -18,7 +18,7 @@ FOLDERS = {
 COMPARED = 4
 """Number of answers that the base must repeat."""
 MIN_MATCH_RATE = 0.98
-"""Smallest share of their tokens that the base must choose: float32 on another CPU differs at near-ties."""
+"""Smallest share of these answers' tokens that the base must choose. Not 1: another CPU may differ at near-ties."""
 
 
 def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: Log) -> None:
@@ -56,7 +56,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
     if not answers:
         raise UserError(
             f"none of the answers in {source} has a prompt of at most data.answers.max_prompt_tokens={longest} tokens; "
-            "raise it"
+            "raise max_prompt_tokens"
         )
     if made_by["sampler"]["temperature"] == 0:
         rate = agreement(base, islice(answers, COMPARED)).greedy
@@ -65,6 +65,6 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
         if rate < MIN_MATCH_RATE:
             raise UserError(
                 f"the base chooses only {share} of the tokens of the answers in {source}, expected at least "
-                f"{100 * MIN_MATCH_RATE:.0f} %: they are of other weights or of another dtype; {remedy}"
+                f"{100 * MIN_MATCH_RATE:.0f} %: they were made with other weights or another dtype; {remedy}"
             )
     store.append_shard(answers)

@@ -1,4 +1,4 @@
-"""The corpus of transcripts: conversations as they are, and their agreement with the base."""
+"""The corpus of transcripts: existing conversations, and their agreement with the base's own choices."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
@@ -28,12 +28,12 @@ from drafthead.train.corpora.answers import TURN_STRIDE, Log, Progress, resemble
 from drafthead.train.corpora.corpus_config import DataConfig
 
 AGREEMENT = "agreement.json"
-"""Written last: a folder with it holds a complete corpus."""
+"""File that is written last. A folder with this file holds a complete corpus."""
 COMPARED = 32
-"""Assistant turns whose tokens are compared with the base's choices."""
+"""Number of assistant turns whose tokens are compared with the base's choices."""
 LOW_AGREEMENT = 0.5
 PER_SHARD = 1000
-"""Conversations per shard."""
+"""Number of conversations per shard."""
 
 
 def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None) -> Path:
@@ -86,11 +86,11 @@ def write_transcripts(
     result = read_json(folder / AGREEMENT)
     log(f"   {agreement_line(result)}")
     if result["greedy"] < LOW_AGREEMENT:
-        log("   this is low: the base's own answers, by data.prompts=FILE, are better training data")
+        log("   this is low: the base's own answers (data.prompts=FILE) are better training data")
 
 
 def agreement_line(measured: dict[str, Any]) -> str:
-    """Return the agreement of transcripts with the base in words."""
+    """Return a line that describes the agreement of transcripts with the base."""
     return (
         f"agreement with the base: {100 * measured['greedy']:.1f} % of the transcripts' tokens are its greedy choice, "
         f"and their mean probability is {measured['probability']:.2f} ({measured['tokens']:,} tokens of "
@@ -101,7 +101,7 @@ def agreement_line(measured: dict[str, Any]) -> str:
 def _conversations(
     base: BaseModel, config: DataConfig, sources: Iterable[SourceConfig], findings: Findings, longest: int | None
 ) -> Iterator[list[Answered]]:
-    """Yield the encoded assistant turns of each transcript that is no duplicate and resembles no evaluation prompt."""
+    """Yield each transcript's encoded assistant turns, without duplicates and near-copies of evaluation prompts."""
     encoder = TranscriptEncoder(base.tokenizer, base.eos_ids, base.vocab_size, base.config.chat_template_kwargs)
     seen: set[str] = set()
     is_evaluated = resembles_suites(config.answers.exclude_suites)
@@ -120,7 +120,7 @@ def _conversations(
 
 
 def conversation_documents(answers: Iterable[Answer]) -> Iterator[Document]:
-    """Yield the turns of each conversation as one document, or as several where the template rewrites earlier turns."""
+    """Yield the turns of each conversation as one document, or as several if the template rewrites earlier turns."""
     by_conversation = sorted(answers, key=lambda a: (a.prompt_number % TURN_STRIDE, a.prompt_number))
     for _, turns in groupby(by_conversation, key=lambda a: a.prompt_number % TURN_STRIDE):
         document = None
@@ -137,7 +137,7 @@ def conversation_documents(answers: Iterable[Answer]) -> Iterator[Document]:
 
 
 def write_mixture(parent: Path, transcripts: AnswerStore, own: AnswerStore) -> AnswerStore:
-    """Return a corpus of the conversations of both stores, spread evenly, without hidden states."""
+    """Write a corpus with the conversations of both stores, evenly mixed, without hidden states; return it."""
     sources = (transcripts, own)
     manifest = {"mixture": [{**read_manifest(source.folder), "answers": len(source.done)} for source in sources]}
     store = AnswerStore(folder_of_manifest(parent, manifest, "mixture-"), manifest)

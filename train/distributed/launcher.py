@@ -1,6 +1,6 @@
-"""Start of a program on all processes of a launch, and its use of the settings of ``accelerate launch``.
+"""Start of the program on all processes of ``accelerate launch`` or ``torchrun``, with accelerate's settings.
 
-Training shards by itself (``sharding.py``) and never creates accelerate's FSDP plugin. The plugin's settings arrive as
+Training shards with ``sharding.py`` and never creates accelerate's FSDP plugin. The plugin's settings arrive as
 environment variables and are read here. A setting that cannot be followed is rejected by name.
 """
 
@@ -26,7 +26,7 @@ REJECTED = {
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "use shard=full"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism_config", "use shard=full, and shard.hybrid=true over nodes"),
 }
-"""Switches of other ways to shard a model: name, and advice."""
+"""Environment variables that turn on other ways to shard: their name, and what to use instead."""
 STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 FSDP = {
     "VERSION": ("2", "1"),
@@ -43,7 +43,7 @@ FSDP = {
     # Checkpoints hold full tensors, so that any number of processes can resume.
     "STATE_DICT_TYPE": ("FULL_STATE_DICT", "1"),
 }
-"""Settings of accelerate's FSDP plugin, and the values that this program follows."""
+"""Settings of accelerate's FSDP plugin, and the values that this program supports."""
 NO_EFFECT = (
     "MIN_NUM_PARAMS",  # of a wrap policy that is rejected
     "FORWARD_PREFETCH",  # always done
@@ -56,7 +56,7 @@ NO_EFFECT = (
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes that one launcher started, seen from one of them."""
+    """One process of a launch, and its access to the others."""
 
     accelerator: Accelerator
     processes: Processes
@@ -69,14 +69,14 @@ class Launch:
         return bool(self.accelerator.is_main_process)
 
     def main_process_first(self, per_node_data: bool) -> AbstractContextManager[None]:
-        """Run the block first on the process that writes corpora and caches; the others then find them on disk."""
+        """Run the block first on the process that writes corpora and caches, so that the others find them on disk."""
         first = self.accelerator.local_main_process_first if per_node_data else self.accelerator.main_process_first
         return cast(AbstractContextManager[None], first())
 
 
 @contextmanager
 def launched(run: RunConfig) -> Iterator[Launch]:
-    """Join the other processes. Inside the block, each one ends if another fails. Call it once per program."""
+    """Join the other processes. Inside the block, a process ends if another one fails. Call it once per program."""
     shard = follow_launcher(run.shard)
     accelerator = Accelerator(
         cpu=device_of(None).type == "cpu",
@@ -90,7 +90,7 @@ def launched(run: RunConfig) -> Iterator[Launch]:
 
 
 def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
-    """Return the processes that share a corpus: all of the launch, or with ``per_node_data`` those of a node."""
+    """Return the processes that share a corpus: all processes, or with ``per_node_data`` those of this node."""
     if not per_node_data:
         return ProcessGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
@@ -98,9 +98,9 @@ def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
 
 
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` with accelerate's settings applied, and remove those from the environment.
+    """Return ``shard`` with accelerate's settings applied, and remove these variables from the environment.
 
-    transformers reads these variables too, and would load weights on the first process only.
+    transformers reads them too, and would load weights on the first process only.
     """
     followed = with_launcher_settings(os.environ, shard)
     os.environ["ACCELERATE_USE_FSDP"] = "false"

@@ -1,6 +1,6 @@
-"""CPU side channel between the processes of a run: stop flags, small objects, heartbeats.
+"""Communication between the processes of a run on the CPU: stop flags, small objects, heartbeats.
 
-The channel uses gloo and the rendezvous store. It waits for no GPU, so it still works when a GPU hangs.
+It uses gloo and the rendezvous store, and never waits for a GPU, so it still works when a GPU hangs.
 """
 
 import json
@@ -21,15 +21,15 @@ from drafthead.data.utils.errors import UserError
 from drafthead.train.distributed.signals import Stopped
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Timeout of collectives: long, because processes wait for the one that generates answers."""
+"""Timeout of collectives. It is long, because processes wait for the process that generates answers."""
 _BEAT_S = 1.0
 _GRACE_S = 5 * _BEAT_S
 Ending = tuple[int | str | None, str]
-"""Exit code and last line of a process."""
+"""Exit code of a process, and its last line of output."""
 
 
 class Processes:
-    """The processes of this run, seen from one of them. Create it on all processes at once."""
+    """Access of this process to the other processes of the run. Create it on all processes at once."""
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
         """Create the group; a process without a heartbeat for ``heartbeat_timeout_s`` counts as failed."""
@@ -57,7 +57,7 @@ class Processes:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """End this process inside the block, within the timeout and a few seconds, when another one fails."""
+        """End this process if another one fails while the block runs, after at most the timeout and a few seconds."""
         if self._group is None:
             yield
             return
@@ -73,7 +73,7 @@ class Processes:
         except BaseException as error:
             # A collective raises RuntimeError when a peer has died, and so may our own code. Peers decide which it is.
             cause = heartbeat.find_culprit() if isinstance(error, RuntimeError) else None
-            heartbeat.stop(cause or (1, "it failed; its own output says how"))
+            heartbeat.stop(cause or (1, "it failed; its own output has the error"))
             if cause is None:
                 raise
             raise (UserError(cause[1]) if cause[0] < 128 else Stopped(cause[0] - 128)) from None
@@ -82,7 +82,7 @@ class Processes:
 
 @dataclass
 class _Peer:
-    """Another process, as its messages describe it."""
+    """Another process's state, from its messages."""
 
     last_change: float
     message: bytes = b""
@@ -111,7 +111,7 @@ class _Heartbeat:
         self._thread.start()
 
     def stop(self, ending: Ending) -> None:
-        """Tell the others how this process ends, so that they need not wait for the timeout."""
+        """Send the others this process's exit code and last line, so that they need not wait for the timeout."""
         self._stopping.set()
         try:
             self._send(ending)
@@ -123,7 +123,7 @@ class _Heartbeat:
             time.sleep(3 * _BEAT_S)  # rank 0 may host the store, from which the others read the reason
 
     def find_culprit(self) -> tuple[int, str] | None:
-        """Return exit code and line of the process that made a collective fail; None if all others are alive."""
+        """Return exit code and error line of the process that made a collective fail; None if all others are alive."""
         self._main_thread_ends.set()
         silence = min(self.timeout_s, _GRACE_S)
         deadline = time.monotonic() + silence + 2 * _BEAT_S
@@ -168,7 +168,7 @@ class _Heartbeat:
                     _, peer.name, peer.ending = json.loads(message)
 
     def _cause(self, silence: float) -> tuple[int, str] | None:
-        """Return exit code and line of the first process that failed, or sent nothing for ``silence`` seconds."""
+        """Return exit code and error line of the first process that failed or sent nothing for ``silence`` seconds."""
         now = time.monotonic()
         for rank, peer in self._peers.items():
             if peer.ending is not None and peer.ending[0]:

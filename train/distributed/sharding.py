@@ -47,16 +47,16 @@ class ShardConfig:
     """Distribution of training over devices, and its precision."""
 
     mode: Literal["none", "head", "full"] = "none"
-    """Weights that are sharded over the processes. ``head`` shards the head's weights, gradients and moments; ``full``
-    shards the base's layers too."""
+    """Weights that are sharded over the processes. ``head`` shards the head's weights, gradients and optimiser moments;
+    ``full`` also shards the base's layers."""
     hybrid: bool = False
     """Shard within each node and replicate over nodes. This needs less traffic between nodes and more memory."""
     precision: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision in which the head computes. With ``bfloat16``, weights and sums of gradients stay in float32. ``auto``
-    is bfloat16 on a CPU that multiplies faster in bfloat16, as measured when the base is loaded."""
+    is bfloat16 on CPUs that multiply faster in bfloat16 (measured when the base is loaded), else float32."""
     checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them. It applies to heads with attention over their
-    own states."""
+    """Recompute activations in the backward pass instead of keeping them, which saves memory. It has an effect on heads
+    with attention layers."""
     offload_base: bool = False
     """Keep the base's shards in host memory and move them to the device layer by layer. Needs ``shard.mode=full``."""
 
@@ -80,7 +80,7 @@ def checkpoint_activations(head: DraftHead) -> None:
 
 
 def _wraps_heads() -> bool:
-    """Return True if this torch version can shard heads."""
+    """Return True if this version of torch can shard heads."""
     return hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -104,7 +104,7 @@ class Sharding:
         return self.config.mode == "full"
 
     def precision(self, base: BaseModel) -> torch.dtype:
-        """Return the dtype the head computes in. ``auto`` takes the dtype that multiplies faster on this CPU."""
+        """Return the dtype in which the head computes. ``auto`` takes the dtype that multiplies faster on this CPU."""
         if self.config.precision != AUTO:
             return PRECISIONS[self.config.precision]
         faster = base.kernels is not None and base.kernels.bfloat16_reads
@@ -161,14 +161,14 @@ class Sharding:
         if not local or world % local:
             raise UserError(
                 f"shard.hybrid=true shards within a node, but the launcher puts {local or 'an unknown number'} of "
-                f"{world} processes on this node (LOCAL_WORLD_SIZE); start equally many on every node with accelerate "
-                "launch or torchrun, or set shard.hybrid=false"
+                f"{world} processes on this node (LOCAL_WORLD_SIZE); start the same number on every node with "
+                "accelerate launch or torchrun, or set shard.hybrid=false"
             )
         return init_device_mesh(self.device.type, (world // local, local), mesh_dim_names=("replicate", "shard"))
 
 
 def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, frozen: set[nn.Parameter]) -> None:
-    """Put the head under ``fully_shard`` as one unit: its loss reads all projections in turn, chunk by chunk."""
+    """Apply ``fully_shard`` to the head as one unit, because its loss uses all projections in turn, chunk by chunk."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass follows at once, so gathered weights stay.
     fsdp.fully_shard(head, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
@@ -180,7 +180,7 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
     sharded = [index for index, p in enumerate(head.parameters()) if isinstance(p, DTensor) and p.requires_grad]
 
     def with_gradient(*arguments: Any) -> LossOutput:
-        """Return a loss with a gradient even if no token is trained, because other processes wait for it."""
+        """Return a loss with a gradient even if no token is trained, because other processes wait for the gradient."""
         out = loss(*arguments)
         if out.loss_sum.requires_grad or not torch.is_grad_enabled() or not sharded:
             return out
@@ -193,7 +193,7 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
 
 
 def full_state_dict(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return weights and optimiser state by parameter name, gathered on the main process's CPU and empty elsewhere."""
+    """Return weights and optimiser state by parameter name: gathered on the main process's CPU, empty on the others."""
     weights, state = get_state_dict(head, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return weights, dict(state)
 
@@ -201,7 +201,7 @@ def full_state_dict(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
 def load_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state of ``full_state_dict``, saved by any number of processes; each process takes its shard.
 
-    Learning rates and the like stay those of ``optimizer``.
+    Learning rates and other settings of ``optimizer`` do not change.
     """
     if not state["state"]:  # every update so far was skipped
         return

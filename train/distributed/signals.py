@@ -1,7 +1,7 @@
 """Graceful shutdown: after SIGTERM or SIGINT, finish the step, save a checkpoint and exit with 128 + signal number.
 
-Outside ``defer_signals`` everything is on disk already, so the program ends at once. Inside, it ends where the program
-reads ``stop_signal``, or at the end of the block. A second Ctrl-C ends it without waiting.
+Outside ``defer_signals`` blocks everything is on disk already, so the program ends at once. Inside a block it ends
+where it checks ``stop_signal``, or at the end of the block. A second Ctrl-C ends it at once.
 """
 
 import os
@@ -20,7 +20,7 @@ class Stopped(SystemExit):
     """Raised to end the program after a signal, once its work is saved."""
 
     def __init__(self, signum: int, done: str = "") -> None:
-        """Describe the progress by ``done``, such as ``after step 7``."""
+        """Create the exception; ``done`` describes the progress in its message, such as ``after step 7``."""
         super().__init__(128 + signum)
         self.line = (
             f"stopped by {signal.Signals(signum).name}{f' {done}' if done else ''}; finished work is kept, and the "
@@ -30,10 +30,10 @@ class Stopped(SystemExit):
 
 class _State:
     received = 0
-    """The first signal that was received and has not ended the program yet; 0 for none."""
+    """Number of the first signal that was received and has not ended the program yet; 0 for none."""
     since = 0.0
     deferring = 0
-    """Nested ``defer_signals`` blocks that are open."""
+    """Number of nested ``defer_signals`` blocks that are open."""
 
 
 _state = _State()

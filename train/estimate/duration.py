@@ -24,13 +24,13 @@ LONG_PASS = 256
 PROMPT_TOKENS = 100
 """Tokens of a typical prompt with its chat template, used before the real prompts are known."""
 MAX_TURNS = 2
-"""Most turns of a conversation in a suite."""
+"""Largest number of turns of a conversation in a suite."""
 TREE_REPEATS = 11
-"""Passes per tree size when the costs of a step are measured."""
+"""Number of passes per tree size when the costs of a step are measured."""
 TRAINING_PASSES = 3
-"""Cost of training in forward passes: one forward, and a backward pass of twice its cost."""
+"""Cost of training in forward passes: one forward pass, and a backward pass of twice its cost."""
 TRAINING_OVERHEAD = 1.5
-"""Time of a training step over the time of its matrix products, on a CPU."""
+"""Time of a training step divided by the time of its matrix products, on a CPU."""
 
 
 class StageDurations:
@@ -39,7 +39,7 @@ class StageDurations:
     def __init__(
         self, run: RunConfig, base: BaseModel, devices: int, measured: Mapping[str, float] | None = None
     ) -> None:
-        """Use the seconds of a micro-batch that were ``measured`` in each phase, if they were."""
+        """Time a few passes. ``measured``: known seconds of a micro-batch, by phase."""
         self.run, self.base, self.devices, self.measured = run, base, devices, measured
         self.read_s = _pass_seconds(base, LONG_PASS) / LONG_PASS
         """Seconds per token of a long pass."""
@@ -50,7 +50,7 @@ class StageDurations:
         self.costs = Estimate(run, devices, device=base.device.type)
 
     def rows(self) -> list[tuple[str, str, float]]:
-        """Return stage, description and seconds of every stage that will run."""
+        """Name, description and seconds of every stage that will run."""
         known = {"corpora": self._corpora, "tree": self._tree, "evaluate": self._evaluate}
         rows = []
         for stage in self.run.stages:

@@ -1,4 +1,4 @@
-"""The memory of a training step, measured by running the step on tensors without memory."""
+"""The memory of a training step, found by running the step on meta tensors, which have shapes but no memory."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 COUNTED = flop_registry | {
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention]
 }
-"""Counters of operations. The backward pass of attention on a CPU has none."""
+"""Functions that count floating-point operations. torch has none for the backward pass of attention on a CPU."""
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
@@ -35,7 +35,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention that stores no matrix of scores, as fused kernels do; arguments as of torch's function."""
+    """Return attention without storing the matrix of scores, as fused kernels do; the arguments are torch's."""
     mask = None if attn_mask is None else _on_meta(attn_mask)
     out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
@@ -48,10 +48,10 @@ torch.library.impl("aten::scaled_dot_product_attention", "AutogradMeta", _fused_
 
 
 class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations on floating-point tensors compute shapes alone, and the sizes of all living tensors are added up.
+    """Mode in which operations on floating-point tensors compute only shapes, and the sizes of live tensors are summed.
 
     Floats are on the meta device. Integers and booleans are real, because they decide how many positions are trained.
-    torch's FakeTensorMode cannot be used: with fake integers these numbers are unknown.
+    torch's FakeTensorMode cannot be used, because its fake integers have no values.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= self._sizes.pop(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
+        """Run one operation, with floats on the meta device, and count its memory and arithmetic."""
         kwargs = dict(kwargs or {})
         tensors = _tensors(*args, *kwargs.values())
         if any(tensor.is_meta for tensor in tensors):
@@ -102,7 +102,7 @@ class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(*values: Any) -> list[Tensor]:
-    """Return the tensors among ``values`` and in their lists."""
+    """Return the tensors among ``values`` and in lists among them."""
     items = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
     return [item for item in items if isinstance(item, Tensor)]
 
@@ -112,7 +112,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return an index of ``tensor[...]`` with booleans as the numbers of the true ones, which the meta device needs."""
+    """Convert a boolean index of ``tensor[...]`` to the positions that are True, which the meta device needs."""
     return (index,) if index is None or index.dtype != torch.bool else index.nonzero().unbind(1)
 
 
@@ -152,14 +152,14 @@ class StepMemory:
         self.loss = peaks["head"]
         """Hidden states, activations and gradients, at the peak of the forward and backward passes."""
         self.step = memory.peak - held
-        """The same at the peak of the whole step, with the optimiser's temporary tensors."""
+        """Bytes at the peak of the whole step, which includes the optimiser's temporary tensors."""
 
     def _counted(
         self, batches: Iterable[tuple[TrainBatch, HiddenStates]], memory: FakeFloats
     ) -> Iterator[tuple[TrainBatch, HiddenStates]]:
         for batch in batches:
             self.base_operations = memory.operations
-            """Operations of the base alone."""
+            """Operations of the base only."""
             yield batch
 
 
@@ -170,7 +170,7 @@ def _make_gradients(head: nn.Module) -> None:
 
 
 def micro_batches(head: DraftHead, phase: PhaseConfig, share: float = 1.0) -> Iterator[tuple[TrainBatch, HiddenStates]]:
-    """Yield full rows, one document each, of which the last ``share`` of the tokens is trained, and their states."""
+    """Yield full rows of one document each, whose last ``share`` of tokens is trained, and their hidden states."""
     base, shape = head.base, (phase.micro_batch_size, phase.seq_len)
     batch = TrainBatch(
         input_ids=torch.randint(0, base.vocab_size, shape, device="cpu"),

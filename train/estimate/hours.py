@@ -1,4 +1,4 @@
-"""Hours of a run (``mode=estimate``): by arithmetic on known GPUs, and from a few real steps on this machine."""
+"""Hours of a run (``mode=estimate``): calculated for known GPUs, and from a few real steps on this machine."""
 
 import os
 from dataclasses import replace
@@ -27,14 +27,14 @@ from drafthead.train.trainer.step import train_step
 
 
 class Gpu(NamedTuple):
-    """A GPU's numbers as its maker states them."""
+    """Specifications of a GPU by its vendor."""
 
     tera_operations: float
-    """Dense bfloat16 operations per second, in 10**12."""
+    """Dense bfloat16 operations per second, in units of 10**12."""
     bandwidth: float
-    """Bytes per second, in 10**9."""
+    """Memory bandwidth in bytes per second, in units of 10**9."""
     gigabytes: int
-    """Memory."""
+    """Memory size."""
 
 
 GPUS = {
@@ -49,13 +49,13 @@ GPUS = {
     "B200": Gpu(2250, 8000, 180),
 }
 SHARE = 0.4
-"""Share of the peak that training reaches, an assumption."""
+"""Assumed share of a GPU's peak operations that training reaches."""
 MOST_OPERATIONS = 5e12
-"""Operations of a micro-batch above which a CPU does not measure steps: they would take minutes."""
+"""Largest number of operations of a micro-batch for which steps are measured on a CPU. Others would take minutes."""
 TOO_SHORT = 60.0
-"""Seconds on the slowest GPU below which arithmetic says nothing: set-up takes longer."""
+"""Seconds on the slowest GPU below which no time is calculated, because set-up takes longer."""
 STEPS = 3
-"""Steps that are measured; the fastest counts."""
+"""Number of steps to measure; the fastest counts."""
 
 
 def fits(needed: int, gigabytes: int) -> bool:
@@ -64,9 +64,9 @@ def fits(needed: int, gigabytes: int) -> bool:
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
-    """Return the least seconds of the answers and of each phase, on ``plan.devices`` of these GPUs.
+    """Return a lower bound on the seconds for the answers and for each phase, on ``plan.devices`` GPUs of this kind.
 
-    Training is bound by its matrix products. A decoding step reads all weights once, and it has products, too.
+    Training is bound by matrix products. A decoding step is bound by its products, and by reading all weights once.
     """
     speed, seconds = gpu.tera_operations * 1e12 * SHARE * plan.devices, {}
     config = plan.data.answers
@@ -79,14 +79,14 @@ def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
 
 
 def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> int:
-    """Return how many steps of the last phase fit ``hours`` if everything else stays as it is."""
+    """Return the number of steps of the last phase with which the whole run takes ``hours``."""
     name, phase = list(plan.phases.items())[-1]
     left = hours * 3600 - sum(seconds.values()) + seconds[name]
     return max(0, int(left * phase.steps / seconds[name]))
 
 
 def gpu_table(plan: Estimate, hours: float | None) -> Table:
-    """Return the time of a run on each known GPU that has room for it."""
+    """Return a table with the time of a run on each known GPU whose memory is large enough."""
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     rows = {name: gpu_seconds(plan, gpu) for name, gpu in GPUS.items()}
@@ -105,7 +105,7 @@ def gpu_table(plan: Estimate, hours: float | None) -> Table:
 
 
 def measured_step(run: RunConfig, base: BaseModel, plan: Estimate) -> dict[str, float]:
-    """Return the seconds of a full micro-batch with its update in each phase, on this machine."""
+    """Measure on this machine, and return per phase, the seconds of a full micro-batch with its update."""
     sharding = Sharding(run.shard, base.device)
     size = run.head_config().draft_vocab_size
     head = run.head_config().build(base, None if size is None else torch.arange(min(size, base.vocab_size)))
@@ -130,7 +130,7 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate) -> dict[str, 
 
 
 def why_not_measured(run: RunConfig, plan: Estimate) -> str:
-    """Return the reason why no real step can be run here; empty if it can."""
+    """Return the reason why real steps cannot be run here; empty if they can."""
     free, _ = memory()
     needed = max(plan.total(name) for name in plan.phases)
     if plan.devices > 1:
@@ -145,7 +145,7 @@ def why_not_measured(run: RunConfig, plan: Estimate) -> str:
 
 
 def _is_at_hand(base: BaseConfig) -> bool:
-    """Return True if the base can be loaded without a download."""
+    """Return True if the base can be loaded without downloading it."""
     if base.random or base.name == EMBEDDED:
         return base.random or smollm2_path().exists()
     files = ("model.safetensors", "model.safetensors.index.json")
@@ -173,7 +173,7 @@ def print_estimate(run: RunConfig) -> None:
 
 
 def machine_lines(run: RunConfig, devices: int) -> list[Table | str]:
-    """Return the time of every stage on this machine from real steps, or the reason why none was run."""
+    """Return the time of every stage on this machine from real steps, or a line with the reason why none was run."""
     plan = Estimate(run, devices, device=device_of(None).type)
     if reason := why_not_measured(run, plan):
         return [f"time on this machine: not measured, because {reason}"]

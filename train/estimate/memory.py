@@ -1,7 +1,7 @@
 """Costs of a run (``mode=estimate``): parameters, trained tokens, memory per GPU, disk. No weights are loaded.
 
-The memory of a step is measured by running the step on tensors without memory. Fragmentation of the allocator, the CUDA
-context and the workspaces of matrix products come on top: keep about 10 % and 1 GiB free.
+The memory of a step is found by running the step on tensors without memory (``fake_step.py``). Fragmentation of the
+allocator, the CUDA context and the workspaces of matrix products are not included: keep about 10 % and 1 GiB free.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from drafthead.train.estimate.fake_step import FakeFloats, StepMemory
 
 FLOAT32 = 4
 GATHERED_LAYERS = 2
-"""Layers of a sharded base that are gathered at a time: the current one and the next one."""
+"""Layers of a sharded base that are gathered at the same time: the current one and the next one."""
 TOKEN_ID = 4
 """Bytes of a token id on disk (int32)."""
 CACHED = 2
@@ -26,7 +26,7 @@ CACHED = 2
 
 
 class Estimate:
-    """The costs of a run on ``devices`` processes of type ``device``, with ``per_node`` (default: all) on each node.
+    """The costs of a run on ``devices`` devices of type ``device``, with ``per_node`` (default: all) on each node.
 
     Sizes are in bytes.
     """
@@ -68,57 +68,57 @@ class Estimate:
 
     @property
     def answer_tokens(self) -> int:
-        """Upper bound on the tokens of prompts and answers: each as long as allowed."""
+        """Upper bound on the tokens of prompts and answers, as if each had the largest allowed length."""
         corpus = self.data.answers
         prompts = corpus.prompts + corpus.self_prompted
         return prompts * (corpus.max_prompt_tokens + corpus.sampler.max_new_tokens)
 
     def rows_per_step(self, name: str) -> int:
-        """Return the rows of one optimiser step of a phase, on all devices."""
+        """Return the number of rows of one optimiser step of a phase, on all devices together."""
         return self.phases[name].rows(self.devices)
 
     def tokens(self, name: str) -> int:
-        """Return the positions that a phase reads, on all devices."""
+        """Return the number of tokens that a phase reads, on all devices together."""
         phase = self.phases[name]
         return phase.steps * self.rows_per_step(name) * phase.seq_len
 
     def trained_tokens(self, name: str) -> int:
-        """Estimate the positions that a phase trains, on all devices."""
+        """Estimate the number of tokens that a phase trains on, on all devices together."""
         return round(self.tokens(name) * self.trained_share(name))
 
     def trained_share(self, name: str) -> float:
-        """Estimate the share of trained positions: all of text, and of answers all but the prompts.
+        """Estimate the share of trained tokens: all tokens of text, and all tokens of answers except the prompts.
 
-        Both prompts and answers are assumed to be as long as allowed, so the true share can be larger or smaller.
+        Prompts and answers are assumed to have the largest allowed length, so the true share can be larger or smaller.
         """
         answer, prompt = self.data.answers.sampler.max_new_tokens, self.data.answers.max_prompt_tokens
         return 1.0 if self.phases[name].corpus == "text" else answer / (answer + prompt)
 
     def operations(self, name: str) -> float:
-        """Return the operations of a phase on all devices: the base reads all tokens, the head trains its share."""
+        """Return the floating-point operations of a phase on all devices, of the base's and the head's passes."""
         step, phase = self._step(name, accumulates=False), self.phases[name]
         share = self.trained_share(name)
         of_micro_batch = step.base_operations + share * (step.operations - step.base_operations)
         return of_micro_batch * phase.steps * self.rows_per_step(name) / phase.micro_batch_size
 
     def steps(self) -> dict[str, StepMemory]:
-        """Return a step of one micro-batch in each phase."""
+        """The memory of a step of one micro-batch, by phase."""
         return {name: self._step(name, accumulates=False) for name in self.phases}
 
     def total(self, name: str, mode: str | None = None) -> int:
-        """Return the bytes that a device needs in a phase, the sum of ``memory``."""
+        """Return the bytes that a device needs in a phase: the sum of ``memory``."""
         return sum(self.memory(name, mode).values())
 
     def memory(self, name: str, mode: str | None = None) -> dict[str, int]:
         """Return a device's bytes by purpose at the peak of a step, for ``shard.mode`` or another ``mode``.
 
-        The weights, the optimiser's moments and the step are those of a step that was run. What is sharded is divided
-        by the number N of shards, and gathered tensors are added:
+        The sizes come from a step that was run without memory. Sharded tensors are divided by the number N of shards,
+        and gathered tensors are added:
 
         - base weights, ``full``: 1/N of the layers (none if offloaded), and ``GATHERED_LAYERS`` layers. A trained base
           has a second copy of the layers.
-        - head: 1/N of its weights, gradients and moments in float32, and all weights as the head computes with them.
-        - step: gradients are reduced in float32, when the activations are freed already.
+        - head: 1/N of its weights, gradients and moments in float32, and all weights in the dtype of the computation.
+        - step: gradients are reduced in float32, after the activations were freed.
         """
         phase, mode = self.phases[name], mode or self.shard.mode
         wrapped = mode != "none" or self.precision != torch.float32

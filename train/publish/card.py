@@ -42,8 +42,8 @@ def write_card(
 ) -> None:
     """Write ``README.md``, ``eval.json`` and the loss curve into ``folder/head``.
 
-    ``quality`` compares a trained base with the original one. ``processes`` is the number that the run started with.
-    ``agreement`` is a line about transcripts.
+    ``quality`` compares a trained base with the original one. ``processes`` is the number of processes with which the
+    run started. ``agreement`` is a line about the transcripts' agreement with the base.
     """
     # Prompt and tree files are named without this machine's folders.
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
@@ -81,7 +81,7 @@ def write_card(
 
 
 def minimal_card(folder: Path) -> None:
-    """Write a short ``README.md`` into the folder of a head without a known run, such as an imported one."""
+    """Write a short ``README.md`` into the folder of a head whose run is unknown, such as an imported head."""
     config = read_head_config(folder)
     name = str(config["base"].get("name"))
     on_hub = _is_hub_name(name)
@@ -142,7 +142,7 @@ def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licenc
 
 
 def base_licences(base: BaseConfig) -> dict[str, Any]:
-    """Return ``license`` (and its name and link) from the base's own card; "unknown" if it cannot be read."""
+    """Return ``license`` (and its name and link) from the base's model card; "unknown" if there is none."""
     if base.name == EMBEDDED:
         return {"license": "apache-2.0"}
     card = Path(base.name) / "README.md"
@@ -165,10 +165,10 @@ def base_link(head: DraftHead) -> str:
 
 
 def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
-    """Return the formats for heads of this kind, and True if a current engine release loads this head in one of them.
+    """Return a row per format for heads of this type, and True if a current engine release loads this head.
 
-    A row holds the format, the engines whose current release loads it, and ``yes`` or the reasons why it cannot hold
-    this head.
+    A row holds the format, the engines whose current release loads it, and ``yes`` or the reasons why this head cannot
+    be written in it.
     """
     rows, is_loaded = [], False
     for head_format in all_formats().values():
@@ -185,9 +185,9 @@ def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
 
 
 def serving_lines(head: DraftHead, folder: Path) -> list[str]:
-    """Return the engines that load ``head``, which is saved in ``folder``, each with the two commands that serve it.
+    """Return, for each engine that loads the ``head`` in ``folder``, the commands that export and serve it.
 
-    If none loads it, return the reasons and the settings that avoid them.
+    If no engine loads it, return the reasons and the settings that avoid them.
     """
     drafts, is_adapted = min(head.depth, head.config.trained_positions), head.base.config.adapter is not None
     commands: dict[str, list[str]] = {}
@@ -215,7 +215,7 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
 
 
 def obstacles(rows: list[tuple[str, str, str]]) -> str:
-    """Return a sentence on why engines do not load this head although they load its kind; empty without such engines.
+    """Return the reasons why engines that load heads of this type do not load this head; empty without such engines.
 
     ``rows`` come from ``formats``.
     """
@@ -224,12 +224,12 @@ def obstacles(rows: list[tuple[str, str, str]]) -> str:
 
 
 def contents(run: RunConfig) -> str:
-    """Return what phases with ``corpus: answers`` train on."""
+    """Return a name for the data of phases with ``corpus: answers``, such as "the base's answers"."""
     return " and ".join(["transcripts"] * bool(run.data.transcripts) + ["the base's answers"] * run.data.uses_answers)
 
 
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
-    """Return name and description of the training's base, data and seed."""
+    """Return rows (name, description) about the base, the training data and the seed."""
     sampler, data = run.data.answers.sampler, run.data
     sampling = "greedy" if sampler.temperature == 0 else f"temperature {sampler.temperature:g}"
     sampling += f", top-k {sampler.top_k}" if sampler.top_k else ""
@@ -264,7 +264,7 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str 
 
 
 def _sources(sources: list[SourceConfig]) -> str:
-    """Return the names of data sets for readers elsewhere; a local file is named without its folder."""
+    """Return the names of data sources for a public card; a local file is named without its folder."""
     names = []
     for s in sources:
         name, details = Path(s.name).name, [s.subset or "", s.split, f"revision {s.revision}" if s.revision else ""]
@@ -281,8 +281,8 @@ def _sources(sources: list[SourceConfig]) -> str:
 def phase_row(name: str, phase: PhaseConfig, processes: int, answers: str = "the base's answers") -> tuple[str, ...]:
     """Return a phase's name, data, steps, tokens per step, learning rate and loss.
 
-    ``processes`` is the number that the run started with, which sets the rows of a step. ``answers`` is what phases
-    with ``corpus: answers`` train on.
+    ``processes`` is the number of processes with which the run started; it sets the rows of a step. ``answers`` names
+    the data of phases with ``corpus: answers``.
     """
     optim, loss = phase.optim, phase.loss
     tokens = phase.seq_len * phase.rows(processes)

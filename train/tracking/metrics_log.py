@@ -18,14 +18,14 @@ Row = Mapping[str, Any]
 class MetricsLog:
     """``metrics.jsonl``: one JSON object per line, appended. Numbers that are not finite become null.
 
-    A row holds ``total_step``, the finished optimiser steps over all phases. Resuming drops later rows.
+    A row holds ``total_step``, the number of finished optimiser steps over all phases. A resumed run drops later rows.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, row: Row) -> None:
-        """Append a row. It is safe from a later kill of this process."""
+        """Append a row and flush it to disk, so that a later kill of this process cannot lose it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(finite(row), allow_nan=False) + "\n")
@@ -42,9 +42,9 @@ class MetricsLog:
 
 
 def console_line(row: Row, steps: int) -> str:
-    """Return a row as one line of fixed order. ``steps`` is the length of the row's phase, for the eta.
+    """Return a row as one console line. ``steps`` is the number of steps of the row's phase, for the eta.
 
-    ``NAME_loss`` keys are terms of the loss, shown after it.
+    Keys ``NAME_loss`` are terms of the loss; they are shown after the loss.
     """
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
     terms = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))

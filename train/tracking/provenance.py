@@ -15,9 +15,9 @@ from drafthead.data.utils.machine import hardware, versions
 
 PACKAGES = ("datasets", "accelerate", "peft", "safetensors", "numpy", "hydra-core", "wandb")
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
-"""Environment variables that change what a run computes. Only these are recorded: others may hold secrets."""
+"""Environment variables that change the results of a run. Only these are recorded, because others may hold secrets."""
 MAX_DIFF_BYTES = 2_000_000
-"""Longest diff. A longer one is cut: a data file changed, not code."""
+"""Largest size of the recorded diff. A larger diff is cut, because it comes from a data file and not from code."""
 
 
 def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:

@@ -26,7 +26,7 @@ WANDB_TIMEOUTS: dict[str, Any] = {"init_timeout": 60, "finish_timeout": 600, "fi
 
 @settings(kw_only=True)
 class TrackerConfig:
-    """Experiment tracker that receives the metrics in addition to ``metrics.jsonl``."""
+    """Settings of the experiment tracker."""
 
     kind: Literal["none", "wandb", "tensorboard"] = "none"
     """Experiment tracker that also receives the metrics. Its package must be installed."""
@@ -42,10 +42,10 @@ class TrackerConfig:
 
 
 class Tracker:
-    """The recipe's tracker. It never fails a run: after its first error it prints one warning and stays silent.
+    """The tracker of a run. Its errors never end the run: after the first it prints one warning and sends no more.
 
-    Create it on the main process only, before the first row of ``metrics.jsonl``. A folder with rows resumes its wandb
-    run, and a folder without rows starts a new one.
+    Create it on the main process only, before the first row of ``metrics.jsonl``. If the folder has rows already, its
+    wandb run is resumed; otherwise a new one starts.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Tracker:
                 self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step)
 
     def replay(self, rows: Iterable[Row]) -> None:
-        """Send the rows that a resumed wandb run lacks, because a killed process may not have sent its last ones.
+        """Send the rows that a resumed wandb run lacks, because a killed process may not have sent its last rows.
 
-        Offline these are all rows, so that the newest folder holds the whole run. TensorBoard keeps its rows.
+        If wandb is offline, all rows are sent, so that its newest folder holds the whole run. TensorBoard needs none.
         """
         if self._wandb_run is not None:
             for row in rows:
@@ -84,7 +84,7 @@ class Tracker:
                     self.log(row, row["total_step"])
 
     def finish(self, evaluation: Row | None = None) -> None:
-        """Send the evaluation's numbers, for wandb also tables, report and files, and close. Later calls do nothing."""
+        """Send the evaluation (to wandb also tables, report and files) and close. Later calls do nothing."""
         with self._warning_on_error():
             if self._active:
                 if evaluation is not None:
@@ -169,7 +169,7 @@ class Tracker:
 
 
 def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
-    """Return wandb's mode for ``TrackerConfig.mode``. ``auto`` without a login is offline, else wandb would prompt.
+    """Return wandb's mode for ``TrackerConfig.mode``. ``auto`` without a login is offline, so that wandb does not ask.
 
     A login is WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
     """

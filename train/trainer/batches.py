@@ -21,11 +21,11 @@ from drafthead.train.corpora.corpora import Corpora
 
 Batch = tuple[TrainBatch, HiddenStates]
 MAX_UNSEEN_ROWS = 64
-"""Most rows of text that a trained base is measured on."""
+"""Largest number of text rows on which a trained base is measured."""
 
 
 class PhaseData:
-    """Rows with hidden states. A step's rows depend on the seed and the step alone: resuming needs no position."""
+    """Rows of a phase and their hidden states. A step's rows depend only on the seed and the number of the step."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PhaseData:
         cache: StoredHiddenStates | None,
         subset: np.ndarray | None = None,
     ) -> None:
-        """Use the rows whose numbers ``subset`` holds, by default all rows."""
+        """Use only the rows with the numbers ``subset``, by default all rows."""
         self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
         self.waited_s = 0.0
         """Seconds that ``stream`` has waited for the reading thread."""
@@ -87,10 +87,10 @@ class PhaseData:
 
 
 class RowOrder:
-    """An endless stream of reshuffled epochs. Any range of it follows from the seed alone."""
+    """An endless stream of reshuffled epochs. The seed determines any range of it, so resuming stores no position."""
 
     def __init__(self, rows: int | np.ndarray) -> None:
-        """Shuffle ``rows``, the number of rows or their numbers."""
+        """Take the rows to shuffle: their count, or an array of row numbers."""
         self._rows = np.arange(rows) if isinstance(rows, int) else rows
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
@@ -108,9 +108,9 @@ class RowOrder:
 def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: int) -> list[list[int]]:
     """Return the micro-batches of process ``rank`` in a step that trains on the rows ``numbers``.
 
-    Every process gets equally many micro-batches, none of them empty, each with at most ``micro_batch_size`` rows. The
-    rows of a step therefore do not depend on the number of processes. Example: 8 rows in micro-batches of 2 on 2
-    processes are [0 1] [4 5] on rank 0 and [2 3] [6 7] on rank 1.
+    Every process gets the same number of micro-batches, each with 1 to ``micro_batch_size`` rows. The rows of a step do
+    not depend on the number of processes. Example: 8 rows in micro-batches of 2 on 2 processes are [0 1] [4 5] on rank
+    0 and [2 3] [6 7] on rank 1.
     """
     count = -(-len(numbers) // (micro_batch_size * processes)) * processes
     if count > len(numbers):
@@ -126,7 +126,7 @@ def open_phase(
 ) -> PhaseData:
     """Open the rows of a phase's corpus, with cached hidden states if the phase asks for them.
 
-    The base reads the first ``num_rows`` rows of the stream of ``seed`` into the cache; by default all.
+    The cache holds the first ``num_rows`` rows in the order of ``seed``; by default all rows.
     """
     if phase.corpus == "text" and corpora.config.text.stream:
         return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec, None)
@@ -163,9 +163,9 @@ def open_held_out(
 
 
 def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets.Dataset | None:
-    """Return rows of the text corpus that no phase has trained the base on; None for a run without text.
+    """Return rows of the text corpus on which no phase has trained the base; None for a run without text.
 
-    Phases that train only the heads may have read them.
+    Phases that train only the head may have used them.
     """
     text_phases = [p for p in phases.values() if p.corpus == "text"]
     base_phases = [p for p in text_phases if p.train_base]
@@ -177,5 +177,5 @@ def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets
 
 
 def _rows_left_out(rows: datasets.Dataset) -> int:
-    """Return the number of last text rows that phases with ``train_base`` leave out: a tenth."""
+    """Return the number of text rows that phases with ``train_base`` do not use: the last tenth."""
     return min(MAX_UNSEEN_ROWS, max(1, len(rows) // 10))

@@ -1,8 +1,8 @@
-"""Boosting of drafters (SpecInfer, 2305.09781): a second head learns what the first one misses.
+"""Boosting of drafters (SpecInfer, 2305.09781): a second head learns the tokens that the first head misses.
 
-SpecInfer trains its second draft model on the samples that the first one gets wrong. Here every target token has its
-own weight: ``floor`` if the first head's tree holds it, else 1. Both heads are then combined in one tree, whose node
-at a depth is right if either head is right.
+SpecInfer trains its second draft model on the samples that the first one gets wrong. Here every target token has a
+weight: ``floor`` if the first head's tree contains it, else 1. Both heads then draft one combined tree, in which a
+token is accepted if either head drafts it.
 
 Shape legend: B rows, T tokens, K draft positions.
 """
@@ -22,7 +22,7 @@ from drafthead.train.trainer.batches import Batch
 
 
 def load_first(name: str, head: DraftHead) -> DraftHead:
-    """Load the first head onto the base of ``head``. It must read hidden states that ``head`` reads too."""
+    """Load the first head onto the base of ``head``. It may use only hidden states that ``head`` uses too."""
     first = load_head(name, head.base)
     if first.config.trains_base:
         raise UserError(f"boost.head={name} was trained together with its base; boost a head of the frozen base")
@@ -35,7 +35,7 @@ def load_first(name: str, head: DraftHead) -> DraftHead:
 
 
 def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float) -> Iterator[Batch]:
-    """Yield ``batches`` with target weights for a head of ``depth`` positions that complements ``first``."""
+    """Yield ``batches`` with target weights to train a head of ``depth`` positions that complements ``first``."""
     tree = first.tree or TokenTree.chain(first.depth)
     for batch, hidden in batches:
         ranks = first.candidate_ranks(batch, hidden, top=WIDTH)
@@ -45,8 +45,8 @@ def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float
 def target_weights(ranks: Tensor, tree: TokenTree, depth: int, floor: float) -> Tensor:
     """Return [B, T, depth] weights of every token as a target: ``floor`` if ``tree`` has a candidate of its rank.
 
-    ``ranks`` [B, T, K] come from ``candidate_ranks``, indexed by anchor: -1 means no rank. The token k + 1 after the
-    anchor t is draft position k, so the rank at (t, k - 1) weighs token t + 1 + k.
+    ``ranks`` [B, T, K] come from ``candidate_ranks`` and are indexed by anchor; -1 means no rank. Draft position k of
+    anchor t predicts token t + 1 + k, so the rank at (t, k - 1) determines the weight of token t + 1 + k.
     """
     widths = [1 + max((path[-1] for path in tree.paths if len(path) == k), default=-1) for k in range(1, depth + 1)]
     weights = torch.ones(*ranks.shape[:2], depth, device=ranks.device)

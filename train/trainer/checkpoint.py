@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, checked before use, sufficient to resume bit for bit.
+"""Checkpoints: written atomically, verified before use, sufficient to resume bit for bit.
 
 A checkpoint is the folder ``step-0000123``::
 
@@ -112,7 +112,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore a state of ``capture_rng``. States of accelerators are restored if there are as many."""
+    """Restore a state of ``capture_rng``; accelerators only if their number is the same."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -123,7 +123,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def undisturbed_rng() -> Iterator[None]:
-    """Restore the random generators after the block, for work that a resumed run repeats or skips."""
+    """Restore the random generators after the block. Use it for work that a resumed run may repeat or skip."""
     state = capture_rng()
     try:
         yield
@@ -139,20 +139,20 @@ FORMAT = 2
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class TrainState:
-    """The progress of a run. Counters say what is finished, so they are also the index of the next phase or step."""
+    """The progress of a run. Counters give finished items, so they are also the index of the next phase or step."""
 
     phase: NonNegative
     """Index in the recipe's list of phases."""
     step: NonNegative
-    """Optimiser steps finished in the phase: the position in its schedule, and in its data."""
+    """Optimiser steps finished in the phase. They give the position in its schedule and in its data."""
     global_step: NonNegative
-    """Optimiser steps finished over all phases; names the checkpoint."""
+    """Optimiser steps finished over all phases, as in the checkpoint's name."""
     processes: Positive = 1
-    """Processes that the run started with, which set the rows of a step. Other numbers may resume the run."""
+    """Number of processes with which the run started; it sets the rows of a step. Another number may resume the run."""
     score: float | None = None
     """Held-out mean accepted length, if it was measured at this step."""
     losses: list[float | None] = field(default_factory=list)
-    """Losses of the phase's latest steps, None for a skipped update."""
+    """Losses of the phase's latest steps; None for a skipped update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +166,9 @@ class Checkpoint:
     rng: list[dict[str, Any]]
     """One state per rank of the run that saved the checkpoint, for ``restore_rng``."""
     manifests: dict[str, Any]
-    """Manifests of the corpora that the head was trained on, by their name."""
+    """Manifests of the corpora on which the head was trained, by their name."""
     warnings: tuple[str, ...] = ()
-    """One line for every newer checkpoint that was damaged and skipped."""
+    """A line for every newer checkpoint that was skipped because it is damaged."""
 
 
 def save_checkpoint(
@@ -183,9 +183,9 @@ def save_checkpoint(
 ) -> Path:
     """Write ``folder/step-<global_step>``, then remove all but the newest ``keep`` checkpoints and the best one.
 
-    Call it on one process only. Checkpoints of later steps are removed too. A run that reaches this step again did not
-    resume from them, so they are damaged or belong to an earlier run. ``head`` and ``optimizer`` hold full
-    tensors; ``Checkpoint`` describes the other arguments.
+    Call it on one process only. Checkpoints of later steps are also removed: since the run did not resume from them,
+    they are damaged or belong to an earlier run. ``head`` and ``optimizer`` hold full tensors, not shards;
+    ``Checkpoint`` describes the other arguments.
     """
     plain_optimizer, optimizer_tensors = split_tensors(optimizer)
     plain_rng, rng_tensors = split_tensors(list(rng), "rank")
@@ -227,7 +227,7 @@ def save_checkpoint(
 def load_latest(folder: Path) -> Checkpoint | None:
     """Return the newest intact checkpoint of ``folder``; None if the folder has no checkpoint.
 
-    A damaged checkpoint (a missing file, a wrong checksum) is skipped and named in ``Checkpoint.warnings``.
+    A damaged checkpoint (a missing file, a wrong checksum) is skipped and listed in ``Checkpoint.warnings``.
 
     Raises:
         UserError: All checkpoints are damaged.
@@ -248,7 +248,7 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load_best(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint with the largest held-out mean accepted length (the latest of equals), or None."""
+    """Return the latest checkpoint among those with the largest held-out mean accepted length; None without any."""
     best = best_of(checkpoints(folder))
     return None if best is None else _load(best, ())
 
@@ -297,7 +297,7 @@ def best_of(paths: list[Path]) -> Path | None:
 
 
 def saved_state(path: Path) -> dict[str, Any]:
-    """Return the counters and the score of the checkpoint ``path``, unchecked; empty if it is damaged."""
+    """Return the counters and the score of the checkpoint ``path`` without verifying its files; empty if unreadable."""
     try:
         state = json.loads((path / STATE).read_bytes())["content"]["state"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -337,7 +337,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 @dataclass
 class TrainProgress:
-    """The next step of training, and the number of finished steps."""
+    """Position of the next training step, and the number of finished steps."""
 
     phase: int = 0
     step: int = 0
@@ -346,7 +346,7 @@ class TrainProgress:
 
 
 class CheckpointManager:
-    """Saves and restores one run. Create it on every process at once."""
+    """Saving and restoring of one run's checkpoints. Create it on every process at once."""
 
     def __init__(
         self, run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path, processes: Processes, display: Display
@@ -356,25 +356,25 @@ class CheckpointManager:
         self.checkpoints = folder / "checkpoints"
         self.progress = TrainProgress()
         self.loss_spikes = LossSpikeFilter(run.loss_spikes)
-        """Filter of the current phase."""
+        """Filter for the updates of the current phase."""
         self.initial_world_size = processes.count
-        """Processes that the run started with, which set the rows of a step."""
+        """Number of processes with which the run started; it sets the rows of a step."""
         self.score: float | None = None
         """Held-out mean accepted length, if it was measured after the latest step."""
         best = best_of(checkpoints(self.checkpoints))
         self.best_score: float | None = processes.gather(saved_state(best)["score"] if best else None)[0]
         self._trained_on: dict[str, Any] = {}
-        """Manifests of the corpora, from the checkpoint that the run resumed from."""
+        """Manifests of the corpora, from the checkpoint from which the run resumed."""
 
     def record_score(self, score: float) -> bool:
-        """Record a measurement after the latest step and return True if it is the best so far."""
+        """Record the held-out mean accepted length after the latest step; return True if it is the largest so far."""
         self.score = self.processes.gather(score)[0]  # either all processes save or none
         is_best = self.best_score is None or self.score > self.best_score
         self.best_score = self.score if is_best else self.best_score
         return is_best
 
     def save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
-        """Save everything needed to resume from here. Every process takes part, and the main process writes."""
+        """Save a checkpoint from which the run can resume. Every process takes part; the main process writes."""
         weights, optimizer_state = full_state_dict(self.head, optimizer)
         rng = self.processes.gather(capture_rng())
         if self.processes.rank:
@@ -428,13 +428,13 @@ class CheckpointManager:
         self.display.line(f"   resuming after step {state.global_step} (over all phases) of {self.folder}")
         if saved_count != processes.count:
             self.display.line(
-                f"   on {processes.count} processes instead of {saved_count}: each step keeps its rows, split among "
-                "the new number; sums round differently, and dropout draws other random numbers"
+                f"   on {processes.count} processes instead of {saved_count}: each step keeps its rows, divided among "
+                "the new processes; sums round differently, and dropout draws other random numbers"
             )
         return checkpoint
 
     def check_corpora(self) -> None:
-        """Reject corpora that differ from those the checkpoint was trained on."""
+        """Reject corpora that differ from those of the checkpoint's manifests."""
         for name, manifest in self.corpora.manifests.items():
             changed = difference(update_names(self._trained_on[name]), manifest) if name in self._trained_on else None
             if changed is not None:
@@ -445,7 +445,7 @@ class CheckpointManager:
                 )
 
     def diverged(self, reason: str) -> UserError:
-        """Return the error that ends a diverged run."""
+        """Return the error with which a diverged run ends."""
         name = list(self.run.phases)[self.progress.phase]
         return UserError(
             f"phase {name}, step {self.progress.step}: {reason}; training stopped, and {self.checkpoints} has the last "

@@ -11,7 +11,7 @@ from pydantic import Field
 from drafthead.data.utils.settings import require, settings
 
 HISTORY = 16
-"""Losses needed before the median is used. Until then only steps that are not finite are skipped."""
+"""Number of losses needed before the median is used. Until then an update is skipped only if it is not finite."""
 
 
 @settings(kw_only=True)
@@ -22,10 +22,10 @@ class LossSpikeConfig:
     """Skip an update if its loss exceeds this multiple of the recent median. 0 skips only updates whose loss or
     gradient is not finite."""
     window: Annotated[int, Field(ge=HISTORY)] = 100
-    """Latest steps of the phase over which the median and the skipped updates are counted."""
+    """Number of latest steps over which the median is taken and skipped updates are counted."""
     limit: int = 10
-    """Updates that may be skipped within the window. One more ends the run, with the weights of the last good
-    update."""
+    """Largest number of updates that may be skipped within the window. One more ends the run with an error; the
+    weights of the last good update are saved."""
 
     def __post_init__(self) -> None:
         require(self.spike == 0 or 1 < self.spike < math.inf, "spike", "> 1, or 0 to skip nothing finite", self.spike)
@@ -33,24 +33,24 @@ class LossSpikeConfig:
 
 
 class LossSpikeFilter:
-    """A filter that decides, at each step of a phase, whether to skip the update.
+    """Filter that decides at each step of a phase if the update is skipped.
 
-    Every process sees the same reduced numbers, so all processes agree.
+    Every process gets the same reduced numbers, so all processes decide alike.
     """
 
     def __init__(self, config: LossSpikeConfig, losses: Iterable[float | None] = ()) -> None:
-        """Start with the ``losses`` that a checkpoint of the phase saved."""
+        """Start with the phase's latest ``losses``, if a checkpoint has them."""
         self.config = config
         self._losses: deque[float | None] = deque(losses, maxlen=config.window)
 
     @property
     def losses(self) -> list[float | None]:
-        """Losses of the latest steps, None for a skipped one: the filter's whole state."""
+        """Losses of the latest steps, None for a skipped update. This is the filter's whole state."""
         return list(self._losses)
 
     @property
     def skipped(self) -> int:
-        """Skipped updates among the latest steps."""
+        """Number of skipped updates among the latest steps."""
         return sum(loss is None for loss in self._losses)
 
     def skip_reason(self, loss: float, grad_norm: float) -> str | None:

@@ -1,4 +1,4 @@
-"""AdamW and Muon, and the learning rate of every step as a pure function."""
+"""AdamW and Muon, and the learning rate as a function of the step."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -49,8 +49,8 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate's decay from the peak to the last step."""
     decay_from: Literal["warmup", "start"] = "warmup"
-    """Start of the decay: at the end of the warm-up, or at step 0. With ``start``, the lower of warm-up and decay
-    applies during the warm-up (IBM's MLPSpeculator recipe)."""
+    """Start of the decay: at the end of the warm-up (``warmup``), or at step 0 (``start``). With ``start``, the lower
+    of both rates applies during the warm-up (IBM's MLPSpeculator recipe)."""
     final_lr_ratio: Share = 0.1
     """Learning rate of the last step, as a fraction of the peak. ``schedule=constant`` ignores it."""
     warmup: Literal["linear", "parabolic"] = "linear"
@@ -66,9 +66,9 @@ class OptimConfig:
 def lr_at(config: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimiser step ``step`` (0-based) in a phase of ``steps`` steps.
 
-    Step i stands at i + 1 of its schedule, so that no step has a learning rate of 0. The warm-up ends at step
-    ``warmup_steps - 1``, and the last step has ``lr * final_lr_ratio``. IBM's training script is one step later: its
-    first step has a learning rate of 0.
+    Step i has the rate at point i + 1 of the schedule, so that no step has a learning rate of 0. The warm-up ends at
+    step ``warmup_steps - 1``, and the last step has ``lr * final_lr_ratio``. IBM's training script is one step later:
+    its first step has a learning rate of 0.
     """
     done = step + 1
     rise = WARMUPS[config.warmup](done / config.warmup_steps) if done < config.warmup_steps else 1.0
@@ -87,8 +87,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Return AdamW over the trainable ``parameters``, with Muon over ``matrices``. Only matrices decay.
 
-    Before every step the loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``. Groups are sorted
-    by multiplier, matrices first, with parameters in the given order: a resumed run finds its state by that order.
+    Before every step the training loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``. Groups
+    are sorted by multiplier, matrices first, with parameters in the given order. A resumed run relies on this order.
     """
     adamw_groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     muon_groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
@@ -98,7 +98,7 @@ def build_optimizer(
             groups = muon_groups if id(parameter) in muon_ids else adamw_groups
             groups.setdefault((lr_mult(parameter), parameter.ndim < 2), []).append(parameter)
     if not adamw_groups and not muon_groups:
-        raise UserError("the head has no trainable parameter; unfreeze a part of it in the recipe's head group")
+        raise UserError("the head has no trainable parameter; unfreeze a part of it with the settings head.*")
 
     def settings(groups: dict[tuple[float, bool], list[nn.Parameter]]) -> list[dict[str, Any]]:
         """Return torch's parameter groups, with a weight decay for matrices only."""
@@ -142,7 +142,7 @@ class JoinedOptimizer(Optimizer):
 
 
 def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
-    """Return the optimiser of a head, and of its base's adapters while they are trained.
+    """Return the optimiser of a head's parameters, and of its base's adapters if they are trained.
 
     Muon takes the weights of the head's linear layers, except projections to the vocabulary.
     """

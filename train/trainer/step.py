@@ -20,7 +20,7 @@ class StepResult:
     """The result of one or more steps. Tensors stay on the device until they are logged."""
 
     total: LossOutput
-    """Sums over micro-batches and processes."""
+    """Losses and metrics, summed over micro-batches and processes."""
     grad_norm: Tensor
     """Gradient norm of the latest step, before clipping."""
     skip_reason: str | None = None
@@ -59,17 +59,17 @@ def train_step(
 ) -> StepResult:
     """Accumulate gradients over the micro-batches, reduce, divide, clip, and update the head.
 
-    The step waits for the device once, for the numbers that ``should_skip`` reads.
+    The step waits for the device once, for the numbers that ``should_skip`` gets.
 
     Args:
         micro_batches: Batches and their hidden states [B, T, D], at least one.
         lr: Learning rate of this step; a parameter group multiplies it by its ``lr_mult``.
         clip_norm: Largest norm of the mean loss's gradient; 0 turns clipping off.
         progress: Share of the phase that is done after this step, in (0, 1].
-        reduce: Sums a tensor over processes. Sharded gradients are already summed by their backward pass.
-        should_skip: Returns the reason to skip the update for (mean loss, gradient norm), or None to apply it. It is
-            not called if no token is trained.
-        profile_hook: Called with ``head`` after each backward pass, and with ``optimiser`` after the update.
+        reduce: Function that sums a tensor over processes. Sharded gradients are already summed in the backward pass.
+        should_skip: Function of (mean loss, gradient norm) that returns the reason to skip the update, or None to apply
+            it. It is not called if no token is trained.
+        profile_hook: Function called with ``head`` after each backward pass, and with ``optimiser`` after the update.
     """
     optimizer.zero_grad(set_to_none=True)
     outputs = []
@@ -103,7 +103,7 @@ def train_step(
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """Scale the gradients to a total norm of at most ``max_norm`` and return the norm before scaling.
 
-    ``inf`` only measures. Sharded and replicated parameters may be mixed.
+    With ``max_norm=inf`` gradients stay unchanged. Sharded and replicated parameters may be mixed.
     """
     # torch's functions take either sharded or replicated tensors, so each group has its own call.
     groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]

@@ -1,4 +1,4 @@
-"""The training loop: phases in order, one console line per log step, checkpoints that resume exactly."""
+"""The training loop: phases in order, a console line every ``log_every`` steps, checkpoints that resume exactly."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -38,7 +38,7 @@ from drafthead.train.trainer.step import StepResult, evaluate_loss, train_step
 
 
 class Trainer:
-    """The training of one head through the phases of a run."""
+    """Training of one head in all phases of a run."""
 
     def __init__(
         self, run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path, launch: Launch, tracker: Tracker | None
@@ -49,7 +49,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(run, head, corpora, folder, launch.processes, launch.display)
 
     def train(self) -> None:
-        """Run every unfinished phase, starting at the newest checkpoint."""
+        """Run every unfinished phase, from the newest checkpoint on."""
         self.head.train()
         if self.processes.rank:
             set_seed(self.run.seed + self.processes.rank)  # heads are equal by now, but dropout must differ
@@ -128,7 +128,7 @@ class Trainer:
                 started += perf_counter() - paused  # logged speed leaves out validation and saving
 
     def _check_common(self, name: str, digest: str) -> None:
-        """Reject rows that differ between nodes, because steps choose rows by number."""
+        """Reject rows that differ between nodes, because a step's rows are given by their numbers."""
         digests = self.processes.gather(digest)
         if len(set(digests)) > 1:
             raise UserError(
@@ -159,7 +159,7 @@ class Trainer:
         return result
 
     def _open(self, name: str) -> PhaseData:
-        """Open a phase's rows; a cache is filled only for rows that the phase's steps take."""
+        """Open a phase's rows; hidden states are cached only for rows that the phase's steps use."""
         phase = self.run.phases[name]
         seed = self._row_seed(list(self.run.phases).index(name))
         num_rows = phase.steps * self._rows_per_step(phase)
@@ -209,7 +209,7 @@ class Trainer:
         self.display.line(console_line(row, self.run.phases[name].steps))
 
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
-        """Measure acceptance on the held-out answers and return True if it is the best so far."""
+        """Measure acceptance on the held-out answers; return True if the mean accepted length is the best so far."""
         self.head.eval()
         answers: list[Ranks] = []
 
