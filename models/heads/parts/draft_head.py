@@ -65,8 +65,8 @@ class DraftHeadConfig(ABC):
     """Rank of an induction head, which copies what followed earlier occurrences of the last two tokens. All draft
     positions share it. It is our addition, which no export format has. 0 turns it off."""
     markov_rank: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Rank of a correction of the logits by the previous token (DSpark's Markov head), for heads that do not read
-    their drafts. 0 turns it off."""
+    """Rank of a correction of the logits by the previous token (DSpark's Markov head). It is for heads that do not
+    read their drafts. 0 turns it off."""
     tied_markov: bool = True
     """Compute the Markov table [V, r] from the base's embedding by a trained matrix [D, r]. With false, train the whole
     table."""
