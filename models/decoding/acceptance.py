@@ -15,6 +15,7 @@ Shape legend: B rows, N tree nodes (root included), M requested nodes, S candida
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,13 +24,27 @@ from torch import Tensor
 from drafthead.data.utils.devices import reads_freely
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import PositiveShare, settings
-from drafthead.models.decoding.drafter import Acceptance, DraftConfig, DraftSampling, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD
 
 Target = Callable[[Tensor], Tensor]
 """Maps nodes of the proposal, [B, M] int64, to the target's distributions after them (with temperature, top-p and so
 on), [B, M, V]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """The result of verification. The step commits the accepted drafts and then the bonus, the target's own token."""
+
+    nodes: Tensor
+    """[B, 1 + D] int64: root and accepted nodes in order, padded with 0; D is at most the depth of the trees."""
+    accepted: Tensor
+    """[B] int64: accepted drafts, root excluded."""
+    bonus: Tensor
+    """[B] int64: the target's own token after the last accepted one."""
+    probs: Tensor | None = None
+    """[B, 1 + D, V] float: the target's distributions after ``nodes``, zeros for padding; None unless requested."""
 
 
 @settings(frozen=True, kw_only=True)

@@ -68,20 +68,6 @@ class Proposal:
             raise ValueError("top-k candidates have no probs; set draft_sampling to how the candidates were drawn")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Acceptance:
-    """The result of verification. The step commits the accepted drafts and then the bonus, the target's own token."""
-
-    nodes: Tensor
-    """[B, 1 + D] int64: root and accepted nodes in order, padded with 0; D is at most the depth of the trees."""
-    accepted: Tensor
-    """[B] int64: accepted drafts, root excluded."""
-    bonus: Tensor
-    """[B] int64: the target's own token after the last accepted one."""
-    probs: Tensor | None = None
-    """[B, 1 + D, V] float: the target's distributions after ``nodes``, zeros for padding; None unless requested."""
-
-
 @settings(frozen=True, kw_only=True)
 class DynamicTree:
     """A tree chosen in every step from the drafter's probabilities (EAGLE-2, 2406.16858)."""

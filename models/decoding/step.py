@@ -4,9 +4,11 @@
 
     DecodeState.step
       StepwiseSession.draft    growth.py         a head's session is a HeadSession (heads/parts/head_session.py)
-        start                  head_session.py   prepares the first level of the tree
+        start                  head_session.py   prepares the first level; a head that does not read its drafts (Medusa)
+                                                 computes the logits of all levels here, by its ``all_inputs``
         grow                   growth.py         chooses the nodes of every level from the logits that it asks for by
-          expand               head_session.py     the session's logits after a level: the head's ``advance``
+          expand               head_session.py     the session's logits after a level: by the head's ``advance``, or
+                                                   this level of the logits that ``start`` has computed
       BaseModel.verify_logits  base_model.py     the base's logits after all nodes, in one pass over the TreeCache
       greedy, or rule.verify   acceptance.py     accepts a path from the root, and adds the target's next token
       TreeCache.commit_path    kv_cache.py       keeps the keys and values of the path's nodes
@@ -28,9 +30,8 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
 from drafthead.data.utils.devices import on_device, wide_dtype
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.acceptance import AcceptanceRule, Target, greedy
+from drafthead.models.decoding.acceptance import Acceptance, AcceptanceRule, Target, greedy
 from drafthead.models.decoding.drafter import (
-    Acceptance,
     DraftConfig,
     Drafter,
     DraftSampling,

@@ -15,8 +15,8 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.lossless.enumerate import CommittedProbs, committed
 from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
-from drafthead.models.decoding.acceptance import AcceptanceRule, block, speculative, typical
-from drafthead.models.decoding.drafter import Acceptance, DraftConfig, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.acceptance import Acceptance, AcceptanceRule, block, speculative, typical
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree, TreeShape
