@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafthead.models.decoding.drafter import DraftConfig, Proposal
-from drafthead.models.decoding.growth import Levels, grow, root_only
+from drafthead.models.decoding.growth import LogitsSource, grow, root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import combine
@@ -79,7 +79,7 @@ def any_confidence(prefixes: Tensor) -> Tensor:
     return 0.4 + 0.6 * ((prefixes + 1) * 0.6180339887).frac()
 
 
-class _ByPrefix(Levels):
+class _ByPrefix(LogitsSource):
     """Tree levels in which every node has its own distribution, as from a model that has read the path."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
@@ -95,7 +95,7 @@ class _ByPrefix(Levels):
         return any_confidence(self._prefixes)
 
 
-class _ByLevel(Levels):
+class _ByLevel(LogitsSource):
     """Tree levels whose nodes share one distribution and its samples, as from Medusa's heads."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
@@ -128,8 +128,8 @@ class TableDraft:
         if self.draft_vocabulary is not None:
             ids = vocabulary - 1 - ids[: self.draft_vocabulary]
         table = TabularLM(self.table.logits[:, ids], vocabulary)
-        levels = (_ByLevel if self.shared else _ByPrefix)(table, prefixes)
-        return grow(levels, last_token, self.draft_config, ids, vocabulary, rng)
+        source = (_ByLevel if self.shared else _ByPrefix)(table, prefixes)
+        return grow(source, last_token, self.draft_config, ids, vocabulary, rng)
 
 
 def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource) -> Proposal:

@@ -120,7 +120,7 @@ class StepwiseDrafter(Protocol):
     """Size V of the target's vocabulary, the width of ``Proposal.probs``."""
 
 
-class Levels(ABC):
+class LogitsSource(ABC):
     """Gives the logits of one step's tree, one level of nodes after the other."""
 
     @abstractmethod
@@ -146,7 +146,7 @@ class Levels(ABC):
         raise NotImplementedError
 
 
-class StepwiseSession(Session, Levels):
+class StepwiseSession(Session, LogitsSource):
     """A session whose proposals ``grow`` builds from the logits that ``expand`` returns."""
 
     drafter: StepwiseDrafter
@@ -173,7 +173,7 @@ def root_only(last_token: Tensor) -> Proposal:
 
 
 def grow(
-    levels: Levels,
+    source: LogitsSource,
     last_token: Tensor,
     draft_config: DraftConfig,
     d2t: Tensor,
@@ -182,7 +182,7 @@ def grow(
 ) -> Proposal:
     """Return the tree that ``draft_config`` asks for, with its tokens.
 
-    Every level takes one call of ``levels.expand``. Its candidates are chosen first (``_likeliest`` or ``_sampled``),
+    Every level takes one call of ``source.expand``. Its candidates are chosen first (``_likeliest`` or ``_sampled``),
     and then ``_Stopping`` decides which of them get children. Drafting ends when no node of any row gets children. An
     example with five nodes::
 
@@ -195,7 +195,7 @@ def grow(
     a second row of the batch is confident of its node 1, its nodes 3 and 4 exist, and are padding in the first row.
 
     Args:
-        levels: gives the drafter's logits.
+        source: gives the drafter's logits; usually its session.
         last_token: [B] int64, the roots.
         draft_config: tree, sampling and thresholds.
         d2t: [W] int64, the target id of each draft id.
@@ -203,7 +203,7 @@ def grow(
         rng: random numbers for sampled candidates.
     """
     if isinstance(tree := draft_config.tree, DynamicTree):
-        return grow_dynamic(levels, last_token, tree, d2t)
+        return grow_dynamic(source, last_token, tree, d2t)
     device, rows = last_token.device, len(last_token)
     sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
     tokens = last_token.new_zeros(rows, len(tree))
@@ -212,9 +212,9 @@ def grow(
     probs: list[Tensor] = []
     frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
     for level in tree_levels(tree, device, sampled, most=len(d2t)):
-        logits = levels.expand(*frontier)
+        logits = source.expand(*frontier)
         slots = level.slots
-        if not stopping.has_parents(levels):
+        if not stopping.has_parents(source):
             break
         exists = likelihood = None
         if sampled:
@@ -280,7 +280,11 @@ def _sampled(
 
 
 class _Stopping:
-    """Decides where drafting stops: the nodes that exist in each row, and the frontier nodes that may get children."""
+    """Decides where drafting stops: the nodes that exist in each row, and the frontier nodes that may get children.
+
+    Without thresholds, and unless candidates are sampled without replacement, ``cuts`` is false and this class does
+    nothing: every node exists, and drafting never stops early.
+    """
 
     def __init__(self, draft_config: DraftConfig, tokens: Tensor) -> None:
         """Start with the roots alone; ``tokens`` [B, N] gives the shape."""
@@ -294,11 +298,11 @@ class _Stopping:
         self._expandable = self.active[:, :1]  # [B, F]
         self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
 
-    def has_parents(self, levels: Levels) -> bool:
+    def has_parents(self, source: LogitsSource) -> bool:
         """Apply ``prefix_threshold`` before children are drawn; return False if no node gets any."""
         if self._prefix == 0:
             return True
-        self._path_confidence = self._path_confidence * levels.confidence()
+        self._path_confidence = self._path_confidence * source.confidence()
         self._expandable = self._expandable & (self._path_confidence >= self._prefix)
         return self._any_expandable()
 
@@ -352,7 +356,7 @@ class _Stopping:
         return not reads_freely(self._expandable.device) or bool(self._expandable.any())
 
 
-def grow_dynamic(levels: Levels, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
+def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
     """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
 
     A node's score is the product of the drafter's probabilities along its path (here its logarithm). A parent therefore
@@ -367,7 +371,7 @@ def grow_dynamic(levels: Levels, last_token: Tensor, tree: DynamicTree, d2t: Ten
     frontier = tokens[0], frontier_node
     count = 1
     for _ in range(tree.depth):
-        logits = levels.expand(*frontier).float()
+        logits = source.expand(*frontier).float()
         read.append(frontier_node)
         width = min(tree.width, logits.shape[-1])
         values, candidates = logits.topk(width, dim=-1)
