@@ -66,6 +66,7 @@ class MedusaHead(DraftHead):
             for _ in range(config.num_draft_tokens)
         ).to(base.device)
         self.projections = self.lm_heads(config.num_draft_tokens if config.own_lm_head else 0)
+        self._packed_heads = 0
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
         if k == 0 and self.config.reads_last_token:
@@ -77,22 +78,21 @@ class MedusaHead(DraftHead):
         """Return what ``advance`` returns for the first ``depth`` heads, by fewer and larger products."""
         # The first blocks of several heads are packed together: as many heads as the longest draft so far had. Shorter
         # drafts, at the end of an answer, use a part of the outputs.
-        most = self.packed.get("most", lambda: [0])
-        most[0] = heads = max(most[0], depth)
-        first, *deeper = self.packed.get(heads, lambda: self._packed_blocks(heads))
+        self._packed_heads = heads = max(self._packed_heads, depth)
+        first, deeper = self.packed.get(heads, lambda: self._packed_blocks(heads))
         inputs = torch.cat([hidden, self.embed(last_token, unit=True)], -1) if self.config.reads_last_token else hidden
-        x = hidden[:, None] + F.silu(first[0](inputs).unflatten(-1, (heads, -1))[:, :depth])
+        x = hidden[:, None] + F.silu(first(inputs).unflatten(-1, (heads, -1))[:, :depth])
         for linears in deeper:
             outputs = [linear(hidden) for linear, hidden in zip(linears, x.unbind(1), strict=False)]
             x = x + F.silu(torch.stack(outputs, 1))
         return x
 
-    def _packed_blocks(self, heads: int) -> list[list[nn.Module]]:
-        """Return the linear layers of each block, for the first ``heads`` heads.
+    def _packed_blocks(self, heads: int) -> tuple[nn.Module, list[list[nn.Module]]]:
+        """Return packed linear layers of the first ``heads`` heads: of the first blocks, and of each deeper block.
 
         The layers of all heads' first blocks are joined to one, because they read the same input.
         """
         dtype = self.config.inference_dtype(self.base)
         by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]
         first, *deeper = zip(*by_head[:heads], strict=True)
-        return [[joined_linear(list(first), dtype)], *([inference_copy(x, dtype) for x in block] for block in deeper)]
+        return joined_linear(list(first), dtype), [[inference_copy(x, dtype) for x in block] for block in deeper]
