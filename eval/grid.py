@@ -50,7 +50,10 @@ def check_folders(folders: Sequence[str]) -> None:
 
 
 def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> list[Candidate]:
-    """Return each head's default and every combination of the grid that it can draft; ``config.head`` comes first."""
+    """Return each head's default, and every other pair of the grid's draft counts and thresholds that it can draft.
+
+    ``config.head`` comes first.
+    """
     folders = [config.head, *(folder for folder in config.grid.heads if folder != config.head)]
     heads = {folder: head if folder == config.head else load_head(folder, base) for folder in folders}
     deepest = max(each.depth for each in heads.values())

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The number of processes that share a corpus, and the rank of this process."""
+    """This process's rank among the processes that share a corpus, their number, and their barrier."""
 
     rank: int = 0
     size: int = 1

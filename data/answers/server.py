@@ -298,7 +298,10 @@ class ServerBackend:
     _model: tuple[str, bool] | None = field(default=None, init=False)
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the base's name on the server, and the form of its answers: token ids or text."""
+        """Return the manifest entry ``server``: the base's name there, and the form of the answers, token ids or text.
+
+        The server is not asked if ``recorded``, the manifest of a resumed corpus, has the entry.
+        """
         self._recorded = recorded.get("server")
         if self._recorded is None:
             model, as_text = self._find_model()

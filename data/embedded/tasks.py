@@ -23,7 +23,7 @@ LONG_PASSAGE_CHARACTERS = (4000, 24000)
 contexts."""
 SENTENCE_CHARACTERS = (40, 220)
 ARITHMETIC = 5000
-"""Number of word problems; some are drawn twice."""
+"""Number of word problems. They are drawn independently, so some occur twice."""
 _TITLE = re.compile(r"(.{3,60}?) -- ")
 _SENTENCE_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z])")
 

@@ -15,7 +15,8 @@ from drafthead.data.utils.files import read_json
 Tokenizer: TypeAlias = Any
 """A tokenizer of transformers, a ``PreTrainedTokenizerBase``. Importing that class would take seconds."""
 Message = dict[str, str]
-"""``{"role": "system" | "user" | "assistant", "content": ...}``. The base writes assistant messages with no content."""
+"""``{"role": "system" | "user" | "assistant", "content": ...}``. The base fills in assistant messages whose content is
+empty."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class ExportConfig(SuiteConfig):
     out: str
     """Folder to write; it must not exist yet."""
     dtype: Dtype = "auto"
-    """Type of the exported weights. ``auto`` keeps the head's type."""
+    """Dtype of the exported weights. ``auto`` keeps the head's."""
     base: BaseConfig = field(default_factory=BaseConfig)
     base_name: str | None = None
     """Hub id or folder from which engines load the base. With null, the name under which drafthead loaded it. A base

@@ -49,7 +49,10 @@ class TabularLM:
         return TabularLM(self.logits + spread * noise)
 
     def after(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
-        """Return the numbers of the prefixes extended by ``tokens``; 0 if the table has no such prefix."""
+        """Return the numbers of the prefixes extended by ``tokens``, of the same shape.
+
+        A prefix too long for the table becomes 0: the distribution after it is then that of the empty prefix.
+        """
         longer = prefixes * self.vocabulary + 1 + tokens
         return torch.where(longer < len(self.logits), longer, 0)
 

@@ -154,8 +154,8 @@ def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) ->
     """Return the predicted performance of drafts that consist of the first 0, 1, 2, ... nodes, from measured costs.
 
     ``values``: probability that each node is accepted, in the order in which nodes are added; for a chain the running
-    products of its conditional acceptances. ``depths``: depth of each node. "nodes" counts the root, so 1 means
-    autoregressive decoding.
+    products of its conditional acceptances. ``depths``: depth of each node. In the result, "nodes" counts the root, so
+    1 means autoregressive decoding.
     """
     deepest = accumulate(depths, max, initial=0)
     return [

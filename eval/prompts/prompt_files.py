@@ -48,8 +48,9 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
 
     ``spec`` is ``NAME[:SPLIT[:COLUMN]]``. NAME is a Hub id (``user/name`` or ``user/name/config``), a dataset folder or
     a data file. SPLIT may be a slice such as ``train[:200]``; the default is the first of test, validation and train.
-    COLUMN holds the values that a key of a JSONL line may have; the default is the first of ``PROMPT_COLUMNS`` and
-    ``MORE_COLUMNS`` that exists. Tasks come from a column "task" or "category"; otherwise NAME is the only task.
+    COLUMN holds texts, conversations, lists of the user's turns, or token ids; the default is the first of
+    ``PROMPT_COLUMNS`` and ``MORE_COLUMNS`` that exists. Tasks come from a column "task" or "category"; otherwise the
+    last part of NAME is the only task, without a data file's suffix.
     """
     match = _SPEC.fullmatch(spec)
     if match is None:
@@ -64,9 +65,11 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
         label = next((c for c in TASK_COLUMNS if c in rows.column_names and c != column), None)
         # Of these columns only: others may hold images, which cost time to decode.
         chosen = rows.select_columns([column, *([label] if label else [])])
+        path = Path(name).expanduser()
+        task = path.stem if path.is_file() else path.name  # "user/data-v1.5" has no suffix
         prompts = _convert_all(
             ((f"row {n}", row) for n, row in enumerate(chosen)),
-            lambda row, number: to_prompt(row[column], number, row[label] if label else Path(name).stem),
+            lambda row, number: to_prompt(row[column], number, row[label] if label else task),
             f"dataset {name!r}",
             f"column {column!r} must hold texts, conversations that have a user's turn, lists of texts, or token ids",
         )

@@ -159,7 +159,8 @@ class SimulatedAcceptance:
     mean_accepted_length: float
     """Committed tokens of all answers divided by their steps, as in ``mean_accepted_length`` of the metrics."""
     interval: tuple[float, float] | None
-    """95 % bootstrap interval over answers; None for fewer than two. Acceptance is an expectation and adds no noise."""
+    """95 % interval of ``mean_accepted_length``, by a bootstrap over answers; None for fewer than two answers. Its only
+    noise is the choice of answers, because acceptance is an expectation."""
     steps: float
     """Expected number of steps over all answers."""
     tokens: int

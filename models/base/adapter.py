@@ -69,8 +69,8 @@ def merge(model: Any, name: str) -> Any:
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA" or config.get("megatron_config"):  # megatron_config makes peft import any module
         raise UserError(
-            f"{folder / CONFIG} has an adapter of type {kind}, but only plain LORA is supported. Merge it into its "
-            "base with peft's merge_and_unload, save the model, and set base.name to its folder"
+            f"{folder / CONFIG} has an adapter of type {kind}, but only LORA without megatron_config is supported. "
+            "Merge it into its base with peft's merge_and_unload, save the model, and set base.name to its folder"
         )
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:

@@ -241,7 +241,8 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
         )
     if unknown:
         raise UserError(
-            f"{kind} models have layers of unknown type {unknown}; choose another base (docs/explanation/bases.md)"
+            f"{kind} models have layers of unknown type {unknown}; choose another base (docs/reference/bases.md lists "
+            "families)"
         )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(

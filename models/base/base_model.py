@@ -429,7 +429,10 @@ def _static(
     spec: HiddenStatesSpec,
     partial_forward: PartialForward | None,
 ) -> StaticKVCache | None:
-    """Return the cache if a CUDA graph can run the pass, which must cover a whole tree and all layers, else None."""
+    """Return the cache if a CUDA graph can run the pass, else None.
+
+    A graph runs a whole tree through all layers. It returns no states of single layers, so ``spec`` must name none.
+    """
     whole = new == len(shape) and not (spec.layers or partial_forward)
     return cache if whole and isinstance(cache, StaticKVCache) and cache.fits(new) else None
 

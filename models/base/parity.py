@@ -171,8 +171,8 @@ def check_against_stock(base: Base) -> None:
             for what, logits, stock in _readings(base, results):
                 if (error := relative_error(base, logits, stock)) > tolerance(base):
                     raise UserError(
-                        f"{kind} run {what} differs from stock transformers by {error:.1%} of the largest logit, so "
-                        "drafts would change the output; choose another base "
+                        f"the logits of {kind} run {what} differ from stock transformers by {error:.1%} of the largest "
+                        "one, so drafts would change the output; choose another base "
                         "(docs/reference/bases.md lists families)"
                     )
     finally:

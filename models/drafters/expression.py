@@ -282,7 +282,7 @@ def _nested(
         return TriForce(base, model.budget, named.name, num_tokens=model.depth, drafter=drafter, draft_config=config)
     if not isinstance(model, ModelDrafter):
         raise UserError(
-            f"in {expression.text!r}, {named.text!r} is not a model, which must come first; give early_exit:LAYERS, "
+            f"in {expression.text!r}, the first part {named.text!r} is not a model; give early_exit:LAYERS, "
             "budget:POSITIONS or model:NAME"
         )
     return VerticalCascade(model.model, drafter, num_tokens=model.depth, draft_config=config, target=base)

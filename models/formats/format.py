@@ -117,7 +117,7 @@ class Format:
     other_keys: ClassVar[frozenset[str]] = frozenset()
     """Further keys of ``config.json`` that an import uses. Users may override every key that is used."""
     fixed: ClassVar[Mapping[str, Fixed]] = {}
-    """Settings of the head -> the only value that the format supports."""
+    """Settings of the head -> the only value that the format supports, with texts for messages."""
     parts: ClassVar[frozenset[str]] = frozenset()
     """Settings of optional modules that the format can store: ``markov_rank``, ``confidence``."""
     vocabulary_advice: ClassVar[str | None] = "head.draft_vocab_size=null"

@@ -76,7 +76,7 @@ class MLPSpeculatorFormat(Format):
         return config.get("model_type") == "mlp_speculator"
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Fill in ``inner_dim``, and drop copies of tied tensors."""
+        """Fill in a missing ``inner_dim`` from ``emb_dim``, and drop copies of tied tensors."""
         checkpoint = super().normalize(checkpoint)
         config, tensors = dict(checkpoint.config), checkpoint.tensors
         if (kinds := config.get("architectures")) and "MLPSpeculatorPreTrainedModel" not in kinds:

@@ -87,7 +87,10 @@ class DraftLM(DraftHead):
         return DraftLMSession(self, rows)
 
     def inference_trunk(self) -> BaseModel:
-        """Return the model (embedding, layers and norm) to draft with; it is fused and packed if the base is."""
+        """Return the model (embedding, layers and norm) to draft with.
+
+        It is the trained one, or a fused and packed copy if the base is packed.
+        """
         if not self.base.prepacked:
             return self._trunk
         layers = deepcopy(self.layers).requires_grad_(False)

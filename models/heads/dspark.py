@@ -91,7 +91,7 @@ class DSparkConfig(DraftHeadConfig):
             raise ValueError("head.layers must name at least one layer, or be null")
         if self.copy_layers and (self.reads_state or self.intermediate_size is not None):
             other = "reads_state" if self.reads_state else "intermediate_size"
-            raise ValueError(f"head.copy_layers excludes head.{other}; set head.copy_layers=false")
+            raise ValueError(f"head.copy_layers cannot be combined with head.{other}; set head.copy_layers=false")
 
     def check_layers(self, num_layers: int) -> None:
         super().check_layers(num_layers)

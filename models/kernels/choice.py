@@ -32,10 +32,8 @@ WORTH_MEASURING = 2**23
 REPEATS, LONG_SECONDS = 3, 20.0
 """Measurements of every pass, and seconds after which the measurement of a large base stops with two of them."""
 COPY_SHARE = 1 / 8
-"""Largest share of the machine's memory for packed copies of weights that have a compiled copy too.
-
-They are kept because the packed product is up to a tenth faster for hundreds of rows.
-"""
+"""If only compiled kernels were chosen, packed copies of the weights are still kept, as long as all copies together
+take less than this share of the machine's memory. For hundreds of rows, the packed product is up to a tenth faster."""
 PLAIN_ROWS = 4
 """Most rows for which the plain product is measured; for more, it is never the fastest."""
 MARGIN = 0.97

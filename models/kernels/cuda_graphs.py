@@ -43,7 +43,8 @@ class GraphBackend:
         except Exception as error:  # a host read, an operation that cannot be captured, out of memory, ...
             self.enabled = False
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            warnings.warn(f"graphs are off for this model: {reason}", RuntimeWarning, stacklevel=2)
+            message = f"CUDA graphs are off for this model, so it runs more slowly: {reason}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
             return None
 
     def _record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:

@@ -140,7 +140,10 @@ class StageDurations:
 
 
 def _pass_seconds(base: BaseModel, tokens: int) -> float:
-    """Return the seconds of one pass of the base over ``tokens`` tokens, with logits: the fastest of three."""
+    """Return the seconds of the fastest of three passes of the base over ``tokens`` tokens, at most ``max_context``.
+
+    A pass computes the logits after the last token only.
+    """
     tokens = min(tokens, base.max_context)
     ids = torch.zeros(1, tokens, dtype=torch.long, device=base.device)
     seconds = []

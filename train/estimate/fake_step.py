@@ -117,7 +117,8 @@ def _numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class StepMemory:
-    """Bytes that a phase's optimiser and training step need in addition to the weights of ``head`` and its base."""
+    """Operations of a phase's training step, and the bytes that it needs in addition to the weights of ``head`` and its
+    base."""
 
     def __init__(self, head: DraftHead, phase: PhaseConfig, memory: FakeFloats, accumulates: bool) -> None:
         """Run one step on a full micro-batch; ``memory`` counts the weights already.

@@ -49,7 +49,7 @@ GPUS = {
     "B200": Gpu(2250, 8000, 180),
 }
 SHARE = 0.4
-"""Assumed share of a GPU's peak operations that training reaches."""
+"""Assumed share of a GPU's peak operations per second that training reaches."""
 MOST_OPERATIONS = 5e12
 """Largest number of operations of a micro-batch for which steps are measured on a CPU. Others would take minutes."""
 TOO_SHORT = 60.0
@@ -79,7 +79,10 @@ def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
 
 
 def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> int:
-    """Return the number of steps of the last phase with which the whole run takes ``hours``."""
+    """Return the number of steps of the last phase with which the whole run takes ``hours``, at least 0.
+
+    ``seconds`` has the time of every stage of the planned run, as from ``gpu_seconds``; phases have their own names.
+    """
     name, phase = list(plan.phases.items())[-1]
     left = hours * 3600 - sum(seconds.values()) + seconds[name]
     return max(0, int(left * phase.steps / seconds[name]))

@@ -22,14 +22,18 @@ from drafthead.train.trainer.batches import Batch
 
 
 def load_first(name: str, head: DraftHead) -> DraftHead:
-    """Load the first head onto the base of ``head``. It may use only hidden states that ``head`` uses too."""
+    """Load the first head, a folder or Hub repository, onto the base of ``head``.
+
+    The first head must read the same layers of the base as ``head``, or only the final hidden state. It must have been
+    trained on a frozen base.
+    """
     first = load_head(name, head.base)
     if first.config.trains_base:
         raise UserError(f"boost.head={name} was trained together with its base; boost a head of the frozen base")
     if first.spec.layers not in ((), head.spec.layers):
         raise UserError(
             f"boost.head={name} reads the base's layers {first.spec.layers}, but the trained head reads "
-            f"{head.spec.layers}; boost a head that reads the same layers"
+            f"{head.spec.layers}; boost a head that reads the same layers, or none"
         )
     return first.eval()
 
@@ -43,10 +47,10 @@ def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float
 
 
 def target_weights(ranks: Tensor, tree: TokenTree, depth: int, floor: float) -> Tensor:
-    """Return [B, T, depth] weights of every token as a target: ``floor`` if ``tree`` has a candidate of its rank.
+    """Return the weights [B, T, depth] of every token as a target: ``floor`` if ``tree`` drafts its rank, else 1.
 
-    ``ranks`` [B, T, K] come from ``candidate_ranks`` and are indexed by anchor; -1 means no rank. Draft position k of
-    anchor t predicts token t + 1 + k, so the rank at (t, k - 1) determines the weight of token t + 1 + k.
+    ``ranks`` [B, T, K] come from ``candidate_ranks``; -1 means no rank. Draft positions k count from 1: position k of
+    anchor t predicts token t + 1 + k, so ``ranks[b, t, k - 1]`` determines ``weights[b, t + 1 + k, k - 1]``.
     """
     widths = [1 + max((path[-1] for path in tree.paths if len(path) == k), default=-1) for k in range(1, depth + 1)]
     weights = torch.ones(*ranks.shape[:2], depth, device=ranks.device)

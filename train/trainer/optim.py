@@ -20,12 +20,12 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "constant": lambda done: 1.0,
 }
-"""Maps of decay progress (0 to 1) to the remaining decay factor (1 to 0)."""
+"""Functions of the decay's progress (0 to 1) that return the decay factor: from 1 to 0, or always 1 (``constant``)."""
 WARMUPS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "parabolic": lambda done: 1 - (1 - done) ** 2,
 }
-"""Maps of warm-up progress (0 to 1) to the fraction of the peak (0 to 1)."""
+"""Functions of the warm-up's progress (0 to 1) that return the share of the peak learning rate (0 to 1)."""
 
 
 @settings(kw_only=True)

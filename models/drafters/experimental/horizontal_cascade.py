@@ -90,7 +90,7 @@ class CascadeSession(CompositeSession):
 
 
 def drafted_tokens(proposal: Proposal) -> Tensor:
-    """Return the number of drafts in each row's chain, [B] int64; padding nodes must come last."""
+    """Return the number of drafts in each row's chain, without root and padding, [B] int64; padding must come last."""
     return (proposal.shape.parents >= 0).sum(1).expand(proposal.tokens.shape[0])
 
 

@@ -44,7 +44,7 @@ class DraftLMHeads(nn.Module):
         return replace(self._target_lm_head, weight=self.weights[self._index(k)])
 
     def _index(self, k: int) -> int:
-        """Return the index of position k's projection; 0 if there is none of its own (the base's is shared)."""
+        """Return the index of position k's trained projection; 0 if there are none, and all share the base's."""
         return max(0, min(k, len(self.weights) - 1))
 
     def logits(self, hidden: Tensor, k: int | None = 0) -> Tensor:

@@ -110,7 +110,7 @@ def _attached(folder: Path, base: BaseModel) -> DraftHead:
 
 
 def head_types() -> list[str]:
-    """Return the names of the modules under ``models/heads/``."""
+    """Return the types of heads: the names of the modules, not the packages, in ``models/heads/``."""
     return [module.name for module in pkgutil.iter_modules(import_module(PACKAGE).__path__) if not module.ispkg]
 
 

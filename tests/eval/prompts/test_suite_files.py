@@ -142,16 +142,18 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "opened"),
+    ("spec", "opened", "task"),
     [
-        ("user/name:test", ("user/name", None, "test")),
-        ("user/name/main:dev", ("user/name", "main", "dev")),
-        ("gsm8k:test", ("gsm8k", None, "test")),
+        ("user/name-v1.5:test", ("user/name-v1.5", None, "test"), "name-v1.5"),
+        ("user/name/main:dev", ("user/name", "main", "dev"), "main"),
+        ("gsm8k:test", ("gsm8k", None, "test"), "gsm8k"),
     ],
 )
-def test_a_hub_dataset_with_a_configuration(dataset_hub: Any, spec: str, opened: tuple[str, str | None, str]) -> None:
+def test_a_hub_dataset_with_a_configuration(
+    dataset_hub: Any, spec: str, opened: tuple[str, str | None, str], task: str
+) -> None:
     dataset_hub.rows = lambda revision: datasets.Dataset.from_dict({"prompt": ["x"]})
-    assert len(read_dataset(spec)) == 1
+    assert [prompt.task for prompt in read_dataset(spec)] == [task]
     assert tuple(dataset_hub.opened[key] for key in ("name", "subset", "split")) == opened
     dataset_hub.rows = lambda revision: datasets.Dataset.from_dict({"prompt": []})
     with pytest.raises(UserError, match="has no rows in split"):

@@ -131,7 +131,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
         "does not fit the base: .*size mismatch",
     ),
     (lambda folder: configure(folder, peft_type="LOHA"), "adapter of type LOHA"),
-    (lambda folder: configure(folder, megatron_config={"a": 1}, megatron_core="antigravity"), "only plain LORA"),
+    (lambda folder: configure(folder, megatron_config={"a": 1}, megatron_core="antigravity"), "only LORA without"),
     (lambda folder: configure(folder, target_modules=["query_key_value"]), "does not fit .*query_key_value"),
 ]
 

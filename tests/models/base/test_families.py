@@ -102,9 +102,9 @@ GROUPED_SDPA = attention.grouped_sdpa
 @pytest.mark.parametrize(
     ("place", "fault", "shape", "says"),
     [
-        ("models.base.windows.Window.sees", one_further, "mistral", r"mistral run in one pass differs .* [\d.]+%"),
-        ("models.kernels.attention.grouped_sdpa", without_sinks, "gpt_oss_full", "gpt_oss run in one pass differs"),
-        ("models.cache.kv_cache.TreeCache.positions", lambda _, depths: depths, "llama", "llama run in chunks differs"),
+        ("models.base.windows.Window.sees", one_further, "mistral", r"mistral run in one pass differ .* [\d.]+%"),
+        ("models.kernels.attention.grouped_sdpa", without_sinks, "gpt_oss_full", "gpt_oss run in one pass differ"),
+        ("models.cache.kv_cache.TreeCache.positions", lambda _, depths: depths, "llama", "llama run in chunks differ"),
     ],
 )
 def test_a_base_that_computes_something_else_is_refused(

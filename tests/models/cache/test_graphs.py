@@ -259,7 +259,8 @@ def test_a_failed_capture_warns_once_and_stays_eager(make: MakeBase, bases: tupl
         warnings.simplefilter("always")
         for drafter in (None, head):
             assert decode(base, drafter, PROMPT, max_new_tokens=24, ignore_eos=True).tokens == expected
-    assert [str(w.message) for w in caught] == ["graphs are off for this model: operation not permitted"]
+    (message,) = [str(w.message) for w in caught]
+    assert "graphs are off" in message and message.endswith(": operation not permitted")
 
 
 def test_a_moved_head_forgets_its_graphs(make: MakeBase) -> None:
