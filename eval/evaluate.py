@@ -142,8 +142,9 @@ def predict(
     costs: CostModel,
     texts: Sequence[FinishedAnswer] | None = None,
 ) -> dict[str, Any] | None:
-    """Return the mean accepted length and speedup expected on ``config``'s test half, simulated on its dev half.
+    """Return the performance expected on ``config``'s test half, simulated on its dev half.
 
+    The keys are "mean_accepted_length", its "interval_95", "speedup", and the mean tree size "nodes", root included.
     ``texts`` are the base's answers to the dev half, if they exist. The result is None if the simulation is impossible:
     the split is not ``test``, the rule is lossy, the sampler has settings other than the temperature, or a combined
     drafter samples its drafts.
@@ -296,7 +297,10 @@ def served_as_trained(
     equalities: dict[str, list[Equality]],
     config: EvalConfig,
 ) -> dict[str, Any]:
-    """Return "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures."""
+    """Return "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures.
+
+    ``equalities`` has, per method, the comparison of its answers with our autoregressive answers.
+    """
     plain = {
         engine: _compared(base, timed, engine + PLAIN, engine, config, config.engine.tie)
         for engine in served.facts

@@ -219,7 +219,10 @@ class OnlineLearner:
         sampler: Sampler = GREEDY,
         seed: int = 0,
     ) -> tuple[DecodeResult, OnlineExample]:
-        """Answer a prompt with the present head and the exact rule; then learn from the answer."""
+        """Answer the prompt ``ids`` with the present head and the exact rule; then learn from the answer.
+
+        ``draft_config`` is by default the head's own. The example holds the answer for training.
+        """
         result = decode(
             self.head.base,
             self.recorder,
@@ -274,7 +277,7 @@ class OnlineLearner:
 
     def save(self, folder: Path, made_by: dict[str, Any]) -> None:
         """Save a checkpoint after an update: weights, moments, random states and times. Later answers are repeated on
-        resume.
+        resume. ``made_by`` describes the stream; ``restore`` compares it.
         """
         state = TrainState(phase=0, step=self.updates, global_step=self.answered)
         manifests = {"stream": made_by, "seconds": [self.decode_s, self.update_s]}
@@ -282,7 +285,10 @@ class OnlineLearner:
         save_checkpoint(folder, state, head, optimizer, rng=[capture_rng()], manifests=manifests, keep=2)
 
     def restore(self, folder: Path, made_by: dict[str, Any]) -> bool:
-        """Continue from the newest checkpoint of the same stream; return False if there is none."""
+        """Continue from the newest checkpoint; return False if there is none.
+
+        If it was saved with another ``made_by``, the first difference is a ``UserError``.
+        """
         checkpoint = load_latest(folder)
         if checkpoint is None:
             return False

@@ -330,7 +330,10 @@ class ServerBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield all answers on the first process as they arrive; the other processes request none."""
+        """Yield all answers on the first process as they arrive; the other processes request none.
+
+        The arguments are those of ``Backend.shards``.
+        """
         if group.rank:
             return
         missing = [prompt for prompt in prompts if prompt[0] not in done]

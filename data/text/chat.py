@@ -77,7 +77,10 @@ def render(
     template_kwargs: Mapping[str, Any] | None = None,
     generation_prompt: bool = True,
 ) -> str:
-    """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start."""
+    """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start.
+
+    ``template_kwargs`` are variables of the template, such as ``{"enable_thinking": False}``.
+    """
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:
@@ -101,7 +104,7 @@ def render(
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return chat template variables; if ``tools`` is a path, its JSON file is read."""
+    """Return chat template variables, none for None; if ``tools`` is a path, its JSON file is read."""
     given = dict(variables or {})
     if isinstance(given.get("tools"), str):
         given["tools"] = read_json(Path(given["tools"]))

@@ -198,7 +198,10 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
 def column_value(
     row: dict[str, Any], source: SourceConfig, where: str, searched: Sequence[str] = PROMPT_COLUMNS
 ) -> tuple[Any, str]:
-    """Return the row's value in the source's column (for ``auto`` the first of ``searched``), and the value's name."""
+    """Return the row's value in the source's column, and the value's name for messages.
+
+    For ``auto`` it is the first column of ``searched`` that is not None. ``where`` is the row's name in messages.
+    """
     columns = searched if source.column == AUTO else (source.column,)
     column = next((name for name in columns if row.get(name) is not None), None) or columns[0]
     if column not in row:
@@ -215,7 +218,10 @@ def as_text(value: Any, where: str) -> str:
 
 
 def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Message]:
-    """Yield the messages of a conversation in any common form. Callers put the row's name before error messages."""
+    """Yield the messages of a conversation in any common form. Callers put the row's name before error messages.
+
+    ``roles`` maps names of roles in the data to ours; other roles are refused.
+    """
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise UserError(
             f"holds a {type(value).__name__}, expected text or a list of {{role, content}} or {{from, value}}"

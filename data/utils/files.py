@@ -234,7 +234,10 @@ def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
 
 
 def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str] | None:
-    """Return the first difference as (key, actual, expected) in the order of the expected keys, or None."""
+    """Return the first difference as (key, actual, expected) in the order of the expected keys, or None.
+
+    The key is dotted and starts with ``key``. The values are JSON, or "(absent)".
+    """
     if isinstance(actual, dict) and isinstance(expected, dict):
         for name in [*expected, *(n for n in actual if n not in expected)]:
             path = f"{key}.{name}" if key else name

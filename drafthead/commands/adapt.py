@@ -117,7 +117,11 @@ def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[lis
 
 
 def accepted_length(rows: Sequence[dict[str, Any]], key: str = "steps") -> float:
-    """Return the mean accepted length of some answers: all tokens divided by all steps."""
+    """Return the mean accepted length of some answers: all tokens divided by all steps; NaN without steps.
+
+    A row of ``answers.jsonl`` has "tokens", and under ``key`` the number of steps: "steps", or "steps_frozen" for the
+    original head.
+    """
     steps = sum(row[key] for row in rows)
     return sum(row["tokens"] for row in rows) / steps if steps else float("nan")
 

@@ -140,7 +140,10 @@ def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
 
 
 def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer]) -> dict[str, Any]:
-    """Return simulated acceptance, measured latencies in seconds, and the best chain with its predicted tokens/s."""
+    """Return simulated acceptance, measured latencies in seconds, and the best chain with its predicted tokens/s.
+
+    "verify_s" starts with the seconds of 1 token. "draft_tokens" is the length of the best chain.
+    """
     ranks = [accept_probs_of_ranks(answer, 1) for answer in text_ranks(head, texts)]
     costs = measure_costs(base, head)
     lengths = range(1, head.depth + 1)
@@ -186,7 +189,10 @@ def measure_speeds(
 
 
 def chain_speed(row: dict[str, Any], acceptance: float, draft_s: float) -> float:
-    """Return tokens per second of the best chain if every position has the same ``acceptance`` (2211.17192)."""
+    """Return tokens per second of the best chain if every position has the same ``acceptance`` (2211.17192).
+
+    ``draft_s`` is the latency of a draft token; the other latencies are those of ``row``, as from ``predicted``.
+    """
     lengths = range(1, len(row["verify_s"]))
     step_s = {length: length * draft_s + row["verify_s"][length] + row["overhead_s"] for length in lengths}
     return max(float(expected_tokens(acceptance, length) / step_s[length]) for length in lengths)

@@ -34,7 +34,11 @@ def vllm(port: str, arguments: list[str]) -> None:
 
 
 def llamacpp(settings: dict[str, Any]) -> None:
-    """Run llama.cpp's server from the package xllamacpp."""
+    """Run llama.cpp's server from the package xllamacpp.
+
+    ``settings`` has "port", "base" (a GGUF file), "context", "threads", "drafts" per step, and "f32_cache". To draft,
+    it also has "head" (a GGUF file) and "method", llama.cpp's name of the head's type.
+    """
     import xllamacpp as engine
 
     kinds = engine.common_speculative_type

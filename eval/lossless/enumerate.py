@@ -104,7 +104,10 @@ class CommittedProbs:
         self.by_length = [torch.zeros(self.vocabulary**n, dtype=torch.float64) for n in range(1, self.depth + 2)]
 
     def add(self, paths: Tensor, accepted: Tensor, bonus: Tensor, weights: Tensor) -> None:
-        """Add rows that commit the first ``accepted`` of ``paths`` [B, depth] and a draw from ``bonus`` [B, V]."""
+        """Add rows that commit the first ``accepted`` of ``paths`` [B, depth] and a draw from ``bonus`` [B, V].
+
+        ``accepted`` is [B] int64. ``weights`` [B] are the probabilities of the choices that led to each row.
+        """
         self.outcomes += len(weights)
         sequence = torch.zeros_like(accepted)
         for length, masses in enumerate(self.by_length):

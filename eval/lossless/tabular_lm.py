@@ -141,7 +141,7 @@ def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource
 
 
 def relay_draft(parts: Sequence[TableDraft], last_token: Tensor, rng: RandomSource) -> Proposal:
-    """Draft chains along one path: in each row, a drafter continues after the previous drafter's last token."""
+    """Draft chains along one path after ``last_token`` [B]: each drafter continues after the last token drafted."""
     proposal = root_only(last_token)
     for drafter in parts:
         leaf = drafted_tokens(proposal)[:, None]

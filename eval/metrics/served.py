@@ -89,7 +89,7 @@ def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
 
 
 def engine_lines(evaluation: dict[str, Any]) -> list[str]:
-    """Return lines about every engine for the console, the report and the model card."""
+    """Return lines about every engine of ``eval.json`` for the console, the report and the model card."""
     lines = []
     for row in evaluation.get("engines", {}).values():
         speeds, texts, counts = row["tokens_per_second"], row["texts"], row["acceptance"]
@@ -111,5 +111,5 @@ def engine_lines(evaluation: dict[str, Any]) -> list[str]:
 
 
 def engine_failures(evaluation: dict[str, Any]) -> list[str]:
-    """Return the failures of all engines; empty if every engine serves the head as it was trained."""
+    """Return the failures of all engines of ``eval.json``; empty if every engine serves the head as it was trained."""
     return [failure for row in evaluation.get("engines", {}).values() for failure in row["failures"]]

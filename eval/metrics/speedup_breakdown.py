@@ -58,13 +58,14 @@ def step_terms(rows: Rows) -> dict[str, float]:
 
 
 def step_s(terms: dict[str, float]) -> float:
-    """Return the seconds of a whole step."""
+    """Return the seconds of a whole step from its ``step_terms``."""
     return terms["draft_s"] + terms["verify_s"] + terms["loop_s"]
 
 
 def closed_form(rows: Rows, baseline: dict[str, float], method: dict[str, float]) -> dict[str, Any]:
     """Return Leviathan's formula for a run that drafted, to compare with the measurement.
 
+    ``rows`` are the run's, ``method`` are its ``step_terms``, and ``baseline`` those of autoregressive decoding.
     "alpha_is" says what "alpha" is: for trees, the acceptance at depth 1. "drafts" is the run's mean depth, rounded.
     "improves" is true if some chain is faster than autoregressive decoding (alpha > c).
     """

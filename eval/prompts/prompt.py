@@ -44,12 +44,12 @@ def conversation_ids(
     answers: Sequence[Sequence[int]] = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the token ids of turn ``len(answers)`` of ``prompt``.
+    """Return the token ids of turn ``len(answers)`` of ``prompt``, with the chat template's ``template_kwargs``.
 
-    ``answers`` are the answers to the earlier turns. They must be the autoregressive ones for every decoder, because
-    times can be compared only if all decoders read the same context. Spec-Bench uses each method's own answers, which
-    are equal under lossless greedy decoding. As in Spec-Bench, an answer enters as text without special tokens and
-    outer spaces, and is rendered with the rest of the conversation.
+    ``answers`` are the token ids of the answers to the earlier turns. They must be the autoregressive ones for every
+    decoder, because times can be compared only if all decoders read the same context. Spec-Bench uses each method's own
+    answers, which are equal under lossless greedy decoding. As in Spec-Bench, an answer enters as text without special
+    tokens and outer spaces, and is rendered with the rest of the conversation.
     """
     where = prompt.where(len(answers))
     if prompt.input_ids is not None:

@@ -133,7 +133,10 @@ def interval_bars(rows: Sequence[BarRow], label: str) -> Figure:
 
 @styled
 def waterfall(explained: dict[str, Any]) -> Figure:
-    """Draw the steps from the mean accepted length down to the measured speedup, one cost per bar."""
+    """Draw the steps from the mean accepted length down to the measured speedup, one cost per bar.
+
+    ``explained`` is the result of ``speedup_breakdown``.
+    """
     levels = explained["waterfall"]
     rows = [(level["name"], level["speedup"] - level["change"], level["speedup"]) for level in levels]
     rows[0] = (levels[0]["name"], 0.0, levels[0]["speedup"])
@@ -200,7 +203,7 @@ def acceptance(per_depth: Sequence[float | None]) -> Figure:
 
 @styled
 def ctar(by_width: dict[str, float | None]) -> Figure:
-    """Draw CTAR(w), the share of steps that commit more than w tokens."""
+    """Draw CTAR(w), the share of steps that commit more than w tokens: ``by_width`` has each w, and its share."""
     figure, axes = new_axes()
     widths = [int(width) for width in by_width]
     values = [value or 0.0 for value in by_width.values()]
@@ -215,7 +218,11 @@ def ctar(by_width: dict[str, float | None]) -> Figure:
 
 @styled
 def bins(rows: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
-    """Draw the mean accepted length per bin of steps; below each bar its bounds and its share of all steps."""
+    """Draw the mean accepted length per bin of steps; below each bar its bounds and its share of all steps.
+
+    A row is a bin with "low", "high", "steps" and "mean_accepted_length". ``label`` names what is binned, and
+    ``pattern`` formats the bounds ("{:.0f}").
+    """
     figure, axes = new_axes()
     values = [row["mean_accepted_length"] for row in rows]
     axes.bar(range(len(rows)), values, width=0.7, color=SOFT)

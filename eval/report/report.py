@@ -73,7 +73,7 @@ def write_report(
 
 
 def machine_line(overall: dict[str, Any]) -> str:
-    """Return a line about the machine on which the numbers were measured."""
+    """Return a line about the machine on which the numbers ``overall`` of ``eval.json`` were measured."""
     machine = overall["hardware"]
     return (
         f"{machine['gpu'] or machine['cpu']}; CPU cores: {machine['cores']}, torch threads: "
@@ -82,7 +82,10 @@ def machine_line(overall: dict[str, Any]) -> str:
 
 
 def exceptions(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line for every answer that differs from autoregressive decoding, and every failed prompt; ties last."""
+    """Return a line for every answer that differs from autoregressive decoding, and every failed prompt; ties last.
+
+    ``evaluation`` is the contents of ``eval.json``.
+    """
     methods = evaluation["overall"]["methods"]
     lines_of: dict[str, list[str]] = {"different": [], "near_ties": []}
     for method, numbers in methods.items():

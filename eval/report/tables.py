@@ -1,4 +1,7 @@
-"""Tables and text lines of an evaluation, for the terminal, Markdown, the HTML page and wandb."""
+"""Tables and text lines of an evaluation, for the terminal, Markdown, the HTML page and wandb.
+
+``evaluation`` is always the contents of ``eval.json``.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -236,7 +239,10 @@ def number(value: float | None, pattern: str = "{:.2f}") -> str:
 
 
 def identical(numbers: dict[str, Any]) -> str:
-    """Return the share of answers that equal autoregressive ones ("79 of 80"); a dash if they were not compared."""
+    """Return the share of answers that equal autoregressive ones ("79 of 80"); a dash if they were not compared.
+
+    ``numbers`` are those of a task or a method, or "overall" of ``eval.json``.
+    """
     outputs = numbers.get("identical_outputs")
     return f"{outputs['same']} of {outputs['of']}" if outputs else "–"
 

@@ -359,7 +359,10 @@ def _sampled_accept_probs(
 
 
 def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int) -> list[Tensor]:
-    """Return the drafter's logits [B, W] per draft position; it reads the answer's tokens, not its drafts."""
+    """Return the drafter's logits [B, W] at each of ``depth`` draft positions after the answers' tokens ``t``.
+
+    ``last`` [B] are these tokens. The drafter then reads the answers' tokens, not its drafts.
+    """
     assert isinstance(session, StepwiseSession)
     session.start(last, DraftConfig(tree=TokenTree.chain(depth)))
     logits, tokens = [], last[:, None]

@@ -99,7 +99,7 @@ def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | N
     """Return P(candidate s is the accepted one | the node is reached) by depth and candidate, [K, S].
 
     At each depth, a position counts with its weight times the probability that some candidate was accepted at every
-    depth above.
+    depth above. ``weights`` has the positions' weights [T] for each answer; None: 1.
     """
     table, weight = _stack(answers, weights)
     known = np.nan_to_num(table)

@@ -45,7 +45,10 @@ def accept_probs_of_ranks(ranks: Ranks, width: int | None = None) -> AcceptProbs
 
 
 def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) -> Tensor:
-    """Return acceptance [n, width] of top-k drafts with logits [n, W]: 1 if candidate s is the answer's token."""
+    """Return acceptance [n, width] of top-k drafts with logits [n, W]: 1 if candidate s is the answer's token.
+
+    ``tokens`` [n] are the answer's tokens, and ``d2t`` [W] the target ids of the draft ids.
+    """
     match = d2t[None, :] == tokens[:, None]
     true = torch.where(match, logits, -torch.inf).amax(-1, keepdim=True)
     rank = torch.where(match.any(-1), (logits > true).sum(-1), width)

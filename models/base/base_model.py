@@ -269,7 +269,7 @@ class BaseModel:
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> HiddenStates:
-        """Run the last N nodes of token trees after the committed prefixes, and return their hidden states.
+        """Run the last N nodes of token trees, [B, N], after the committed prefixes; return their hidden states.
 
         Earlier calls have run the nodes before those N. Keys and values stay pending in ``cache`` until
         ``cache.commit_path`` or ``cache.crop``. With ``partial_forward`` the first layers are skipped.

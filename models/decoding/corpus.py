@@ -115,7 +115,7 @@ class BuiltInBackend:
     max_prompt_tokens: int
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the dtype of the base, on which the answers depend."""
+        """Return the manifest entry ``dtype``: the dtype of the base, on which the answers depend."""
         return {"dtype": str(self.base.dtype)}
 
     def at(self, temperature: float) -> "BuiltInBackend":
@@ -132,7 +132,8 @@ class BuiltInBackend:
         """Yield the number and the answers of each block of this process; blocks are assigned to processes in turn.
 
         A block has prompts of similar length, because the cost of a batch depends on its longest row. Blocks are
-        shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative.
+        shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative. The
+        arguments are those of ``Backend.shards``.
         """
         size = BATCHES_PER_BLOCK * self.batch_size
         prompts = sorted(prompts, key=lambda prompt: -len(prompt[1]))
@@ -208,7 +209,10 @@ def self_prompted_prompts(
     progress: Callable[[str, int, int], None],
     max_tokens: int,
 ) -> list[str]:
-    """Let the base write ``wanted`` different prompts, sampled by ``backend`` at temperature 1 and top-p 0.95."""
+    """Let the base write ``wanted`` different prompts, sampled by ``backend`` at temperature 1 and top-p 0.95.
+
+    ``progress`` is called with a description, the number of prompts so far, and ``wanted``.
+    """
     opening = _user_opening(base)
     turns: dict[str, None] = {}
     attempt = 0

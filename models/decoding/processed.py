@@ -72,7 +72,10 @@ class ProcessedSampler:
         ]
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
-        """Return the distributions [n, V] of the next tokens; in greedy decoding, one-hot at the first argmax."""
+        """Return the distributions [n, V] of the tokens after ``contexts``, computed from ``logits`` [n, V].
+
+        In greedy decoding they are one-hot at the first argmax. ``contexts`` is None if no processor reads tokens.
+        """
         # Processors may keep tensors, or write to their arguments: both fail later for tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             scores = logits.to(torch.float32, copy=True)

@@ -114,7 +114,7 @@ class PrefixLayer(HeadDecoderLayer):
             self.norm.weight.fill_(norm_scale(base).square().mean().sqrt())
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
-        """Return the normed output of the decoder layer, [B, T, D]."""
+        """Return the normed output of the decoder layer, [B, T, D], with the arguments of ``HeadAttention.forward``."""
         return cast(Tensor, self.norm(super().forward(x, positions, mask, cache)))
 
 

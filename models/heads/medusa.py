@@ -75,7 +75,7 @@ class MedusaHead(DraftHead):
         return x, states
 
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return what ``advance`` returns for the first ``depth`` heads, by fewer and larger products."""
+        """Return what ``DraftHead.all_inputs`` returns, [B, K, D], by fewer and larger products."""
         # The first blocks of several heads are packed together: as many heads as the longest draft so far had. Shorter
         # drafts, at the end of an answer, use a part of the outputs.
         self._packed_heads = heads = max(self._packed_heads, depth)

@@ -82,7 +82,7 @@ class StaticCall:
     """A function with fixed input shapes, captured after its first calls."""
 
     def __init__(self, backend: GraphBackend, function: Callable[..., Outputs], inputs: tuple[Tensor, ...]) -> None:
-        """Allocate input buffers with the shapes, dtypes and device of ``inputs``."""
+        """Allocate input buffers with the shapes, dtypes and device of ``inputs``, the arguments of ``function``."""
         self._backend, self._function = backend, function
         # Inference tensors cannot be written outside inference mode.
         with torch.inference_mode(False):

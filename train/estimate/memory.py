@@ -110,7 +110,7 @@ class Estimate:
         return sum(self.memory(name, mode).values())
 
     def memory(self, name: str, mode: str | None = None) -> dict[str, int]:
-        """Return a device's bytes by purpose at the peak of a step, for ``shard.mode`` or another ``mode``.
+        """Return a device's bytes by purpose at the peak of a step of phase ``name``, by ``shard.mode`` or ``mode``.
 
         The sizes come from a step that was run without memory. Sharded tensors are divided by the number N of shards,
         and gathered tensors are added:

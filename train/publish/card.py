@@ -42,8 +42,9 @@ def write_card(
 ) -> None:
     """Write ``README.md``, ``eval.json`` and the loss curve into ``folder/head``.
 
-    ``quality`` compares a trained base with the original one. ``processes`` is the number of processes with which the
-    run started. ``agreement`` is a line about the transcripts' agreement with the base.
+    ``evaluation`` is the contents of ``eval.json``. ``quality``, of ``quality.json``, compares a trained base with the
+    original one. ``processes`` is the number of processes with which the run started. ``agreement`` is a line about the
+    transcripts' agreement with the base.
     """
     # Prompt and tree files are named without this machine's folders.
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
@@ -104,7 +105,10 @@ def minimal_card(folder: Path) -> None:
 
 
 def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licences: dict[str, Any]) -> ModelCardData:
-    """Return the card's front matter, which the Hub searches and shows, with results per task and overall."""
+    """Return the card's front matter, which the Hub searches and shows, with results per task and overall.
+
+    ``evaluation`` is the contents of ``eval.json``, ``licences`` the result of ``base_licences``.
+    """
     sources = [*run.data.text.sources, *run.data.transcripts]
     sources += run.data.answers.sources if run.data.uses_answers else []
     datasets = [s.name for s in sources if s.kind == "hf" and not Path(s.name).exists()]
@@ -142,7 +146,7 @@ def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licenc
 
 
 def base_licences(base: BaseConfig) -> dict[str, Any]:
-    """Return ``license`` (and its name and link) from the base's model card; "unknown" if there is none."""
+    """Return "license", and "license_name" and "license_link" if stated, from the base's model card; else "unknown"."""
     if base.name == EMBEDDED:
         return {"license": "apache-2.0"}
     card = Path(base.name) / "README.md"

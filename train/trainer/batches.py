@@ -165,7 +165,7 @@ def open_held_out(
 def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets.Dataset | None:
     """Return rows of the text corpus on which no phase has trained the base; None for a run without text.
 
-    Phases that train only the head may have used them.
+    Phases that train only the head may have used them. ``phases`` are those of the run, by name.
     """
     text_phases = [p for p in phases.values() if p.corpus == "text"]
     base_phases = [p for p in text_phases if p.train_base]

@@ -164,7 +164,10 @@ class TriForceSession(NestedSession):
             self._budget = None
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
-        """Return the cache of selected positions, after adding new committed tokens or selecting again."""
+        """Return the cache of selected positions, after adding new committed tokens or selecting again.
+
+        ``root`` [1] int64 is the last committed token. A selection by ``retrieval`` runs it to get its queries.
+        """
         drafter, count, source = self.drafter, self._length, self._target
         if source is None:
             source = self._context.lend(1, 0)

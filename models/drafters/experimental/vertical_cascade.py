@@ -155,7 +155,7 @@ class NestedSession(Session):
 
 
 def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
-    """Draw each row's seed for the inner decoding from this row's random numbers of the outer drafting.
+    """Draw each row's seed for the inner decoding from this row's random numbers of the outer drafting; 0 without them.
 
     A decoding inside the inner one draws its seeds from the inner random numbers, so no two decodings share numbers.
     """

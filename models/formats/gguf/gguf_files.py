@@ -86,7 +86,10 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def rotated(name: str, tensor: Tensor, config: dict[str, Any], turn: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Apply ``turn`` (``to_pairs`` or ``to_halves``) to a query or key projection; return other tensors unchanged."""
+    """Apply ``turn`` (``to_pairs`` or ``to_halves``) to a query or key projection; return other tensors unchanged.
+
+    ``name`` is the tensor's name in transformers, and ``config`` has the number of attention and key/value heads.
+    """
     for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
         if name.endswith(f"{projection}.weight"):
             return turn(tensor, config[heads])
@@ -162,7 +165,8 @@ def _values(entry: Any) -> npt.NDArray[Any]:
 def rope_factors(config: dict[str, Any]) -> Tensor | None:
     """Return the divisors [E / 2] of the rotary frequencies, as llama.cpp reads them; None without scaling.
 
-    Only Llama-3's scaling is a tensor in GGUF. Other scalings are metadata, which is not written here.
+    ``config`` is a Llama config, as from ``layer_config``. Only Llama-3's scaling is a tensor in GGUF. Other scalings
+    are metadata, which is not written here.
     """
     scaling = config.get("rope_scaling")
     if not scaling:

@@ -181,7 +181,10 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
 
 
 def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
-    """Return the base's ids of a saved head's draft vocabulary, [W] int64; None if it is the whole vocabulary."""
+    """Return the base's ids of a saved head's draft vocabulary, [W] int64; None if it is the whole vocabulary.
+
+    ``config`` and ``weights`` are those of ``read_head_config`` and ``read_weights``; messages name ``folder``.
+    """
     count = config["draft_vocab"]
     if count is None:
         return None

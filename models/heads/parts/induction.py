@@ -82,7 +82,7 @@ class InductionHead(nn.Module):
 
     @torch.no_grad()
     def start_projection(self, d2t: Tensor, scale: float) -> Tensor:
-        """Return the initial low-rank projection [W, r]: the codes of the draft tokens.
+        """Return the initial low-rank projection [W, r]: the codes of the draft tokens ``d2t`` [W].
 
         Its product is later multiplied by the base's logit ``scale``, which the result compensates.
         """
