@@ -104,7 +104,7 @@ class HeadAttention(nn.Module):
         return self.output(query, key, value, mask)
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return attention with its output projection, [B, T, D], of what ``states`` returns; ``forward`` has the mask."""
+        """Return attention of what ``states`` returned, with its output projection: [B, T, D]. See ``forward``."""
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
         return self.join(out)
 
