@@ -93,7 +93,7 @@ PRESETS = {
     "ultrachat": _preset("HuggingFaceH4/ultrachat_200k", "messages", "train_sft"),
     "sharegpt": _preset("Aeala/ShareGPT_Vicuna_unfiltered", "conversations"),
     "open_perfectblend": _preset("mlabonne/open-perfectblend", "conversations"),
-    "magpie": _preset("Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered", "conversations"),
+    "magpie": _preset("Magpie-Align/Magpie-Llama-3.1-Pro-MT-300K-Filtered", "conversations"),
     "hermes_fc": _preset("NousResearch/hermes-function-calling-v1", "conversations", subset="func_calling"),
 }
 """Datasets of conversations by short names."""

@@ -141,9 +141,8 @@ def _check_call(
         raise UserError(f"drafting does not support {', '.join(given)}; leave them out, or leave out custom_generate")
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1 or not has_values(model.device):
-        raise UserError(
-            f"drafting needs the whole model on one device, but it is on {len(devices)} devices; load it onto one"
-        )
+        where = f"{len(devices)} devices" if devices else f'"{model.device}", which holds no values'
+        raise UserError(f"drafting needs the whole model on one device, but it is on {where}; load it onto one")
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1:].all()):

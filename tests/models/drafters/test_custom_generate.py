@@ -471,6 +471,10 @@ def on_several_devices(model: Any, head: Path, tiny_base: TinyBase) -> None:
     with_head(model, head, IDS, **GREEDY)
 
 
+def without_values(model: Any, head: Path, tiny_base: TinyBase) -> None:
+    with_head(model.to("meta"), head, IDS, **GREEDY)
+
+
 def in_eight_bits(model: Any, head: Path, tiny_base: TinyBase) -> None:
     model.config.quantization_config = {"load_in_8bit": True}
     with_head(model, head, IDS, **GREEDY)
@@ -480,6 +484,7 @@ REJECTED_MODELS: dict[str, tuple[Callable[[Any, Path, TinyBase], None], str]] = 
     "a head for another base": (for_another_base, "was trained for"),
     "a model that drafthead already drives": (already_driven, "already the base of a drafthead.BaseModel"),
     "a model on several devices": (on_several_devices, "the whole model on one device, but it is on 2"),
+    "a model on the meta device": (without_values, 'on "meta", which holds no values'),
     "a model in 8 bits (`load_in_8bit`)": (in_eight_bits, "8-bit"),
 }
 

