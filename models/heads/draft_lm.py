@@ -144,7 +144,7 @@ class DraftLMSession(HeadSession):
         x = self.lm.expand(tokens, parents)
         if k == 0 and self.copied is not None:
             self.copied.start(x)
-        return x, self.model.draft_logits(x, k)
+        return x, self.draft_logits(x, k)
 
 
 @torch.no_grad()

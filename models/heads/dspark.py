@@ -245,7 +245,7 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
 class DSparkSession(HeadSession):
     """A session with the keys and values of the context."""
 
-    model: DSparkHead
+    inference_head: DSparkHead
     context: LayerCache
 
     def __init__(self, head: DSparkHead, rows: int) -> None:
@@ -257,12 +257,13 @@ class DSparkSession(HeadSession):
 
     def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
         assert base_hidden.layers is not None
-        context.commit(self.model.fuse(base_hidden.layers), counts)
+        context.commit(self.inference_head.fuse(base_hidden.layers), counts)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        slots = self.model.block(last_token, hidden)
-        out = self.context.read_block(slots, self.model.seen_slots(slots.device)[None], self.model.decoder_layers)
-        normed: Tensor = self.model.norm(out[:, self.model.first_slot : self.model.first_slot + depth])
+        head = self.inference_head
+        slots = head.block(last_token, hidden)
+        out = self.context.read_block(slots, head.seen_slots(slots.device)[None], head.decoder_layers)
+        normed: Tensor = head.norm(out[:, head.first_slot : head.first_slot + depth])
         return normed
 
     def draft_sinks(self) -> Tensor:

@@ -188,10 +188,6 @@ class Eagle3Head(DraftHead):
         feature = self.fuse(self.mask_hidden[0, 0])
         return torch.cat([self.embed(token), feature], -1).expand(count, -1)
 
-    def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
-        logits: Tensor = super().draft_logits(x, k) if self.lm_head is None else self.lm_head(x)
-        return logits
-
     def open(self, rows: int, cache: TreeCache | None = None) -> "EagleSession":
         return EagleSession(self, rows)
 
@@ -253,13 +249,13 @@ def published_layers(count: int) -> tuple[int, int, int]:
 class EagleSession(HeadSession):
     """A session whose attention reads each token ``x_{t+1}`` together with the feature ``f_t`` of the token before."""
 
-    model: Eagle3Head
+    inference_head: Eagle3Head
 
     def __init__(self, head: Eagle3Head, rows: int) -> None:
         super().__init__(head, rows)
         weight, width = head.fc.weight, head.base.hidden_size
         shape = head.midlayer.self_attn.cache_shape(weight.dtype, weight.device, head.config.num_layers)
-        stack = self.model.decoder_layers
+        stack = self.inference_head.decoder_layers
 
         def layers(x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache) -> Tensor:
             for layer in stack:
@@ -271,13 +267,14 @@ class EagleSession(HeadSession):
         """[B, D] feature of the last token that the base has read. It is read with the next token, the root."""
 
     def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
-        before = fused = self.model.fuse(self.model._layer_states(base_hidden))
+        head = self.inference_head
+        before = fused = head.fuse(head._layer_states(base_hidden))
         if max(self.lengths) > 0:
             pairs, pair_counts = tokens, counts
             before = torch.cat([self._feature[:, None], fused[:, :-1]], 1)
         else:  # the prompt's first token has no feature before it
             pairs, pair_counts, before = tokens[:, 1:], [count - 1 for count in counts], fused[:, :-1]
-        context.commit(torch.cat([self.model.embed(pairs), before], -1), pair_counts)
+        context.commit(torch.cat([head.embed(pairs), before], -1), pair_counts)
         self._feature = last_valid(fused, counts)
 
     def select(self, rows: list[int]) -> None:
@@ -288,7 +285,13 @@ class EagleSession(HeadSession):
         return self._feature
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        root = torch.cat([self.model.embed(last_token), hidden], -1)[:, None]
-        masked = self.model.masked(depth - 1).expand(len(last_token), -1, -1)
-        normed: Tensor = self.model.norm(self.context.start(torch.cat([root, masked], 1)))
+        head = self.inference_head
+        root = torch.cat([head.embed(last_token), hidden], -1)[:, None]
+        masked = head.masked(depth - 1).expand(len(last_token), -1, -1)
+        normed: Tensor = head.norm(self.context.start(torch.cat([root, masked], 1)))
         return normed
+
+    def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
+        lm_head = self.inference_head.lm_head
+        logits: Tensor = super().draft_logits(x, k) if lm_head is None else lm_head(x)
+        return logits

@@ -163,13 +163,13 @@ class HydraHead(DraftHead):
 class HydraSession(HeadSession):
     """A session that, with Hydra++, runs the prefix layer over the committed tokens."""
 
-    model: HydraHead
+    inference_head: HydraHead
 
     def __init__(self, head: HydraHead, rows: int) -> None:
         super().__init__(head, rows)
         if head.prefix is not None:
             shape = head.prefix.self_attn.cache_shape(head.dtype, head.base.device)
-            self.context = LayerCache(cast(Layer, self.model.prefix), shape, rows)
+            self.context = LayerCache(cast(Layer, self.inference_head.prefix), shape, rows)
 
     def draft_hidden(self) -> Tensor:
         return self.hidden if self.context is None else self.context.read_all()

@@ -189,13 +189,13 @@ class KangarooSession(HeadSession):
     they have a cache of their own, in ``lm``.
     """
 
-    model: KangarooHead
+    inference_head: KangarooHead
     context: LayerCache
 
     def __init__(self, head: KangarooHead, rows: int, target: TreeCache | None) -> None:
         super().__init__(head, rows)
         self._first, self._target = head.first_layers, target
-        adapter, shape = self.model.adapter, head.self_attn.cache_shape(torch.float32, head.base.device)
+        adapter, shape = self.inference_head.adapter, head.self_attn.cache_shape(torch.float32, head.base.device)
         self.context = LayerCache(lambda x, *rest: adapter(x.float(), *rest), shape, rows)
         self.lm = LMSession(head, self._first, rows, lambda hidden: hidden) if target is None else None
         self._exit: ExitStates | LMSession
@@ -226,4 +226,4 @@ class KangarooSession(HeadSession):
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         states = self._exit.expand(tokens, parents)
         x = self.context.expand(states, parents) if k else self.context.start(states)
-        return x, self.model.draft_logits(x, k)
+        return x, self.draft_logits(x, k)

@@ -40,7 +40,6 @@ from drafthead.models.heads.parts.induction import InductionHead
 from drafthead.models.heads.parts.lm_heads import DraftLMHeads, TiedMarkov
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.parts.targets import DraftTargets, rank_of
-from drafthead.models.kernels.cuda_graphs import StaticCalls
 from drafthead.models.kernels.linear import DRAFT_DTYPES, PackedCopies, inference_copy
 
 DraftPositions = Annotated[int, Field(ge=1, le=16)]
@@ -289,13 +288,6 @@ class DraftHead(nn.Module, Drafter):
         """The output head whose scale and soft-cap are applied to the logits; its weight is not read."""
         return self.target_lm_head
 
-    def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
-        """Return logits [..., W] of position k in drafting; with k None, of all positions of ``x`` [B, K, D].
-
-        Scale and soft-cap are left to ``HeadSession.expand`` if optional parts still add to the logits.
-        """
-        return self.projections.logits(x, k)
-
     @property
     def projection_width(self) -> int:
         """Width of the projections' input, without the optional parts."""
@@ -364,13 +356,6 @@ class DraftHead(nn.Module, Drafter):
         twin: Self = inference_copy(self, self.config.inference_dtype(self.base))
         twin._copied_dtype = self.dtype
         return twin
-
-    @property
-    def static_calls(self) -> StaticCalls | None:
-        """CUDA graphs of the head's passes; None if the base uses no graphs or the head attends to the context."""
-        if not self.base.uses_graphs or self.attends:
-            return None
-        return self.packed.get("graphs", lambda: StaticCalls(self.base.device))
 
     def num_parameters(self) -> int:
         """Return the number of the head's own parameters; those shared with the base are not counted."""

@@ -17,6 +17,7 @@ from drafthead.models.decoding.node_cache import LMSession, NodeCache, PendingNo
 from drafthead.models.heads.parts.attention_layer import Layer
 from drafthead.models.heads.parts.draft_head import DraftHead, States
 from drafthead.models.heads.parts.induction import InductionContext
+from drafthead.models.kernels.cuda_graphs import StaticCalls
 from drafthead.models.token_tree import causal_mask
 
 
@@ -73,15 +74,17 @@ class HeadSession(StepwiseSession):
     """
 
     drafter: DraftHead
-    """The trained head. The decoder's interface reads ``depth``, ``vocab_size`` and ``d2t`` of it."""
+    """The trained head. ``StepwiseSession`` reads its ``depth``, ``vocab_size`` and ``d2t``."""
 
     def __init__(self, head: DraftHead, rows: int) -> None:
         self.drafter, self.lengths = head, [0] * rows
-        self.model = head.inference()
-        """The head's inference copy with packed weights: all computations use this one."""
+        self.inference_head = head.inference()
+        """The head's inference copy: all computations use it. Linear layers are packed copies; other weights, and the
+        store ``packed`` in which all copies are kept until a weight changes, are shared with the trained head."""
         self.hidden: Tensor = head.target_lm_head.weight.new_full((rows, head.base.hidden_size), torch.nan)
         """[B, D] the base's ``h`` after the last token that the base has read."""
-        self.copied = None if self.model.induction is None else InductionContext(self.model.induction, rows)
+        induction = self.inference_head.induction
+        self.copied = None if induction is None else InductionContext(induction, rows)
         """The induction head's context, if the head has one."""
         self.context: LayerCache | None = None
         """Keys and values of the head's own attention layers, if it has any."""
@@ -106,7 +109,7 @@ class HeadSession(StepwiseSession):
 
     def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
         """Add the attention layers' inputs at the committed tokens to ``context``: by default the base's ``h``."""
-        context.commit(base_hidden.final.to(self.model.dtype), counts)
+        context.commit(base_hidden.final.to(self.inference_head.dtype), counts)
 
     def select(self, rows: list[int]) -> None:
         self.lengths, self.hidden = [self.lengths[row] for row in rows], take_rows(self.hidden, rows)
@@ -128,7 +131,7 @@ class HeadSession(StepwiseSession):
         self._level = 0
         self.start_levels(last_token, draft_config)
         if self.copied is not None and (sinks := self.draft_sinks()) is not None:
-            self.copied.start(sinks.to(self.model.dtype))
+            self.copied.start(sinks.to(self.inference_head.dtype))
 
     def draft_sinks(self) -> Tensor | None:
         """Return the states from which the induction head decides not to copy, [B, 1 or levels, D].
@@ -139,14 +142,15 @@ class HeadSession(StepwiseSession):
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
         """Prepare the first level. A head that does not read its drafts computes all levels here, in one pass."""
-        model, hidden, depth = self.model, self.draft_hidden().to(self.model.dtype), draft_config.depth
-        if model.reads_drafts:
-            self._states = model.first_states(hidden[:, None])
+        head, depth = self.inference_head, draft_config.depth
+        hidden = self.draft_hidden().to(head.dtype)
+        if head.reads_drafts:
+            self._states = head.first_states(hidden[:, None])
             return
 
         def read(hidden: Tensor, last_token: Tensor) -> States:
-            inputs = (self.block_inputs if model.attends else model.all_inputs)(hidden, last_token, depth)
-            return inputs, model.draft_logits(inputs, None)
+            inputs = (self.block_inputs if head.attends else head.all_inputs)(hidden, last_token, depth)
+            return inputs, self.draft_logits(inputs, None)
 
         self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
 
@@ -161,13 +165,14 @@ class HeadSession(StepwiseSession):
         k, self._level = self._level, self._level + 1
         self._input, logits = self.level(k, tokens, parents)
         self._added: Tensor | None = None
-        if self.model.low_rank is None:
+        head = self.inference_head
+        if head.low_rank is None:
             return logits
-        added = [self.model.markov_in(tokens)] if self.model.config.markov_rank else []
+        added = [head.markov_in(tokens)] if head.config.markov_rank else []
         if self.copied is not None:
             added.append(self.copied.read(tokens, parents))
         self._added = added[0] if len(added) == 1 else torch.cat(added, -1)
-        scaled: Tensor = self.model.scaling.scale_and_cap(logits + self.model.low_rank(self._added))
+        scaled: Tensor = head.scaling.scale_and_cap(logits + head.low_rank(self._added))
         return scaled
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +181,7 @@ class HeadSession(StepwiseSession):
         ``tokens`` and ``parents`` are those of ``expand``. If the head does not read its drafts, all nodes of a level
         share one distribution, and F is 1.
         """
-        if not self.model.reads_drafts:
+        if not self.inference_head.reads_drafts:
             return self._inputs[:, k, None], self._logits[:, k, None]
 
         def attend(x: Tensor) -> Tensor:
@@ -186,19 +191,26 @@ class HeadSession(StepwiseSession):
         def read(tokens: Tensor, parents: Tensor, *states: Tensor) -> States:
             if k:
                 states = tuple(s.gather(1, parents[..., None].expand(-1, -1, s.shape[-1])) for s in states)
-            x, below = self.model.advance(k, states, tokens, attend)
-            return (x, self.model.draft_logits(x, k), *below)
+            x, below = self.inference_head.advance(k, states, tokens, attend)
+            return (x, self.draft_logits(x, k), *below)
 
         x, logits, *states = self._graph(k, read, tokens, parents, *self._states)
         self._states = tuple(states)
         return x, logits
 
+    def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
+        """Return the projection's logits [..., W] of position k; with k None, of all positions of ``x`` [B, K, D].
+
+        Scale and soft-cap are left to ``expand`` if optional parts still add to the logits.
+        """
+        return self.inference_head.projections.logits(x, k)
+
     def confidence(self) -> Tensor:
         x = self._input
         if self._added is not None:
             x = torch.cat([x.expand(-1, self._added.shape[1], -1), self._added], -1)
-        assert self.model.confidence is not None
-        confidence: Tensor = self.model.confidence(x)[..., 0].sigmoid()
+        assert self.inference_head.confidence is not None
+        confidence: Tensor = self.inference_head.confidence(x)[..., 0].sigmoid()
         return confidence
 
     def _graph(self, key: int, function: Callable[..., States], *inputs: Tensor) -> States:
@@ -206,7 +218,10 @@ class HeadSession(StepwiseSession):
 
         The graph of a ``key`` and the inputs' shapes is captured once and replayed for all later sessions of the head.
         ``function`` must therefore read the rows' state from ``inputs``, never from ``self``: a replay would read the
-        state of the first session.
+        state of the first session. A head that attends reads a growing context, so it has no graphs.
         """
-        calls = self.drafter.static_calls
-        return function(*inputs) if calls is None else calls(key, function, *inputs)
+        head = self.inference_head
+        if not head.base.uses_graphs or head.attends:
+            return function(*inputs)
+        calls = head.packed.get("graphs", lambda: StaticCalls(head.base.device))
+        return calls(key, function, *inputs)

@@ -41,7 +41,7 @@ def trained(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> Medu
 
 def logits_of(head: MedusaHead, hidden: Tensor) -> Tensor:
     last_tokens = torch.zeros(len(hidden), dtype=torch.int64)
-    return head.draft_logits(head.all_inputs(hidden, last_tokens, head.depth), None)
+    return head.projections.logits(head.all_inputs(hidden, last_tokens, head.depth), None)
 
 
 def faster_decoding(folder: Path, lm_head: Tensor, hidden: Tensor) -> Tensor:

@@ -122,7 +122,6 @@ def test_drafting_is_the_training_path(
     base = BaseModel.load(replace(tiny_base(architecture).config, graphs=graphs))
     config = replace(HEADS[kind], num_draft_tokens=4)
     head = randomised(config.build(base, torch.arange(0, 300, 2)), 0.05).eval()
-    assert (head.static_calls is None) == (graphs == "auto" or head.attends)
     texts = [random_ids(60), random_ids(25, seed=1), random_ids(30, seed=2)]
     expected = [text_logits(head, base, ids) for ids in texts]
     for rows in ([0], [0, 1, 2], [1, 2]):
@@ -143,6 +142,7 @@ def test_drafting_is_the_training_path(
                 follow(earlier, *chosen, before)
                 last = len(rows) - 1
                 follow(context.select([last]), *([row_texts[last]] for row_texts in chosen), starts[last:])  # type: ignore[arg-type]
+    assert ("graphs" in head.packed._copies) == (graphs == "always" and not head.attends and not config.one_prediction)
 
 
 def follow(context: Context, texts: list[list[int]], expected: list[Tensor], starts: Tensor) -> None:

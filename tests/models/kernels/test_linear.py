@@ -73,10 +73,10 @@ def test_loaded_weights_are_the_ones_that_draft(tiny_base: TinyBase) -> None:
     first, second = (MedusaConfig(num_draft_tokens=2).build(tiny_base(seed=seed)).eval() for seed in (0, 1))
     inputs = torch.randn(1, 32), torch.tensor([5]), 2
     with torch.inference_mode():
-        before, expected = (head.draft_logits(head.all_inputs(*inputs), None) for head in (first, second))
+        before, expected = (head.projections.logits(head.all_inputs(*inputs), None) for head in (first, second))
         assert not torch.equal(before, expected)
         first.load_state_dict(second.state_dict())
-        torch.testing.assert_close(first.draft_logits(first.all_inputs(*inputs), None), expected)
+        torch.testing.assert_close(first.projections.logits(first.all_inputs(*inputs), None), expected)
 
 
 @pytest.mark.parametrize("compiles", [True, False])
