@@ -24,7 +24,8 @@ from drafthead.models.base.parity import StockResults, check_against_stock, logi
 from drafthead.models.base.structure import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.text_model import build
 from drafthead.models.base.windows import Masks, windows_of
-from drafthead.models.cache.kv_cache import CacheShape, TreeCache
+from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring

@@ -21,7 +21,8 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.windows import Windows, shortened, windows_of
-from drafthead.models.cache.kv_cache import CacheShape, TreeCache
+from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.kernels import attention
 from drafthead.models.token_tree import TokenTree, TreeShape
 

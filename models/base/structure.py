@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.cache.kv_cache import CacheShape
+from drafthead.models.cache.cache_shape import CacheShape
 
 OWN_NAMES = {
     "gpt_bigcode": {"model": "transformer", "layers": "h", "norm": "ln_f"},

@@ -2,8 +2,12 @@
 
 transformers' attention modules only call ``update(key, value, layer_idx)``. ``TreeCache`` also serves tree
 verification: several passes over one growing tree, commits of the accepted path, and rollbacks. The host knows all
-lengths, so no method waits for the device. ``cache_layers.py`` has the kinds of layers, and ``static_cache.py`` has a
-cache at fixed addresses.
+lengths, so no method waits for the device. ``static_cache.py`` has a cache at fixed addresses.
+
+The keys of equal layers are one tensor (a stack), and so are their values, so a commit takes one copy per stack. Layers
+either hold every position (``FullLayers``), or have a sliding window and hold the latest ones (``SlidingLayers``). The
+kind decides at which index of a stack a position is stored. Several rows are written by index tensors, because their
+lengths differ; a single row is written by slices.
 
 A commit in numbers: 10 committed positions and a pending tree of 4 nodes occupy positions 0 to 13. If nodes 0, 1 and 3
 are accepted, ``commit_path`` copies positions 10, 11, 13 to 10, 11, 12 and the length becomes 13. Position 13 still
@@ -13,111 +17,30 @@ Rows of lengths 3 and 5 in numbers: a pass over 2 tokens writes positions 3, 4 o
 It attends over 7 positions of both, masked by row. Positions past a row's length are never read, so a pass may write
 padding there.
 
-Shape legend: B rows, R rows or 1, H key/value heads, C capacity, T new tokens, P pending and new nodes of a tree,
-E head width, L layers, reach: end of the longest row, with its pending and new tokens.
+Shape legend: B rows, R rows or 1, H key/value heads, C positions held, T new tokens, P pending and new nodes of a tree
+or nodes of a path, E head width, L layers, reach: end of the longest row, with its pending and new tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from drafthead.data.utils.devices import on_device
 from drafthead.data.utils.errors import UserError
-from drafthead.models.cache.cache_layers import FullLayers, Row, SlidingLayers
+from drafthead.models.cache.cache_shape import CacheShape, Place, Trim
 from drafthead.models.token_tree import TokenTree, TreeShape
 
-LayerSizes = tuple[int, int, int, int]
-"""A layer's (number of key heads, width of a key head, number of value heads, width of a value head)."""
 
+@dataclass
+class Row:
+    """Position counts of one row, shared by a cache and its views of that row."""
 
-class Place(NamedTuple):
-    """Location of a layer's keys and values in the memory of a cache."""
-
-    stack: int
-    """Index of the stack (tensor of several layers) that holds the keys. The next stack holds the values."""
-    number: int
-    """Index of the layer in both stacks."""
-    sliding: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trim:
-    """Memory sizes of a cache's sliding-window layers, which hold only the latest positions."""
-
-    layers: tuple[bool, ...]
-    """True for each layer that is trimmed, which means that it holds only the latest positions."""
-    window: int
-    """Largest number of positions that a query sees; with chunked attention, the size of a chunk."""
-    room: int
-    """Largest number of pending (not yet committed) positions."""
-    held: int
-    """Number of positions that fit into the memory. If it is larger, positions are dropped less often; each drop copies
-    a whole window."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheShape:
-    """Number, sizes, dtype and device of the layers that a cache holds."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    by_layer: tuple[LayerSizes | None, ...] | None = None
-    """Each layer's sizes, if layers or keys and values differ; None in it stands for a layer without a cache."""
-    trim: Trim | None = None
-    """Sizes of sliding-window layers. None: all layers hold the whole context."""
-
-    def trimmed(self, windows: Sequence[int], capacity: int, room: int, surplus: int | None = None) -> "CacheShape":
-        """Return this shape with only the latest positions in sliding-window layers, or self if that saves nothing.
-
-        Args:
-            windows: number of positions that each layer sees; 0: all.
-            capacity: positions of the whole cache.
-            room: largest number of pending nodes.
-            surplus: positions that accumulate before any are dropped; None: as many as the largest window.
-        """
-        window = max(windows)
-        held = window + room + (window if surplus is None else surplus)
-        if held >= capacity or len(windows) != self.layers:
-            return self
-        trim = Trim(layers=tuple(size > 0 for size in windows), window=window, room=room, held=held)
-        return replace(self, trim=trim)
-
-    @cached_property
-    def _groups(self) -> list[tuple[LayerSizes, bool] | None]:
-        """Each layer's sizes, and True if it is trimmed. Equal layers share one stack of keys and one of values."""
-        sizes = self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers
-        trimmed = self.trim.layers if self.trim else (False,) * self.layers
-        return [None if size is None else (size, trim) for size, trim in zip(sizes, trimmed, strict=True)]
-
-    @cached_property
-    def places(self) -> tuple[Place | None, ...]:
-        groups = self._groups
-        stacks = {group: 2 * n for n, group in enumerate(dict.fromkeys(g for g in groups if g))}
-        return tuple(g and Place(stacks[g], groups[:n].count(g), g[1]) for n, g in enumerate(groups))
-
-    def zeros(self, rows: int, capacity: int) -> tuple[Tensor, ...]:
-        """Return new stacks of zeros [L, B, H, C, E]: for each kind of layer, one of keys and one of values."""
-        return tuple(
-            torch.zeros(
-                (self._groups.count(group), rows, heads, self.trim.held if group[1] and self.trim else capacity, width),
-                dtype=self.dtype,
-                device=self.device,
-            )
-            for group in dict.fromkeys(g for g in self._groups if g)
-            for heads, width in (group[0][:2], group[0][2:])
-        )
-
-    def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
-        """Return the cache shape of a model that consists of ``layers`` (indices from 0) and computes in ``dtype``."""
-        by_layer = None if self.by_layer is None else tuple(self.by_layer[n] for n in layers)
-        return replace(self, layers=len(layers), dtype=dtype, by_layer=by_layer)
+    length: int = 0
+    """Number of committed positions."""
+    dropped: int = 0
+    """Number of leading positions that sliding-window layers have dropped."""
 
 
 class TreeCache:
@@ -374,3 +297,137 @@ class TreeCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the number of keys that new queries see, and their offset."""
         return self.length + query_length, 0
+
+
+class FullLayers:
+    """Layers that hold every position, or, in a cache from ``TreeCache.selected``, selected and later positions."""
+
+    def __init__(self, stacks: Sequence[Tensor], rows: list[Row], first: int = 0) -> None:
+        """Use the memory ``stacks`` [L, B, H, C, E] for ``rows``.
+
+        ``first``: number of committed positions that are left out; a new position p is written at index p - ``first``.
+        """
+        self.stacks, self.rows = stacks, rows
+        self._first: int | Tensor = first  # of several sliding rows [B]
+        self._span = slice(0, 0)
+        self._index = self._rows = torch.empty(0)  # for several rows: [B, T] and [B, 1]
+
+    def first(self, row: Row) -> int:
+        """Return the number of left-out positions of ``row``: a new position p is at index p minus this number."""
+        return int(self._first)
+
+    @property
+    def ends(self) -> list[int]:
+        """The index of each row's first pending (not yet committed) position."""
+        return [row.length - self.first(row) for row in self.rows]
+
+    def begin(self, lengths_B: Tensor, pending: int, new: int, committed: bool) -> None:
+        """Prepare the indices of ``new`` tokens after ``lengths_B`` committed and ``pending`` ones.
+
+        ``committed``: True if all new tokens will be committed.
+        """
+        start = max(self.ends) + pending
+        self._span = slice(start, start + new)
+        if len(self.rows) > 1:
+            offsets = torch.arange(pending, pending + new, device=lengths_B.device)
+            self._index = (lengths_B - self._first)[:, None] + offsets
+            self._rows = torch.arange(len(self.rows), device=lengths_B.device)[:, None]
+
+    def update(self, keys: Tensor, values: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new states into a layer's ``keys`` and ``values``, and return both up to the longest row's end."""
+        span, end = self._span, self._span.stop
+        if len(self.rows) == 1:
+            keys[:, :, span] = key_BHTE
+            values[:, :, span] = value_BHTE
+        else:
+            keys[self._rows, :, self._index] = key_BHTE.transpose(1, 2)
+            values[self._rows, :, self._index] = value_BHTE.transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    def move(self, nodes_BP: Tensor, counts: list[int]) -> None:
+        """Copy each row's accepted nodes, the first ``counts`` of ``nodes_BP``, to its first pending positions."""
+        most = max(counts)
+        nodes_BP = nodes_BP[:, :most]
+        if len(self.rows) == 1:
+            (start,) = self.ends
+            for stack in self.stacks:
+                # index_select copies before the write, so overlapping source and destination are safe.
+                stack[:, :, :, start : start + most] = stack.index_select(3, nodes_BP[0] + start)
+            return
+        rows = torch.arange(len(self.rows), device=nodes_BP.device)[:, None]
+        starts = on_device(self.ends, nodes_BP.device)[:, None]
+        target, source = starts + torch.arange(most, device=nodes_BP.device), starts + nodes_BP
+        for stack in self.stacks:
+            # The right side is a copy. What lands past a row's count is never read.
+            stack[:, rows, :, target] = stack[:, rows, :, source]
+
+
+class SlidingLayers(FullLayers):
+    """Sliding-window layers, which drop the positions that no later query sees.
+
+    Positions are dropped at a commit, if a tree of ``room`` nodes would not fit any more. Until then they accumulate,
+    because each drop copies a whole window.
+    """
+
+    def __init__(self, stacks: Sequence[Tensor], rows: list[Row], window: int, room: int) -> None:
+        """Keep positions that a query with this ``window`` sees, and up to ``room`` pending nodes."""
+        super().__init__(stacks, rows)
+        self._window, self._room = window, room
+        self.held = stacks[0].shape[3]
+        """Number of positions that fit into the memory."""
+
+    def first(self, row: Row) -> int:
+        return row.dropped
+
+    def begin(self, lengths_B: Tensor, pending: int, new: int, committed: bool) -> None:
+        if len(self.rows) > 1:
+            self._first = on_device([row.dropped for row in self.rows], lengths_B.device)
+        super().begin(lengths_B, pending, new, committed)
+        # Committed tokens of one row may exceed the memory, because `update` then keeps the latest ones.
+        if self._span.stop > self.held and not (committed and len(self.rows) == 1):
+            raise UserError(
+                f"layers with a window hold {self.held} positions but {self._span.stop} are needed: the cache was made "
+                f"for trees of up to {self._room} nodes; create it with larger `nodes`"
+            )
+
+    def update(self, keys: Tensor, values: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> tuple[Tensor, Tensor]:
+        if self._span.stop <= self.held:
+            return super().update(keys, values, key_BHTE, value_BHTE)
+        start = self._span.start
+        whole = torch.cat([keys[:, :, :start], key_BHTE], 2), torch.cat([values[:, :, :start], value_BHTE], 2)
+        for states, latest in zip((keys, values), whole, strict=True):
+            states.copy_(latest[:, :, -self.held :])
+        return whole
+
+    def columns(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return a mask [R, 1, T, n] and key positions [R, n], restricted to the positions that these layers hold."""
+        if len(self.rows) == 1:
+            dropped = self.rows[0].dropped
+            return None if mask is None else mask[..., dropped:], positions[:, dropped:]
+        assert mask is not None and isinstance(self._first, Tensor)
+        last = positions.shape[1] - 1
+        columns = self._first[:, None] + torch.arange(self._span.stop, device=positions.device)  # in the whole text
+        inside = columns.clamp(max=last)
+        held_mask = mask.gather(3, inside[:, None, None].expand(-1, -1, mask.shape[2], -1))
+        return held_mask.masked_fill_((columns > last)[:, None, None], -torch.inf), positions.gather(1, inside)
+
+    def drop(self) -> None:
+        """Drop the positions that no later query sees from every row that lacks space for another tree."""
+        for n, row in enumerate(self.rows):
+            row.dropped += max(0, self._span.stop - self.held)  # of a pass longer than the memory
+            self.check_behind(row, row.length)
+            first = max(row.dropped, row.length - self._window + 1)
+            if row.length - row.dropped + self._room > self.held and first > row.dropped:
+                seen = slice(first - row.dropped, row.length - row.dropped)
+                for stack in self.stacks:
+                    stack[:, n, :, : row.length - first] = stack[:, n, :, seen].clone()
+                row.dropped = first
+        self._span = slice(0, 0)
+
+    def check_behind(self, row: Row, length: int) -> None:
+        """Reject cutting ``row`` to ``length`` positions if its next query would see dropped positions."""
+        if row.dropped > max(0, length - self._window + 1):
+            raise UserError(
+                f"the cache cannot go back to {length} positions: layers with a window of {self._window} have "
+                f"dropped the first {row.dropped}; start again at 0, or create the cache without `nodes`"
+            )

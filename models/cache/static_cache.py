@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.models.cache.cache_layers import Row
-from drafthead.models.cache.kv_cache import CacheShape, Place, TreeCache
+from drafthead.models.cache.cache_shape import CacheShape, Place
+from drafthead.models.cache.kv_cache import Row, TreeCache
 from drafthead.models.kernels.cuda_graphs import GraphBackend, Outputs, StaticCall
 from drafthead.models.token_tree import TokenTree, TreeShape
 

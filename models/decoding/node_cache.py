@@ -18,7 +18,8 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.devices import on_device
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import CacheShape, TreeCache
+from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Proposal, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
 from drafthead.models.decoding.random_source import RandomSource

@@ -20,7 +20,8 @@ from drafthead.data.batch import TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes, smallest
-from drafthead.models.cache.kv_cache import CacheShape, TreeCache
+from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, rotate

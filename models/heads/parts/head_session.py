@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
-from drafthead.models.cache.kv_cache import CacheShape, TreeCache
+from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseSession
 from drafthead.models.decoding.node_cache import LMSession, NodeCache, PendingNodes

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from drafthead.models.cache.kv_cache import CacheShape, TreeCache
+from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.kv_cache import TreeCache
 
 WINDOW, ROOM, CAPACITY, LAYERS = 4, 8, 48, 4
 WINDOWS = {"full": (0,) * LAYERS, "mixed": (0, WINDOW, WINDOW, 0), "sliding": (WINDOW,) * LAYERS}

@@ -13,7 +13,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.kv_cache import CacheShape, TreeCache
+from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DynamicTree
 from drafthead.models.decoding.loop import decode_batch
 from drafthead.models.decoding.sampling import Sampler

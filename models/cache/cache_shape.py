@@ -1,0 +1,101 @@
+"""Number and sizes of the layers of a cache, and the location of each layer in the cache's memory.
+
+Shape legend: B rows, H key/value heads, C positions held, E head width, L layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LayerSizes = tuple[int, int, int, int]
+"""A layer's (number of key heads, width of a key head, number of value heads, width of a value head)."""
+
+
+class Place(NamedTuple):
+    """Location of a layer's keys and values in the memory of a cache."""
+
+    stack: int
+    """Index of the stack (tensor of several layers) that holds the keys. The next stack holds the values."""
+    number: int
+    """Index of the layer in both stacks."""
+    sliding: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trim:
+    """Memory sizes of a cache's sliding-window layers, which hold only the latest positions."""
+
+    layers: tuple[bool, ...]
+    """True for each layer that is trimmed, which means that it holds only the latest positions."""
+    window: int
+    """Largest number of positions that a query sees; with chunked attention, the size of a chunk."""
+    room: int
+    """Largest number of pending (not yet committed) positions."""
+    held: int
+    """Number of positions that fit into the memory. If it is larger, positions are dropped less often; each drop copies
+    a whole window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """Number, sizes, dtype and device of the layers that a cache holds."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    by_layer: tuple[LayerSizes | None, ...] | None = None
+    """Each layer's sizes, if layers or keys and values differ; None in it stands for a layer without a cache."""
+    trim: Trim | None = None
+    """Sizes of sliding-window layers. None: all layers hold the whole context."""
+
+    def trimmed(self, windows: Sequence[int], capacity: int, room: int, surplus: int | None = None) -> "CacheShape":
+        """Return this shape with only the latest positions in sliding-window layers, or self if that saves nothing.
+
+        Args:
+            windows: number of positions that each layer sees; 0: all.
+            capacity: positions of the whole cache.
+            room: largest number of pending nodes.
+            surplus: positions that accumulate before any are dropped; None: as many as the largest window.
+        """
+        window = max(windows)
+        held = window + room + (window if surplus is None else surplus)
+        if held >= capacity or len(windows) != self.layers:
+            return self
+        trim = Trim(layers=tuple(size > 0 for size in windows), window=window, room=room, held=held)
+        return replace(self, trim=trim)
+
+    @cached_property
+    def _groups(self) -> list[tuple[LayerSizes, bool] | None]:
+        """Each layer's sizes, and True if it is trimmed. Equal layers share one stack of keys and one of values."""
+        sizes = self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers
+        trimmed = self.trim.layers if self.trim else (False,) * self.layers
+        return [None if size is None else (size, trim) for size, trim in zip(sizes, trimmed, strict=True)]
+
+    @cached_property
+    def places(self) -> tuple[Place | None, ...]:
+        groups = self._groups
+        stacks = {group: 2 * n for n, group in enumerate(dict.fromkeys(g for g in groups if g))}
+        return tuple(g and Place(stacks[g], groups[:n].count(g), g[1]) for n, g in enumerate(groups))
+
+    def zeros(self, rows: int, capacity: int) -> tuple[Tensor, ...]:
+        """Return new stacks of zeros [L, B, H, C, E]: for each kind of layer, one of keys and one of values."""
+        return tuple(
+            torch.zeros(
+                (self._groups.count(group), rows, heads, self.trim.held if group[1] and self.trim else capacity, width),
+                dtype=self.dtype,
+                device=self.device,
+            )
+            for group in dict.fromkeys(g for g in self._groups if g)
+            for heads, width in (group[0][:2], group[0][2:])
+        )
+
+    def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
+        """Return the cache shape of a model that consists of ``layers`` (indices from 0) and computes in ``dtype``."""
+        by_layer = None if self.by_layer is None else tuple(self.by_layer[n] for n in layers)
+        return replace(self, layers=len(layers), dtype=dtype, by_layer=by_layer)
