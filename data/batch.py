@@ -46,23 +46,23 @@ class TrainBatch:
             loss_mask=torch.tensor([[p >= trained_from for _, p in positions] + [False] * padding]),
         )
 
-    def draft_targets(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the targets of draft position k = ``depth`` at every t; k = 0 gives the base's next-token targets.
+    def next_tokens(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return the token that draft position ``k`` (from 1) predicts at every t; with k = 0, that of the base itself.
 
         Returns:
-            targets: [B, T] int64, ``x_{t+1+k}``, or 0 past the row's end.
+            tokens: [B, T] int64, ``x_{t+1+k}``, or 0 past the row's end.
             valid: [B, T] bool, True if tokens t to t+1+k are in one document and ``x_{t+1+k}`` is trained.
         """
-        shift = depth + 1
-        targets = torch.zeros_like(self.input_ids)
+        shift = k + 1
+        tokens = torch.zeros_like(self.input_ids)
         valid = torch.zeros_like(self.loss_mask)
         if shift < self.input_ids.shape[1]:
-            targets[:, :-shift] = self.input_ids[:, shift:]
+            tokens[:, :-shift] = self.input_ids[:, shift:]
             same = self.document_ids[:, :-shift] == self.document_ids[:, shift:]
             # Documents are contiguous: if both ends are in one document, so are all tokens between them.
             same &= self.document_ids[:, shift:] != NO_DOCUMENT
             valid[:, :-shift] = same & self.loss_mask[:, shift:]
-        return targets, valid
+        return tokens, valid
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the batch on ``device``, without waiting for the copy."""

@@ -57,7 +57,7 @@ def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[Train
     """Compare both bases on the trained tokens of packed rows (targets at which ``loss_mask`` is set)."""
     total = torch.zeros(5, dtype=torch.float64)
     for batch in batches:
-        ids, valid = (chunk.to(tuned.device) for chunk in batch.draft_targets(0))
+        ids, valid = (chunk.to(tuned.device) for chunk in batch.next_tokens(0))
         before, after = (base.hidden_states(batch, HiddenStatesSpec()).final[valid] for base in (original, tuned))
         targets = ids[valid]
         rows = chunk_rows(tuned.vocab_size, tuned.device.type)

@@ -3,7 +3,7 @@
 The base learns through LoRA adapters, so that its hidden states say more about later tokens; its own loss keeps it
 close to the original. In phases with ``train_base`` the loss is::
 
-    L = L_base + heads_weight * s(progress) * sum_k decay^k L_k
+    L = L_base + heads_weight * s(share_done) * sum_k decay^k L_k
 
 where L_k is the loss of head k, over the tuned base's hidden states. L_base is the cross-entropy of the corpus, or with
 self-distillation KL(p || q) from the original base's distribution p to the tuned base's q. Every batch has the original
@@ -148,7 +148,7 @@ class Medusa2Head(MedusaHead):
         return 1.0 if adapter or not self._joint else self.config.heads_lr_mult
 
     def loss(
-        self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, progress: float = 1.0
+        self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, share_done: float = 1.0
     ) -> LossOutput:
         """Return the heads' loss; in phases that train the base, the weighted sum of the base's and the heads' loss.
 
@@ -161,7 +161,7 @@ class Medusa2Head(MedusaHead):
         tuned_hidden = self._tuned_hidden_states(batch)
         heads = super().loss(batch, tuned_hidden, config)
         base_sum, stats = self._base_loss(batch, tuned_hidden, base_hidden)
-        weight = self.config.heads_weight * HEAD_SCHEDULES[self.config.heads_schedule](progress)
+        weight = self.config.heads_weight * HEAD_SCHEDULES[self.config.heads_schedule](share_done)
         column = dict(zip(STATS, wide(stats[0]), strict=True))
         metrics = {
             "base_loss": (base_sum.detach(), column["count"]),
@@ -193,12 +193,12 @@ class Medusa2Head(MedusaHead):
     ) -> tuple[Tensor, Tensor]:
         """Return the base's loss L_base, summed over the trained tokens, and its ``STATS`` [1, len(STATS)]."""
         assert self._tuned is not None
-        next_ids, valid = (batch.host or batch).draft_targets(0)
+        next_ids, valid = (batch.host or batch).next_tokens(0)
         device, chosen = tuned_hidden.final.device, valid.flatten().nonzero()[:, 0]
         ids = next_ids.flatten()[chosen].to(device, non_blocking=True)
         chosen = chosen.to(device, non_blocking=True)
         distils = self.config.base_loss == SELF_DISTILLATION
-        targets = Labels(
+        labels = Labels(
             ids=ids,
             valid=torch.ones_like(ids, dtype=torch.bool)[None],
             target_hidden=original.final.flatten(0, 1)[chosen] if distils else None,
@@ -207,7 +207,7 @@ class Medusa2Head(MedusaHead):
         return heads_loss(
             tuned_hidden.final.flatten(0, 1)[chosen][None],
             [self._tuned.output_head()],
-            targets,
+            labels,
             BASE_LOSSES[self.config.base_loss],
         )
 

@@ -52,7 +52,7 @@ def train_step(
     *,
     lr: float,
     clip_norm: float,
-    progress: float = 1.0,
+    share_done: float = 1.0,
     reduce: Callable[[Tensor], Tensor],
     should_skip: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     profile_hook: Callable[[str], None] = lambda part: None,
@@ -65,7 +65,7 @@ def train_step(
         micro_batches: Batches and their hidden states [B, T, D], at least one.
         lr: Learning rate of this step; a parameter group multiplies it by its ``lr_mult``.
         clip_norm: Largest norm of the mean loss's gradient; 0 turns clipping off.
-        progress: Share of the phase that is done after this step, in (0, 1].
+        share_done: Share of the phase that is done after this step, in (0, 1].
         reduce: Function that sums a tensor over processes. Sharded gradients are already summed in the backward pass.
         should_skip: Function of (mean loss, gradient norm) that returns the reason to skip the update, or None to apply
             it. It is not called if no token is trained.
@@ -75,7 +75,8 @@ def train_step(
     outputs = []
     for batch, base_hidden in micro_batches:
         # If the head is sharded or trains in bfloat16, ``sharding.py`` has replaced ``head.loss`` (``with_gradient``).
-        out = head.loss(batch, base_hidden, loss, progress)
+        # That includes a single process with ``precision: auto``, on a CPU that multiplies faster in bfloat16.
+        out = head.loss(batch, base_hidden, loss, share_done)
         if out.loss_sum.requires_grad:
             torch.autograd.backward(out.loss_sum)
         outputs.append(replace(out, loss_sum=out.loss_sum.detach()))  # its graph holds the projections' gradients

@@ -92,6 +92,7 @@ class Trainer:
             self._check_common(name, digest_rows(data.rows))
         self.checkpoints.check_corpora()
         with signals.defer_signals():
+            # This iterator also computes the base's hidden states, or reads them from disk.
             progress, batches = self.checkpoints.progress, data.stream(self._rows(data, phase))
             if phase.boost.head:
                 first_head = load_first(phase.boost.head, self.head)
@@ -149,7 +150,7 @@ class Trainer:
             phase.loss,
             lr=lr,
             clip_norm=phase.optim.clip_norm,
-            progress=(progress.step + 1) / phase.steps,
+            share_done=(progress.step + 1) / phase.steps,
             reduce=self._reduce,
             should_skip=self.checkpoints.loss_spikes.skip_reason,
         )

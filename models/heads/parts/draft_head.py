@@ -280,8 +280,11 @@ class DraftHead(nn.Module, Drafter):
         return [base_hidden.final] * len(hidden)
 
     def projection(self, k: int) -> LMHead:
-        """Return the projection of position k (0-based) for the loss, without the optional parts."""
-        return self.projections.head(k) if len(self.projections.weights) else self.target_lm_head
+        """Return the projection of position k (0-based) for the loss, without the optional parts.
+
+        It is the position's own trained weight, or the base's frozen head if the positions have none of their own.
+        """
+        return self.projections.head(k)
 
     @property
     def scaling(self) -> LMHead:
@@ -372,7 +375,7 @@ class DraftHead(nn.Module, Drafter):
         head = self.projection(k)
         return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
 
-    def position_hidden(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+    def projection_inputs(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """Return ``hidden_at_positions`` with the inputs of the optional parts appended, [K, n, width + r].
 
         These are the inputs of ``output_head``.
@@ -388,23 +391,23 @@ class DraftHead(nn.Module, Drafter):
         return hidden if len(inputs) == 1 else torch.cat(inputs, -1)
 
     def confidence_logits(self, hidden: Tensor) -> Tensor | None:
-        """Return logits [K, n] of each draft's acceptance from ``position_hidden``; None without a confidence head."""
+        """Return logits [K, n] of each draft's acceptance from ``projection_inputs``, if there is a confidence head."""
         # Detached, so that the confidence loss cannot change the drafts.
         return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
 
     def loss(
-        self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, progress: float = 1.0
+        self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, share_done: float = 1.0
     ) -> LossOutput:
         """Return the summed loss and metrics over the batch's trained tokens.
 
-        ``progress`` is the share of the phase that is done after this step, in (0, 1]. Only Medusa-2 reads it.
+        ``share_done`` is the share of the phase that is done after this step, in (0, 1]. Only Medusa-2 reads it.
         """
         weights = config.weights_of(self.config.trained_positions)
-        # Without gradients, positions that are not trained are measured too, with weight 0.
+        # On held-out answers (without gradients), metrics also cover the positions that are not trained, with weight 0.
         depth = len(weights) if torch.is_grad_enabled() or self.config.one_prediction else self.depth
         weights += [0.0] * (depth - len(weights))
         draft_targets = self.trained_targets(DraftTargets.of(batch, depth))
-        hidden = self.position_hidden(batch, base_hidden, draft_targets)
+        hidden = self.projection_inputs(batch, base_hidden, draft_targets)
         labels = draft_targets.labels(batch, base_hidden, self.t2d, self.target_lm_head)
         heads = [self.output_head(k) for k in range(depth)]
         confidence = self.confidence_logits(hidden)
@@ -425,7 +428,7 @@ class DraftHead(nn.Module, Drafter):
             not among the first ``top`` candidates, -1 if position k has no target.
         """
         draft_targets = DraftTargets.of(batch, self.depth)
-        hidden = self.position_hidden(batch, base_hidden, draft_targets)
+        hidden = self.projection_inputs(batch, base_hidden, draft_targets)
         target_ids = self.t2d[batch.input_ids.flatten()[draft_targets.target_idx]]
         count = batch.input_ids.numel()
         ranks = torch.full((count + 1, self.depth), -1, dtype=torch.int64, device=target_ids.device)

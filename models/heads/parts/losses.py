@@ -316,7 +316,7 @@ def chunk_rows(vocabulary: int, device: str) -> int:
 def heads_loss(
     hidden: Tensor,
     heads: Sequence[LMHead],
-    targets: Labels,
+    labels: Labels,
     config: LossConfig,
     rows: int | None = None,
     confidence: Tensor | None = None,
@@ -330,7 +330,7 @@ def heads_loss(
     Args:
         hidden: [K, n, D] inputs of the projections at the targets.
         heads: the projection of each of the K draft positions; an object may occur several times.
-        targets: the labels of the n targets.
+        labels: the labels of the n targets.
         config: weights of the terms.
         rows: targets per chunk; by default as many as ``CHUNK_BYTES`` of logits hold.
         confidence: [K, n] logits of the predicted acceptance of each draft, from heads with a confidence head.
@@ -341,11 +341,11 @@ def heads_loss(
         [K, len(STATS)] float32.
 
     Raises:
-        ValueError: the loss needs the base's distribution, but ``targets`` has no ``target_hidden``.
+        ValueError: the loss needs the base's distribution, but ``labels`` have no ``target_hidden``.
     """
     confidence = confidence if config.confidence else None
     if (config.needs_target_probs or confidence is not None) and (
-        targets.target_lm_head is None or targets.target_hidden is None
+        labels.target_lm_head is None or labels.target_hidden is None
     ):
         raise ValueError("the loss compares with the base's distribution, but the targets do not have it")
     heads = [head.at_most(hidden.dtype) for head in heads]
@@ -353,37 +353,37 @@ def heads_loss(
     weights = [w if torch.is_grad_enabled() else w.detach() for head in heads for w in head.trained]
     position_weights = config.weights_of(len(hidden)) if position_weights is None else position_weights
     result: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, confidence, heads, targets, config, position_weights, rows, *weights
+        hidden, confidence, heads, labels, config, position_weights, rows, *weights
     )
     return result
 
 
 @torch.no_grad()
-def _true_probs(hidden: Tensor, heads: Sequence[LMHead], targets: Labels, rows: int) -> Tensor:
+def _true_probs(hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: int) -> Tensor:
     """Return each position's probability of each target, [K, n], 0 outside the draft vocabulary."""
-    probs = torch.zeros(targets.valid.shape, device=hidden.device)
+    probs = torch.zeros(labels.valid.shape, device=hidden.device)
     for start in range(0, hidden.shape[1], rows):
         span = slice(start, start + rows)
         for k, head in enumerate(heads):
             product = head.product(hidden[k, span].to(head.trained[0].dtype))
-            chunk = LossChunk(head, product, targets.ids[span], targets.valid[k, span])
+            chunk = LossChunk(head, product, labels.ids[span], labels.valid[k, span])
             probs[k, span] = (chunk.target_logits - chunk.lse).exp() * chunk.ce_weights
     return probs
 
 
-def dpace_weights(probs: Tensor, targets: Labels) -> Tensor:
+def dpace_weights(probs: Tensor, labels: Labels) -> Tensor:
     """Return D-PACE's weights [K, n] from the probabilities [K, n] of the true tokens.
 
     The expected number of accepted drafts is ``q_1 + q_1 q_2 + ...``. The weight of position j is the sum of the
     products that contain q_j, divided by K. Example: for q = (0.8, 0.5, 0.5), the products are 0.8, 0.4 and 0.2, and
     the weights are 1.4 / 3, 0.6 / 3 and 0.2 / 3. Probabilities are first mapped from [0, 1] to [``DPACE_FLOOR``, 1].
     """
-    assert targets.anchor_idx is not None
-    depth, anchor_idx = len(probs), targets.anchor_idx
+    assert labels.anchor_idx is not None
+    depth, anchor_idx = len(probs), labels.anchor_idx
     floored = (1 - DPACE_FLOOR) * probs + DPACE_FLOOR
     # Ordered by anchor: a product multiplies the positions of one anchor, whose targets are different tokens.
-    by_anchor = probs.new_zeros(depth, targets.positions + 1)
-    by_anchor.scatter_(1, torch.where(targets.valid, anchor_idx, targets.positions), floored)
+    by_anchor = probs.new_zeros(depth, labels.positions + 1)
+    by_anchor.scatter_(1, torch.where(labels.valid, anchor_idx, labels.positions), floored)
     reached = by_anchor.cumprod(0)
     weights = reached.flip(0).cumsum(0).flip(0) / depth
     return weights.gather(1, anchor_idx)
@@ -398,7 +398,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         confidence: Tensor | None,
         heads: Sequence[LMHead],
-        targets: Labels,
+        labels: Labels,
         config: LossConfig,
         position_weights: Sequence[float],
         rows: int,
@@ -415,20 +415,20 @@ class _ChunkedLoss(torch.autograd.Function):
         trained = [[(next(gradients), columns) for columns in head.trained_columns] for head in heads]
         paced = None
         if config.paced and training:
-            paced = dpace_weights(_true_probs(hidden, heads, targets, rows), targets)
+            paced = dpace_weights(_true_probs(hidden, heads, labels, rows), labels)
         total = hidden.new_zeros((), dtype=wide)
         stats = hidden.new_zeros((depth, len(STATS)), dtype=torch.float32)
         for start in range(0, n, rows):
             span = slice(start, min(n, start + rows))
             compared = config.needs_target_probs or confidence is not None or not training
-            target = targets.distribution(span) if compared else None
+            target = labels.distribution(span) if compared else None
             for k in range(depth):
                 h = hidden[k, span].to(heads[k].trained[0].dtype)
-                valid = targets.valid[k, span]
-                chunk = LossChunk(heads[k], heads[k].product(h), targets.ids[span], valid)
+                valid = labels.valid[k, span]
+                chunk = LossChunk(heads[k], heads[k].product(h), labels.ids[span], valid)
                 stats[k] += chunk.stats(None if training else target)
-                if targets.weights is not None:
-                    chunk.weigh(targets.weights[k, span])
+                if labels.weights is not None:
+                    chunk.weigh(labels.weights[k, span])
                 if paced is not None:
                     chunk.weigh(paced[k, span])
                 chunk_confidence = None if confidence is None else confidence[k, span]

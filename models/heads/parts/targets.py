@@ -48,7 +48,7 @@ class DraftTargets:
             return cls.of(batch.host, depth).to(batch.input_ids.device)
         valid = batch.loss_mask.new_zeros((depth, *batch.input_ids.shape))
         for k in range(1, depth + 1):
-            _, at_anchor = batch.draft_targets(k)
+            _, at_anchor = batch.next_tokens(k)
             valid[k - 1, :, 1 + k :] = at_anchor[:, : -(1 + k)]
         flat_valid = valid.flatten(1)
         weights = None

@@ -47,7 +47,7 @@ def test_nothing_lost_repeated_or_crossed(lengths: list[int], seq_len: int, spli
 
     # Targets of draft positions stay in their document.
     owner = {int(token): number for number, d in enumerate(documents) for token in d.input_ids}
-    targets, valid = batch.draft_targets(depth)
+    targets, valid = batch.next_tokens(depth)
     for r, t in valid.nonzero().tolist():
         token, target = int(batch.input_ids[r, t]), int(targets[r, t])
         assert target == token + 1 + depth and owner[token] == owner[target] and target % 3 > 0

@@ -73,7 +73,7 @@ def test_confidence_learns_alpha(tiny_base: TinyBase) -> None:
     torch.testing.assert_close(*({n: g for n, g in actual.items() if "confidence" not in n} for actual in gradients))
     targets = DraftTargets.of(batch, 4)
     with torch.no_grad():
-        hidden = head.position_hidden(batch, base_hidden, targets)
+        hidden = head.projection_inputs(batch, base_hidden, targets)
         p = base.lm_head.logits(base_hidden.final[0])[targets.target_idx - 1].softmax(-1)
         expected = 0.0
         for k in range(4):
@@ -88,7 +88,8 @@ def test_only_the_markov_columns_of_the_projection_are_trained(tiny_base: TinyBa
     """By finite differences: the gradient of the low-rank part and of what the projection reads."""
     base, batch = tiny_base(), row_of([random_ids(12)])
     head = new_head(base).double()
-    head.target_lm_head = replace(head.target_lm_head, weight=head.target_lm_head.weight.double())
+    double = replace(head.target_lm_head, weight=head.target_lm_head.weight.double())
+    head.target_lm_head = head.projections._target_lm_head = double
     base_hidden = base.hidden_states(batch, head.spec).map(lambda part: part.double())
     loss = LossConfig(ce=0.3, kl=0.5, tv=0.2, confidence=0.0)
     torch.autograd.backward(head.loss(batch, base_hidden, loss).loss_sum)

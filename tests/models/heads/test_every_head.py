@@ -96,7 +96,7 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
     """Return draft logits of training, [K, T, W], every position at its anchor."""
     batch = rows_of([ids])
     draft_targets = DraftTargets.of(batch, head.depth)
-    hidden = head.position_hidden(batch, base.hidden_states(batch, head.spec), draft_targets)
+    hidden = head.projection_inputs(batch, base.hidden_states(batch, head.spec), draft_targets)
     actual = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
         valid = draft_targets.valid[k]
@@ -174,7 +174,7 @@ def test_any_head_can_have_a_markov_correction_and_a_confidence(tiny_base: TinyB
     head.eval()
     draft_targets = DraftTargets.of(batch, head.depth)
     with torch.inference_mode():
-        hidden = head.position_hidden(batch, base_hidden, draft_targets)
+        hidden = head.projection_inputs(batch, base_hidden, draft_targets)
         expected = head.confidence_logits(hidden)
         assert expected is not None
         context = Context.of(head).read(

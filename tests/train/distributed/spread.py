@@ -151,10 +151,8 @@ def steps(
     metrics = []
     for step in numbers:
         batches = micro_batches(case, head, step, parts)
-        progress = (step + 1) / STEPS
-        result = train_step(
-            head, optimizer, batches, case.loss, lr=1e-3, clip_norm=1.0, progress=progress, reduce=reduce
-        )
+        done = (step + 1) / STEPS
+        result = train_step(head, optimizer, batches, case.loss, lr=1e-3, clip_norm=1.0, share_done=done, reduce=reduce)
         metrics.append(result.metrics())
     return metrics
 
