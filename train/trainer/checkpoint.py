@@ -51,7 +51,7 @@ from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.distributed.processes import Processes
 from drafthead.train.distributed.sharding import full_state_dict
-from drafthead.train.trainer.loss_spikes import LossSpikeFilter
+from drafthead.train.trainer.step import TrainProgress
 
 
 def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
@@ -335,32 +335,25 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-@dataclass
-class TrainProgress:
-    """Position of the next training step, and the number of finished steps."""
-
-    phase: int = 0
-    step: int = 0
-    total_steps: int = 0
-    """Finished optimiser steps over all phases."""
-
-
 class CheckpointManager:
     """Saving and restoring of one run's checkpoints. Create it on every process at once."""
 
     def __init__(
-        self, run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path, processes: Processes, display: Display
+        self,
+        run: RunConfig,
+        head: DraftHead,
+        corpora: Corpora,
+        folder: Path,
+        processes: Processes,
+        display: Display,
+        progress: TrainProgress,
     ) -> None:
         self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
         self.processes, self.display = processes, display
         self.checkpoints = folder / "checkpoints"
-        self.progress = TrainProgress()
-        self.loss_spikes = LossSpikeFilter(run.loss_spikes)
-        """Filter for the updates of the current phase."""
+        self.progress = progress
         self.initial_world_size = processes.count
         """Number of processes with which the run started; it sets the rows of a step."""
-        self.score: float | None = None
-        """Held-out mean accepted length, if it was measured after the latest step."""
         best = best_of(checkpoints(self.checkpoints))
         self.best_score: float | None = processes.gather(saved_state(best)["score"] if best else None)[0]
         self._trained_on: dict[str, Any] = {}
@@ -368,9 +361,9 @@ class CheckpointManager:
 
     def record_score(self, score: float) -> bool:
         """Record the held-out mean accepted length after the latest step; return True if it is the largest so far."""
-        self.score = self.processes.gather(score)[0]  # either all processes save or none
-        is_best = self.best_score is None or self.score > self.best_score
-        self.best_score = self.score if is_best else self.best_score
+        self.progress.score = score = self.processes.gather(score)[0]  # either all processes save or none
+        is_best = self.best_score is None or score > self.best_score
+        self.best_score = score if is_best else self.best_score
         return is_best
 
     def save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
@@ -388,8 +381,8 @@ class CheckpointManager:
             step=0 if end_of_phase else progress.step,
             global_step=progress.total_steps,
             processes=self.initial_world_size,
-            score=self.score,
-            losses=[] if end_of_phase else self.loss_spikes.losses,
+            score=progress.score,
+            losses=[] if end_of_phase else progress.loss_spikes.losses,
         )
         save_checkpoint(
             self.checkpoints,
@@ -418,7 +411,8 @@ class CheckpointManager:
         state, saved_count = checkpoint.state, len(checkpoint.rng)
         if state.phase > len(self.run.phases):
             raise UserError(f"{checkpoint.path} is in phase {state.phase + 1} of another run; use resume=false")
-        self.progress = TrainProgress(state.phase, state.step, state.global_step)
+        progress = self.progress
+        progress.phase, progress.step, progress.total_steps = state.phase, state.step, state.global_step
         self.initial_world_size, self._trained_on = state.processes, checkpoint.manifests
         load_weights(self.head, checkpoint)
         if processes.rank < saved_count:

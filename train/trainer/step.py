@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.train.trainer.loss_spikes import LossSpikeFilter
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,28 @@ class StepResult:
         """Return host values: mean ``loss`` per trained token, ``grad_norm``, and every named ratio."""
         ratios = {name: ratio.value for name, ratio in self.total.ratios().items()}
         return {"loss": float(self.total.loss_sum / self.total.tokens), "grad_norm": float(self.grad_norm), **ratios}
+
+
+@dataclass
+class TrainProgress:
+    """State of training between two steps, which checkpoints save."""
+
+    loss_spikes: LossSpikeFilter
+    """Filter for the updates of the current phase."""
+    phase: int = 0
+    """Index of the current phase."""
+    step: int = 0
+    """Finished optimiser steps of the phase."""
+    total_steps: int = 0
+    """Finished optimiser steps over all phases."""
+    score: float | None = None
+    """Held-out mean accepted length, if it was measured after the latest step."""
+
+    def count_step(self) -> None:
+        """Count a finished step, after which nothing is measured yet."""
+        self.step += 1
+        self.total_steps += 1
+        self.score = None
 
 
 def _added(outputs: Sequence[LossOutput]) -> LossOutput:

@@ -34,7 +34,7 @@ from drafthead.train.trainer.boost import boosted, load_first
 from drafthead.train.trainer.checkpoint import CheckpointManager, undisturbed_rng
 from drafthead.train.trainer.loss_spikes import LossSpikeFilter
 from drafthead.train.trainer.optim import head_optimizer, lr_at
-from drafthead.train.trainer.step import StepResult, evaluate_loss, train_step
+from drafthead.train.trainer.step import StepResult, TrainProgress, evaluate_loss, train_step
 
 
 class Trainer:
@@ -46,15 +46,17 @@ class Trainer:
         self.run, self.head, self.corpora, self.launch, self.tracker = run, head, corpora, launch, tracker
         self.processes, self.sharding, self.display = launch.processes, launch.sharding, launch.display
         self.log = MetricsLog(folder / "metrics.jsonl")
-        self.checkpoints = CheckpointManager(run, head, corpora, folder, launch.processes, launch.display)
+        self.progress = TrainProgress(LossSpikeFilter(run.loss_spikes))
+        self.checkpoints = CheckpointManager(
+            run, head, corpora, folder, launch.processes, launch.display, self.progress
+        )
 
     def train(self) -> None:
         """Run every unfinished phase, from the newest checkpoint on."""
         self.head.train()
         if self.processes.rank:
             set_seed(self.run.seed + self.processes.rank)  # heads are equal by now, but dropout must differ
-        checkpoint = self.checkpoints.restore()
-        progress = self.checkpoints.progress
+        checkpoint, progress = self.checkpoints.restore(), self.progress
         if self.launch.is_main:
             self.log.truncate(progress.total_steps)
             if self.tracker is not None:
@@ -76,7 +78,7 @@ class Trainer:
                     self.head.train_base(now=phase.train_base)
                 optimizer = head_optimizer(self.head, phase.optim)
                 losses = resumed.state.losses if resumed else ()
-                self.checkpoints.loss_spikes = LossSpikeFilter(self.run.loss_spikes, losses)
+                progress.loss_spikes = LossSpikeFilter(self.run.loss_spikes, losses)
                 if resumed is not None:
                     load_optimizer(self.head, optimizer, resumed.optimizer)
                 self._train_phase(name, phase, optimizer)
@@ -93,7 +95,7 @@ class Trainer:
         self.checkpoints.check_corpora()
         with signals.defer_signals():
             # This iterator also computes the base's hidden states, or reads them from disk.
-            progress, batches = self.checkpoints.progress, data.stream(self._rows(data, phase))
+            progress, batches = self.progress, data.stream(self._rows(data, phase))
             if phase.boost.head:
                 first_head = load_first(phase.boost.head, self.head)
                 batches = boosted(batches, first_head, self.head.depth, phase.boost.floor)
@@ -105,7 +107,7 @@ class Trainer:
                 if result.skip_reason is None:
                     unlogged = result if unlogged is None else unlogged + result
                 else:
-                    config, skipped = self.run.loss_spikes, self.checkpoints.loss_spikes.skipped
+                    config, skipped = self.run.loss_spikes, progress.loss_spikes.skipped
                     self.display.line(
                         f"warning: phase {name}, step {progress.step}: {result.skip_reason}; the update is skipped, "
                         f"{skipped} of at most {config.limit} among the last {config.window}"
@@ -141,7 +143,7 @@ class Trainer:
     def _step(
         self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
     ) -> StepResult:
-        progress = self.checkpoints.progress
+        progress = self.progress
         count = phase.micro_batches(self.processes.count, self._rows_per_step(phase))
         result = train_step(
             self.head,
@@ -152,11 +154,9 @@ class Trainer:
             clip_norm=phase.optim.clip_norm,
             share_done=(progress.step + 1) / phase.steps,
             reduce=self._reduce,
-            should_skip=self.checkpoints.loss_spikes.skip_reason,
+            should_skip=progress.loss_spikes.skip_reason,
         )
-        progress.step += 1
-        progress.total_steps += 1
-        self.checkpoints.score = None
+        progress.count_step()
         return result
 
     def _open(self, name: str) -> PhaseData:
@@ -174,7 +174,7 @@ class Trainer:
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
         """Yield this process's row numbers for each remaining micro-batch of the phase."""
-        progress = self.checkpoints.progress
+        progress = self.progress
         rows, seed = self._rows_per_step(phase), self._row_seed(progress.phase)
         for step in range(progress.step, phase.steps):
             numbers = data.numbers(seed, step * rows, rows)
@@ -188,7 +188,7 @@ class Trainer:
 
     def _record(self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int) -> None:
         metrics = result.metrics()  # waits for the device, so the time below covers finished steps
-        seconds, progress = perf_counter() - started, self.checkpoints.progress
+        seconds, progress = perf_counter() - started, self.progress
         if not int(result.total.tokens):
             raise UserError(
                 f"phase {name}, step {progress.step}: the last {steps} steps had no token to train on. A target is at "
@@ -203,7 +203,7 @@ class Trainer:
             **metrics,
             "tokens_per_second": float(result.total.tokens) / seconds,
             "step_ms": 1e3 * seconds / steps,
-            "skipped": self.checkpoints.loss_spikes.skipped,
+            "skipped": progress.loss_spikes.skipped,
             "data_wait": waited / seconds,
         }
         self._publish(row)
@@ -215,7 +215,7 @@ class Trainer:
         answers: list[Ranks] = []
 
         def batches() -> Iterator[Batch]:
-            label = f"held-out answers after {self.checkpoints.progress.step} steps"
+            label = f"held-out answers after {self.progress.step} steps"
             for number in range(len(held_out)):
                 self.display.progress(label, number, len(held_out), after=10.0)
                 batch, base_hidden = held_out.load([number])
@@ -227,7 +227,7 @@ class Trainer:
         # The score is the mean accepted length of greedy decoding with a chain over all draft positions.
         probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
         length = simulate_acceptance(probs, TokenTree.chain(self.head.depth)).mean_accepted_length
-        progress = self.checkpoints.progress
+        progress = self.progress
         row: dict[str, Any] = {"phase": name, "step": progress.step, "total_step": progress.total_steps}
         row |= {f"held_out_{key}": value for key, value in metrics.items()}
         self._publish(row | {"held_out_mean_accepted_length": length})
@@ -244,4 +244,4 @@ class Trainer:
         if self.launch.is_main:
             self.log.write(row)
             if self.tracker is not None:
-                self.tracker.log(row, step=self.checkpoints.progress.total_steps)
+                self.tracker.log(row, step=self.progress.total_steps)
