@@ -1,4 +1,4 @@
-"""The base class of all draft heads. To write a head, read down to the line "What every head gets".
+"""The base class of all draft heads. To write a head, read down to the line "What some heads override".
 
 A head is one file under ``models/heads/`` with a ``DraftHeadConfig`` and a ``DraftHead`` subclass, plus one YAML under
 ``recipes/head/``. The file's name is the head's type. A head is a recurrence over draft positions: ``advance`` computes
@@ -221,6 +221,12 @@ class DraftHead(nn.Module, Drafter):
             inputs.append(x)
         return torch.stack(inputs, 1)
 
+    def open(self, rows: int, cache: TreeCache | None = None) -> Session:
+        session: Session = self.session_class(self, rows)
+        return session
+
+    # What some heads override -----------------------------------------------------------------------------------------
+
     def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         """Return the input of ``first_states`` in training, at every position, [B, T, D]: by default the base's ``h``.
 
@@ -308,10 +314,6 @@ class DraftHead(nn.Module, Drafter):
     def decoder_layers(self) -> list[HeadDecoderLayer]:
         """The head's own decoder layers, in order."""
         return []
-
-    def open(self, rows: int, cache: TreeCache | None = None) -> Session:
-        session: Session = self.session_class(self, rows)
-        return session
 
     # What every head gets; not needed to write one -------------------------------------------------------------------
 
