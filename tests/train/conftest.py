@@ -57,7 +57,7 @@ class Runs:
     def all(self, folder: Path, *overrides: str, **job: Any) -> list[int]:
         """Train in ``folder`` and return every process's exit code, negative for a signal that killed it."""
         folders = [f"out={folder / 'run'}", f"data.folder={folder / 'corpora'}"]
-        return self._run(folder, {"overrides": [*OPTIONS, *folders, *overrides], **job})
+        return self._run(folder, {"command": ["train", *OPTIONS, *folders, *overrides], **job})
 
     def command(self, folder: Path, *arguments: str, **job: Any) -> int:
         """Run ``drafthead`` with these arguments, log in ``folder``, and return the exit code."""

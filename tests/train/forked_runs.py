@@ -3,8 +3,7 @@
 Tests start it as ``python forked_runs.py``. It reads one job per line and answers with a line ``{"codes": [...],
 "seconds": ...}``, with an exit code per process. A job has::
 
-    overrides    of the recipe, or
-    command      arguments of ``drafthead``, for another command than train, or
+    command      arguments of ``drafthead``, or
     script       a Python script and its arguments
     log          file for all output, rank 1's in FILE.1 and so on
     processes    how many (default 1)
@@ -27,18 +26,12 @@ import time
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 
 from drafthead import cli
 from drafthead.data.answers import store as answers
-from drafthead.data.utils.compose import say
-from drafthead.data.utils.errors import UserError
 from drafthead.eval.engines.served import free_port
 from drafthead.models.decoding import corpus as batched_generation
-from drafthead.train import adapt, pipeline
-from drafthead.train.config import parse_run
-from drafthead.train.distributed import signals
+from drafthead.train import adapt, run  # noqa: F401 # forks find it imported
 from drafthead.train.tracking import tracker as tracking
 from drafthead.train.trainer import checkpoint
 from drafthead.train.trainer import trainer as loop
@@ -48,7 +41,6 @@ CALLS: dict[str, tuple[Any, str]] = {
     "save tensors": (checkpoint, "save_file"),
     "write state": (checkpoint, "write_checksummed_json"),
     "prune": (checkpoint, "_prune"),
-    "save": (checkpoint, "save_checkpoint"),
     "answer": (batched_generation, "Answer"),
     "save features": (answers, "save_file"),
     "write shard": (answers.pq, "write_table"),
@@ -99,20 +91,13 @@ def work(job: dict[str, Any], rank: int) -> None:
         if "script" in job:
             sys.argv = job["script"]
             runpy.run_path(sys.argv[0], run_name="__main__")
-            os._exit(0)
-        if "command" in job:
+        else:
             sys.argv = ["drafthead", *job["command"]]
             cli.main()
-            os._exit(0)
-        with signals.install_handlers(say):
-            with initialize_config_module("drafthead.recipes", version_base="1.3"):
-                cfg = compose("train", overrides=job["overrides"])
-            pipeline.run_pipeline(parse_run(cfg), OmegaConf.to_yaml(cfg, resolve=True))
-    except UserError as error:
-        print(f"error: {error}")
-        code = 1
     except SystemExit as left:
         code = left.code
+        if isinstance(code, str):
+            print(code)
     except BaseException as fault:
         print(f"fault: {fault!r}")
         code = 70

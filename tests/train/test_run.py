@@ -86,15 +86,6 @@ def test_resuming_tells_values_apart_and_fills_in_defaults(
             check_settings(path, run)
 
 
-def test_a_run_of_version_0_2_0_resumes(tmp_path: Path) -> None:
-    """``settings_0_2_0.json`` was written by version 0.2.0 (commit 4ab2f8e) for this recipe."""
-    (tmp_path / "head").mkdir()
-    path = Path(shutil.copy(Path(__file__).parent / "settings_0_2_0.json", tmp_path / "training-settings.json"))
-    check_settings(path, recipe(tmp_path, "debug=tiny"))
-    with pytest.raises(UserError, match="phases.distill.store_hidden_states"):
-        check_settings(path, recipe(tmp_path, "debug=tiny", "phases.distill.store_hidden_states=false"))
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

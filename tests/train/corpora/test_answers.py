@@ -3,8 +3,6 @@
 import json
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.answers.backend import ProcessGroup
@@ -24,7 +21,6 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_manifest, write_checksummed_json, write_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate_answers
-from drafthead.train.config import parse_run
 from drafthead.train.corpora.answers import TURN_STRIDE, AnswerGenerator
 from drafthead.train.corpora.corpora import is_held_out
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
@@ -185,37 +181,6 @@ def test_a_server_of_another_model_is_refused(
     with pytest.raises(UserError, match=r"the base would choose \d+ % of the tokens that base at .* expected 80 %"):
         make(base, with_server(server), tmp_path)
     assert not (tmp_path / "prompts.json").exists(), "the other model wrote prompts"
-
-
-@pytest.mark.slow
-def test_killed_every_prompt_is_answered_once(completions_server: Callable[..., Any], tmp_path: Path) -> None:
-    """kill -9 twice, with a server that fails now and then: nothing is lost, nothing is doubled."""
-    with initialize_config_module("drafthead.recipes", version_base="1.3"):
-        tiny = BaseModel.load(parse_run(compose("train", overrides=["recipe=medusa_smollm2", "debug=tiny"])).base)
-    server = served(tiny, completions_server)
-    server.fault = lambda number, body: "500" if number % 5 == 4 else None
-    options = ["recipe=medusa_smollm2", "debug=tiny", f"data.answers.server.url={server.url}"]
-    options += ["data.answers.server.concurrency=2"]
-    options += [f"out={tmp_path / 'run'}", f"data.folder={tmp_path / 'corpora'}"]
-    script = (
-        "import drafthead.data.answers.server as s; s.SHARD_ROWS = 3; from drafthead.commands.data import main; main()"
-    )
-    command = [sys.executable, "-c", script, *options]
-    folder = tmp_path / "corpora" / "answers"
-    for shards in (1, 3):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
-        while process.poll() is None and len(list(folder.glob("shard-*.parquet"))) < shards:
-            time.sleep(0.002)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
-    remaining = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.parquet")}
-    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in remaining} == remaining and len(remaining) < 8
-    results = rows_of(AnswerStore(folder))
-    assert [row[0] for row in results] == list(range(24))
-    for number, ids, boundary, _, _ in results:
-        (expected,) = generate_answers(tiny, [(number, ids[:boundary])], SamplerConfig(max_new_tokens=24), batch_size=1)
-        assert expected.input_ids.tolist() == ids
 
 
 @pytest.mark.parametrize("odd", [{}, [1], [[]], [[1]], [[{"role": "user"}]], [[{"role": "user", "content": 1}]]])
