@@ -58,13 +58,21 @@ def filled(page: Path, marks: tuple[str, str], text: str) -> str:
     return f"{before}{marks[0]}{text}{end}{after}"
 
 
+def now() -> str:
+    """Return the time in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def new_record(benchmark: str) -> dict[str, Any]:
+    """Return a record without results: time, hardware and versions."""
+    return {"benchmark": benchmark, "date": now(), "hardware": hardware(), "versions": versions()}
+
+
 def save_record(arguments: Namespace, benchmark: str, results: dict[str, Any]) -> None:
-    """Write the file of --json: arguments, time (UTC), hardware, versions and ``results``."""
+    """Write the file of --json: time, hardware, versions, arguments and ``results``."""
     if arguments.json:
         given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        run = {"benchmark": benchmark, "date": date, "arguments": given, "hardware": hardware(), "versions": versions()}
-        write_json(arguments.json, run | results)
+        write_json(arguments.json, new_record(benchmark) | {"arguments": given} | results)
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:

@@ -34,7 +34,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -44,13 +43,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import at_least, entry_point, filled, listed, numbers, parser, print_table
+from common import at_least, entry_point, filled, listed, new_record, now, numbers, parser, print_table
 from heads_table import caption, figure, markdown, rows
 
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_atomic, write_json
-from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.metrics.summary import METHOD, speedup_of
@@ -100,12 +98,8 @@ class Record:
     def open(cls, path: Path, settings: dict[str, Any]) -> "Record":
         """Continue the record in a file, or begin one."""
         if not path.exists():
-            begun = {"benchmark": "heads", "date": datetime.now(UTC).isoformat(timespec="seconds")}
-            machine = {"hardware": hardware(), "versions": versions(), "settings": settings}
-            return cls(
-                path,
-                {**begun, **machine, "precision": None, "reference_s": None, "heads": {}, "lookup": None, "runs": []},
-            )
+            nothing = {"precision": None, "reference_s": None, "heads": {}, "lookup": None, "runs": []}
+            return cls(path, new_record("heads") | {"settings": settings} | nothing)
         content = read_json(path)
         if changed := [name for name, value in settings.items() if content["settings"].get(name) != value]:
             raise UserError(
@@ -360,7 +354,7 @@ def time_heads(record: Record, heads: Sequence[str], arguments: Namespace) -> No
             speed["heads"][name] = {"alone": speeds(overall, alone), "with_lookup": speeds(overall, combined)}
         copied = {key: overall[key] for key in ("autoregressive_tokens_per_second", "hardware")}
         speed["groups"][group] = {"lookup": speeds(overall, METHOD), **copied}
-    record.content["speed"] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **speed}
+    record.content["speed"] = {"date": now(), **speed}
     record.save()
 
 

@@ -31,9 +31,8 @@ import hypothesis
 import pytest
 import torch
 
-from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
-from support import TINY
+from support import TINY, random_base
 
 ARCHITECTURES = {"mistral": {"sliding_window": None}}
 """Settings of an architecture, besides ``TINY``."""
@@ -71,8 +70,7 @@ def skip_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @cache
 def _tiny_base(model_type: str, seed: int, **settings: Any) -> BaseModel:
-    shape = {**TINY, "model_type": model_type, **ARCHITECTURES.get(model_type, {}), **settings}
-    return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=seed))
+    return random_base({**TINY, "model_type": model_type, **ARCHITECTURES.get(model_type, {}), **settings}, seed=seed)
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import recognise
 from drafthead.models.formats.format import Format
@@ -35,7 +34,7 @@ from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
-from support import TINY, drafted_logits, randomised, row_of
+from support import TINY, drafted_logits, random_base, randomised, row_of
 
 IDS = [5, 17, 99, 42, 7, 250, 3]
 DRAFTED = [8, 120, 64]
@@ -44,8 +43,7 @@ DRAFTED = [8, 120, 64]
 @cache
 def deep_base(model_type: str = "llama") -> BaseModel:
     """Six layers, so that three of them can be read below the last."""
-    shape = {**TINY, "model_type": model_type, "num_hidden_layers": 6}
-    return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
+    return random_base(TINY | {"model_type": model_type, "num_hidden_layers": 6})
 
 
 def eagle(base: BaseModel, d2t: Tensor | None = None, **settings: Any) -> Eagle3Head:

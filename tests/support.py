@@ -263,12 +263,18 @@ def tiny_checkpoint(folder: Path) -> None:
 # Distributions --------------------------------------------------------------------------------------------------------
 
 
+def random_base(shape: dict[str, Any], device: str | None = None, **settings: Any) -> BaseModel:
+    """Return a base of ``shape`` with random weights in float32, and a tokenizer of bytes."""
+    given = {"tokenizer": "builtin:tiny", "dtype": "float32", **settings}
+    return BaseModel.load(BaseConfig(random=True, shape=shape, **given), device)
+
+
 @cache
 def small_base() -> BaseModel:
     """Return a base of one layer with flat probs, so that all answers of a few tokens can be enumerated."""
     sizes = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape = TINY | sizes | {"head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.3}
-    return BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
+    return random_base(shape)
 
 
 def hidden_and_probs(base: BaseModel, tokens: list[int], sampler: Sampler) -> tuple[Tensor, Tensor]:

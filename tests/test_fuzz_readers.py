@@ -52,17 +52,16 @@ from drafthead.train.corpora.corpus_config import AnswersConfig
 from drafthead.train.run_folder import SETTINGS, check_settings, training_settings
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest
-from support import TINY, composed, fuzz, join_threads, small_head, tiny_checkpoint
+from support import TINY, composed, fuzz, join_threads, random_base, small_head, tiny_checkpoint
 
 SHAPE = TINY | {"hidden_size": 16, "num_hidden_layers": 1}
-PLAIN: dict[str, Any] = {"tokenizer": "builtin:tiny", "dtype": "float32", "prepack": False}
 ROW = Document(np.arange(40, dtype=np.int32), np.ones(40, dtype=np.bool_))
 MADE_BY = {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}
 
 
 @cache
 def base() -> BaseModel:
-    return BaseModel.load(BaseConfig(random=True, shape=SHAPE, **PLAIN))
+    return random_base(SHAPE, prepack=False)
 
 
 def tensors(values: dict[str, torch.Tensor]) -> dict[str, tuple[str, bytes]]:
@@ -132,7 +131,8 @@ def read_adapter(folder: Path) -> Any:
 
 
 def read_base(folder: Path) -> Any:
-    return BaseModel.load(BaseConfig(name=str(folder), **PLAIN)).vocab_size
+    config = BaseConfig(name=str(folder), tokenizer="builtin:tiny", dtype="float32", prepack=False)
+    return BaseModel.load(config).vocab_size
 
 
 def make_published(folder: Path) -> None:

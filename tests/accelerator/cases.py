@@ -30,7 +30,6 @@ from drafthead.data.utils.devices import (
     set_rng_states,
 )
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
@@ -47,7 +46,7 @@ from drafthead.models.token_tree import TokenTree
 from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy
 from drafthead.train.trainer.optim import OptimConfig
 from drafthead.train.trainer.step import train_step
-from support import TINY, noisy_head, random_ids, row_of, stacked
+from support import TINY, noisy_head, random_base, random_ids, row_of, stacked
 
 DEVICES = ("cpu", "cuda")
 STEP_WAITS = {"draft_lm": 2}
@@ -59,9 +58,7 @@ WIDE, CHAIN = TokenTree.expansion([3, 2, 1]), TokenTree.chain(3)
 
 @cache
 def base_on(device: str, graphs: str = "never") -> BaseModel:
-    shape = {**TINY, "model_type": "llama"}
-    settings = {"tokenizer": "builtin:tiny", "dtype": "float32", "prepack": False, "graphs": graphs}
-    return BaseModel.load(BaseConfig(random=True, shape=shape, **settings), device)
+    return random_base(TINY, device, prepack=False, graphs=graphs)
 
 
 @cache

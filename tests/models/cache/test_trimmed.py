@@ -11,7 +11,6 @@ import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
@@ -23,7 +22,7 @@ from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
-from support import fitted, random_ids, rows_of
+from support import fitted, random_base, random_ids, rows_of
 
 Script = Callable[[str], ModuleType]
 BaseOf = Callable[..., BaseModel]
@@ -48,8 +47,7 @@ def base_of(script: Script) -> BaseOf:
 
 @cache
 def load(shape: str) -> BaseModel:
-    sizes: dict[str, Any] = json.loads(shape)
-    return BaseModel.load(BaseConfig(random=True, shape=sizes, tokenizer="builtin:tiny", dtype="float32"))
+    return random_base(json.loads(shape))
 
 
 def held_bytes(cache: TreeCache) -> int:

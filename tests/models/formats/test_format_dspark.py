@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.decoding.drafter import DraftConfig
@@ -34,7 +33,7 @@ from plain_heads import (
     rewrite,
     unknown_tokenizer,
 )
-from support import TINY, random_ids, randomised
+from support import TINY, random_base, random_ids, randomised
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "generate.md"
 DSPARK, DFLASH, GGUF = all_formats()["dspark"], all_formats()["dflash"], all_formats()["gguf_dspark"]
@@ -123,8 +122,7 @@ def test_bases_that_scale(tmp_path: Path, model_type: str) -> None:
     llama3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
     llama3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     scaled = {"llama": {"rope_parameters": llama3}, "granite": {"logits_scaling": 4.0}}[model_type]
-    shape = {**TINY, "model_type": model_type, "num_hidden_layers": 6, **scaled}
-    base = BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0))
+    base = random_base(TINY | {"model_type": model_type, "num_hidden_layers": 6, **scaled})
     head = block_head(base, D2T)
     forms = [(DSPARK, vllm_engine), (GGUF, llamacpp_engine)][: 2 if model_type == "llama" else 1]
     for form, engine in forms:

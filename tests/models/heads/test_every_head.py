@@ -10,7 +10,6 @@ from head_cases import HEADS, MAIN, cases_of, every_case, every_head
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
 from drafthead.models.decoding.loop import decode, decode_batch
@@ -29,6 +28,7 @@ from support import (
     drafted_logits,
     fitted,
     probs_of_answers,
+    random_base,
     random_ids,
     randomised,
     rows_of,
@@ -58,8 +58,7 @@ GROUPED = {
 @pytest.mark.parametrize(("grouping", "vocabulary"), [("one key head", None), ("wide heads", 100)])
 @every_case
 def test_a_head_without_weights_is_as_large(grouping: str, kind: str, vocabulary: int | None) -> None:
-    shape = {**SHAPE, **GROUPED[grouping]}
-    base = BaseModel.load(BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", prepack=False))
+    base = random_base(SHAPE | GROUPED[grouping], prepack=False)
     config = replace(HEADS[kind], draft_vocab_size=vocabulary)
     head = config.build(base, vocabulary and torch.arange(vocabulary))
     counted = config.without_weights(meta_base(base.model.config))

@@ -5,11 +5,7 @@ from typing import Any
 
 from drafthead.data.answers.store import AnswerStore
 from drafthead.data.text.packing import is_packed, open_packed
-from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.base.base_model import BaseModel
-from support import TINY
-
-SHAPE = TINY | {"vocab_size": 320, "max_position_embeddings": 2048}
+from support import TINY, random_base
 
 
 def answers(corpora: Path) -> list[tuple[int, list[int], bytes]]:
@@ -40,8 +36,7 @@ def test_every_node_makes_its_own(runs: Any, whole: Path, tmp_path: Path) -> Non
 
 def test_two_processes_make_the_corpora_of_one(runs: Any, tmp_path: Path) -> None:
     """With a stored base and FSDP: transformers then loads a base differently on all processes but the first."""
-    config = BaseConfig(random=True, shape=SHAPE, tokenizer="builtin:tiny", dtype="float32", prepack=False)
-    base = BaseModel.load(config)
+    base = random_base(TINY | {"vocab_size": 320, "max_position_embeddings": 2048}, prepack=False)
     base.model.save_pretrained(tmp_path / "base")
     base.tokenizer.save_pretrained(tmp_path / "base")
     named = (f"base.name={tmp_path}/base", "base.random=false", "base.tokenizer=null", "base.prepack=false")

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.dspark import DSparkConfig
@@ -32,7 +31,7 @@ from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.distributed.sharding import ShardConfig, Sharding, full_state_dict, load_optimizer
 from drafthead.train.trainer.optim import OptimConfig, head_optimizer
 from drafthead.train.trainer.step import evaluate_loss, train_step
-from support import TINY
+from support import TINY, random_base
 
 PROCESSES = 2
 STEPS = 3
@@ -98,9 +97,7 @@ CASES = {
 
 
 def load_base(tied: bool = False) -> BaseModel:
-    shape = TINY | {"tie_word_embeddings": tied}
-    config = BaseConfig(random=True, shape=shape, tokenizer="builtin:tiny", dtype="float32", seed=0, prepack=False)
-    return BaseModel.load(config)
+    return random_base(TINY | {"tie_word_embeddings": tied}, prepack=False)
 
 
 def build_head(case: Case) -> DraftHead:

@@ -9,13 +9,12 @@ from torch import nn
 
 from drafthead.data.batch import LossOutput
 from drafthead.data.utils.errors import UserError
-from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.trainer.optim import OptimConfig, build_optimizer, head_optimizer, lr_at
 from drafthead.train.trainer.step import train_step
+from support import random_base
 
 
 def curve(config: OptimConfig, steps: int) -> list[float]:
@@ -126,8 +125,7 @@ def test_a_step_takes_the_factor_into_account() -> None:
 
 def muon_head() -> DraftHead:
     shape = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3}
-    base = BaseModel.load(BaseConfig(random=True, shape={**shape, "vocab_size": 300}, tokenizer="builtin:tiny"))
-    return DSparkConfig(num_draft_tokens=2, markov_rank=4).build(base)
+    return DSparkConfig(num_draft_tokens=2, markov_rank=4).build(random_base({**shape, "vocab_size": 300}))
 
 
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
