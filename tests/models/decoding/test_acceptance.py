@@ -12,18 +12,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
 from drafthead.eval.lossless.enumerate import CommittedProbs, committed
 from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM
 from drafthead.models.decoding.acceptance import Acceptance, AcceptanceRule, block, speculative, typical
-from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal
+from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import VERIFY, PerRowRng
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree, TreeShape
 from support import lookup
 
 V = 5
-DET, IID, DISTINCT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
+DET, IID = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT
 RAW = Sampler(temperature=1.0)
 SEEDS = st.integers(0, 2**31)
 
@@ -220,12 +219,3 @@ def test_lenience_1_is_the_exact_rule() -> None:
         same = all(torch.equal(a, b) for a, b in zip(lenient.by_length, exact.by_length, strict=True))
         assert same == rule.lossless
         assert same or mean_accepted(lenient) > mean_accepted(exact)
-
-
-def test_block_refuses_what_branches() -> None:
-    rule = AcceptanceRule(name="block")
-    rule.check(DraftConfig(tree=TokenTree.chain(3)))
-    for tree in (TokenTree.expansion([2, 1]), DynamicTree(nodes=4, width=1)):
-        with pytest.raises(UserError, match="block verification.* chain"):
-            rule.check(DraftConfig(tree=tree))
-        AcceptanceRule().check(DraftConfig(tree=tree))

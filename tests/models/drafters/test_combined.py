@@ -102,13 +102,6 @@ def test_equal_samples_of_one_drafter_stay_apart() -> None:
     assert merged.shape.children[0, :3].tolist() == [[1, 2, 1], [3, 3, 5], [4, NO_CHILD, NO_CHILD]]
 
 
-def test_two_kinds_of_samples_are_refused() -> None:
-    with_replacement = proposal([[(), (1,)]], sampled=True)
-    other = Proposal(**{**vars(with_replacement), "draft_sampling": DraftSampling.WITHOUT_REPLACEMENT})
-    with pytest.raises(UserError, match="must all sample with"):
-        combine([with_replacement, other])
-
-
 @pytest.mark.parametrize("room", [2, 4, 6])
 def test_a_small_union_gives_the_likeliest_nodes_of_the_first(tiny_base: TinyBase, room: int) -> None:
     base = tiny_base()
