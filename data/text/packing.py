@@ -139,7 +139,10 @@ def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int |
     after exactly this number of tokens, which may cut the last document.
     """
     if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no end-of-sequence token, so documents cannot be closed; set eos_token")
+        raise UserError(
+            "the tokenizer has no end-of-sequence token, so documents cannot be closed; set eos_token in its "
+            "tokenizer_config.json"
+        )
     left = max_tokens
     for batch in _batched(texts, 128):
         for ids in tokenizer(batch, verbose=False)["input_ids"]:

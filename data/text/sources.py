@@ -299,7 +299,10 @@ def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
 
 
 def as_suite_prompt(value: Any, where: str) -> list[Message]:
-    """Return the prompt in a line of ``data.prompts``, with an empty answer before each later user message."""
+    """Return the prompt in a line of ``data.prompts``, with an empty answer before each later user message.
+
+    ``value`` is what ``suite_prompt`` accepts; messages name it ``where``.
+    """
     try:
         messages, later = suite_prompt(value)
     except UserError as error:

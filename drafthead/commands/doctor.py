@@ -291,7 +291,7 @@ def python(*arguments: str) -> str:
     """Run ``python ...`` in a new process in the checkout, and return its output."""
     done = subprocess.run([sys.executable, *arguments], cwd=CHECKOUT, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{arguments[0]}: {' | '.join((done.stdout + done.stderr).splitlines()[-5:])}")
+        raise UserError(f"{arguments[0]} failed: {' | '.join((done.stdout + done.stderr).splitlines()[-5:])}")
     return done.stdout
 
 

@@ -168,7 +168,8 @@ def measure_speeds(
     """Answer the prompts of ``texts`` autoregressively and with every head's best chain, in one interleaved run.
 
     Adds measured speeds ("measured", and the baseline's "autoregressive", in tokens per second) and the mean accepted
-    length ("tokens_decoded") to each head's row in ``rows``. Answers have up to ``new`` tokens.
+    length ("tokens_decoded") to each head's row in ``rows``. A row's "name" is the head's key in ``heads``. Answers
+    have up to ``new`` tokens.
     """
     prompts = [EvalPrompt("study", n, [], input_ids=tuple(text.ids[: text.boundary])) for n, text in enumerate(texts)]
     decoders: dict[str, Decoder] = {"autoregressive": partial(decode, base, None, max_new_tokens=new)}

@@ -184,7 +184,10 @@ class Format:
     def unsupported_logits(
         self, head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"
     ) -> Unsupported:
-        """Yield an obstacle if the base soft-caps its logits, or with ``scaled`` also if it scales them."""
+        """Yield an obstacle if the base soft-caps its logits, or with ``scaled`` also if it scales them.
+
+        ``instead`` is the advice of the message.
+        """
         output = head.target_lm_head
         if output.softcap is not None or (scaled and output.scale != 1.0):
             what = f"{'scales or ' if scaled else ''}caps its logits, and the format does not"

@@ -44,7 +44,10 @@ class PromptTable:
         self._ids: dict[int, list[int]] = {}
 
     def of_turn(self, turn: int, store: AnswerStore) -> list[Prompt]:
-        """Return the prompts of one turn, for conversations whose earlier turns are answered; omit too long prompts."""
+        """Return the prompts of ``turn``, from 0, of conversations whose earlier turns ``store`` has answers to.
+
+        Prompts longer than ``max_prompt_tokens`` are left out.
+        """
         prompts, done = [], store.done
         for first, conversation in enumerate(self.conversations):
             number, earlier = first + turn * TURN_STRIDE, range(first, first + turn * TURN_STRIDE, TURN_STRIDE)

@@ -90,7 +90,7 @@ def write_transcripts(
 
 
 def agreement_line(measured: dict[str, Any]) -> str:
-    """Return a line that describes the agreement of transcripts with the base."""
+    """Return a line about the agreement of transcripts with the base; ``measured`` is the contents of the JSON file."""
     return (
         f"agreement with the base: {100 * measured['greedy']:.1f} % of the transcripts' tokens are its greedy choice, "
         f"and their mean probability is {measured['probability']:.2f} ({measured['tokens']:,} tokens of "
