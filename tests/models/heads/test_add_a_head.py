@@ -1,14 +1,16 @@
 """The example head of docs/tutorials/new_head.md goes through the whole pipeline with the files that the page shows."""
 
 import json
+import runpy
 from pathlib import Path
 
+import pytest
 from head_cases import EXAMPLE, HEADS, PAGE, example_blocks
 from omegaconf import OmegaConf
 
 from drafthead.models.heads.parts.loading import head_types, load_head
 from drafthead.train.pipeline import run_pipeline
-from support import composed
+from support import TinyBase, assert_parity, composed, noisy_head
 
 
 def test_the_example_trains_and_evaluates(tmp_path: Path) -> None:
@@ -29,3 +31,15 @@ def test_the_example_is_among_the_tested_heads() -> None:
     assert set(head_types()) == {config.head_type for config in HEADS.values()} >= {EXAMPLE, "medusa"}
     documented = OmegaConf.create(example_blocks()[f"recipes/head/{EXAMPLE}.yaml"])
     assert set(documented) == {"head_type", *vars(HEADS[EXAMPLE])}
+
+
+@pytest.mark.parametrize("variant", [0, 1])
+def test_the_reference_of_the_page_is_the_example(tiny_base: TinyBase, variant: int) -> None:
+    """The page's lines, added to the module that they name, compute the example's losses."""
+    path = Path(__file__).with_name("test_published_heads.py")
+    module = runpy.run_path(str(path))
+    exec(example_blocks()[f"tests/models/heads/{path.name}"], module)
+    reference = module[EXAMPLE]
+    config, noise = module["CASES"][reference]
+    head = noisy_head(config(**module["VARIANTS"][reference][variant]), tiny_base(), noise, module["EVEN"])
+    assert_parity(head, reference(head))
