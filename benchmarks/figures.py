@@ -62,22 +62,12 @@ def tasks(demo: dict[str, Any]) -> Figure:
     return plots.speedup(rows)
 
 
-def waterfall(demo: dict[str, Any]) -> Figure:
-    """From the mean accepted length to the measured speedup."""
-    return plots.waterfall(demo["speedup_breakdown"]["transformers"])
-
-
-def cost(demo: dict[str, Any]) -> Figure:
-    """The cost of verifying n tokens."""
-    return plots.cost(demo["costs"]["verify"], demo["calibration"]["nodes"], None)
-
-
 PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "tree": tree,
     "acceptance": by_position,
     "tasks": tasks,
-    "waterfall": waterfall,
-    "cost": cost,
+    "waterfall": lambda demo: plots.waterfall(demo["speedup_breakdown"]["transformers"]),
+    "cost": lambda demo: plots.cost(demo["costs"]["verify"], demo["calibration"]["nodes"], None),
 }
 
 

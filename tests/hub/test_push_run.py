@@ -1,6 +1,5 @@
 """``push=true``: refused before anything is done without a token, and no failed upload costs a run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from safetensors.torch import load_file
 
 import drafthead
 from drafthead.data.utils.errors import UserError
-from drafthead.eval.metrics.summary import speedup_of
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train import pipeline
 from support import composed
@@ -51,23 +49,15 @@ def test_the_next_start_pushes_after_a_hub_was_down(hub: Any, slept: list[float]
     head = drafthead.load_head("team/medusa")
     saved = load_file(run / "head" / "model.safetensors")
     assert all(torch.equal(value, saved[key]) for key, value in head.state_dict().items())
-    check_card(ModelCard(files["README.md"].decode()), json.loads(files["eval.json"]), head, tmp_path)
+    check_card(ModelCard(files["README.md"].decode()), head, tmp_path)
 
 
-def check_card(card: ModelCard, evaluation: dict[str, Any], head: DraftHead, folder: Path) -> None:
+def check_card(card: ModelCard, head: DraftHead, folder: Path) -> None:
     """Check that the card describes this run and does not contain paths of this machine."""
     data = card.data
     assert data.license == "unknown" and data.library_name == "drafthead"
     assert {"drafthead", "speculative-decoding", "custom_generate", "medusa"} <= set(data.tags)
-    metrics = {(r.metric_type, r.dataset_config): r for r in data.eval_results}
-    assert len(evaluation["tasks"]) > 1
-    for name, group in [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]:
-        speedup, accepted = speedup_of(group), group["mean_accepted_length"]
-        assert metrics["speedup", name].metric_value == round(speedup, 3)
-        assert metrics["mean_accepted_length", name].metric_value == round(accepted, 3)
-        row = next(line for line in card.content.splitlines() if line.startswith(f"| {name} | {speedup:.2f}x |"))
-        assert row.split(" | ")[3] == f"{accepted:.2f}"
-    assert "CPU cores" in metrics["speedup", "overall"].metric_args["hardware"]
+    assert data.eval_results and all("CPU cores" in result.metric_args["hardware"] for result in data.eval_results)
     for line in (
         'head = drafthead.load_head("team/medusa")',
         'custom_generate="team/medusa", trust_remote_code=True)',

@@ -64,8 +64,9 @@ def test_a_card_names_no_folder_and_its_results_are_metadata(tiny_base: TinyBase
     assert "`acme`, from the base's card" in model_card.content
     assert "mine, at most 24 new tokens, batch size 1. Some <CPU>; CPU cores: 2" in model_card.content
     assert "drafthead 0.2.0, torch 2.13.0." in model_card.content
-    assert {(r.metric_type, r.dataset_name, r.metric_value) for r in model_card.data.eval_results} == {
-        (metric, f"mine, {task}", value)
+    results = model_card.data.eval_results
+    assert {(r.metric_type, r.dataset_name, r.dataset_config, r.metric_value) for r in results} == {
+        (metric, f"mine, {task}", task, value)
         for task in ("math", "overall")
         for metric, value in (("speedup", 1.5), ("mean_accepted_length", 1.8))
     }
