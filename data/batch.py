@@ -89,7 +89,7 @@ class HiddenStates:
 
     @classmethod
     def split(cls, values: Tensor, width: int) -> "HiddenStates":
-        """Split values [..., D * (1 + len(spec.layers))] into the final state and the layers; ``width`` is D."""
+        """Split values [..., D * (1 + L)] into the final state, which comes first, and L layers; ``width`` is D."""
         return cls(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HiddenStates":

@@ -62,6 +62,7 @@ class TreeCache:
     ) -> None:
         """Use the memory ``stacks`` [L, B, H, C, E] for ``rows`` of up to ``capacity`` positions.
 
+        ``places``: where each layer's keys and values are in ``stacks``; None: a layer without a cache.
         ``skipped``: number of committed positions that a copy made by ``selected`` leaves out.
         """
         self.stacks, self.places, self.trim, self.skipped, self.capacity = stacks, places, trim, skipped, capacity
@@ -191,7 +192,10 @@ class TreeCache:
         return buffer[None, None, :, buffer.shape[1] - nodes - (self.length - self.skipped) :]
 
     def held(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Restrict a mask [R, 1, T, reach] and key positions [R, reach] to those that sliding-window layers hold."""
+        """Restrict a mask [R, 1, T, reach] and key positions [R, reach] to what sliding-window layers hold.
+
+        Without such layers, return both unchanged.
+        """
         return (mask, positions) if self._sliding is None else self._sliding.columns(mask, positions)
 
     # Commits ---------------------------------------------------------------------------------------------------
@@ -334,7 +338,7 @@ class FullLayers:
             self._rows = torch.arange(len(self.rows), device=lengths_B.device)[:, None]
 
     def update(self, keys: Tensor, values: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new states into a layer's ``keys`` and ``values``, and return both up to the longest row's end."""
+        """Write new states into a layer's ``keys`` and ``values`` [B, H, C, E]; return both up to the longest row."""
         span, end = self._span, self._span.stop
         if len(self.rows) == 1:
             keys[:, :, span] = key_BHTE
@@ -370,7 +374,7 @@ class SlidingLayers(FullLayers):
     """
 
     def __init__(self, stacks: Sequence[Tensor], rows: list[Row], window: int, room: int) -> None:
-        """Keep positions that a query with this ``window`` sees, and up to ``room`` pending nodes."""
+        """Keep in ``stacks`` [L, B, H, C, E] what a query sees by ``window``, and up to ``room`` pending nodes."""
         super().__init__(stacks, rows)
         self._window, self._room = window, room
         self.held = stacks[0].shape[3]

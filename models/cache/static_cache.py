@@ -82,8 +82,9 @@ class StaticModel:
     ) -> None:
         """Set the functions of the model.
 
-        ``windowed`` is for a base with sliding windows: (full mask, query positions, key positions, dtype) -> the
-        decoder's mask argument.
+        ``decoder`` is transformers' decoder without its output head, and ``logits`` maps hidden states [1, N, D] to
+        logits [1, N, V]. ``windowed`` is for a base with sliding windows: (full mask, query positions, key positions,
+        dtype) -> the decoder's mask argument.
         """
         self.backend = GraphBackend(shape.device)
         self.shape, self._decoder, self._logits, self._windowed = shape, decoder, logits, windowed

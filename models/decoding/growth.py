@@ -316,9 +316,10 @@ class _Stopping:
         return self._expandable if width == self._expandable.shape[1] else self._expandable.any(1, keepdim=True)
 
     def continues(self, level: TreeLevel, exists: Tensor | None, likelihood: Tensor | None) -> bool:
-        """Add a level's nodes, apply ``confidence_threshold``, and return False if no node of the level gets children.
+        """Add a level's nodes, apply ``confidence_threshold``, and return False if it leaves no node to draft after.
 
-        ``exists`` and ``likelihood``, [B, M] each, are the results of ``_sampled`` and ``_likeliest``.
+        ``exists`` and ``likelihood``, [B, M] each, are the results of ``_sampled`` and ``_likeliest``. Without
+        ``likelihood`` the result is always True.
         """
         if not self.cuts:
             return True
@@ -353,12 +354,14 @@ class _Stopping:
         return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
     def _any_expandable(self) -> bool:
+        """Return False if no frontier node may get children; on a device True, because reading it would wait."""
         return not reads_freely(self._expandable.device) or bool(self._expandable.any())
 
 
 def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
     """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
 
+    ``last_token`` [B] are the roots; ``d2t`` [W] maps draft ids to target ids.
     A node's score is the product of the drafter's probabilities along its path (here its logarithm). A parent therefore
     scores above its children, and the kept nodes form a tree. All rows get the same number of nodes.
     """

@@ -385,7 +385,7 @@ class DecodeState:
 def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | None, proposal: Proposal) -> Target:
     """Return a function that maps nodes [B, M] to the target's distributions after them, [B, M, V].
 
-    ``contexts``, if the sampler reads them, end with the roots.
+    ``logits`` [B, N, V] are those after all nodes. ``contexts``, if the sampler reads them, end with the roots.
     """
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 

@@ -53,7 +53,7 @@ class DraftHeadConfig(ABC):
     num_draft_tokens: DraftPositions = 5
     """Number of draft positions: the most tokens that the head drafts one after the other."""
     draft_vocab_size: Annotated[int, Field(ge=16)] | None = None
-    """Size of the draft vocabulary: the head drafts only the most frequent tokens of the answers. With null, the base's
+    """Size of the draft vocabulary: the answers' most frequent tokens, and those that end a turn. With null, the base's
     whole vocabulary."""
     draft_dtype: Literal["auto", "bfloat16", "int8"] | None = "auto"
     """Dtype of the weights for drafting. With ``bfloat16`` or ``int8``, drafting uses copies of half or a quarter of
@@ -281,7 +281,7 @@ class DraftHead(nn.Module, Drafter):
         """Return, for each draft position, the states [B, T, D] from which the induction head decides not to copy.
 
         ``InductionHead`` computes a score for copying nothing (the sink) from them, at each anchor. In drafting, the
-        session's ``draft_sinks`` returns them.
+        session's ``draft_sinks`` returns them. ``hidden`` [K, n, D] is the result of ``projection_inputs``.
         """
         return [base_hidden.final] * len(hidden)
 
@@ -422,12 +422,12 @@ class DraftHead(nn.Module, Drafter):
     def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
         """Return the rank of the true token among each draft position's candidates; tree calibration reads the ranks.
 
-        Position k reads the true tokens before its target. That is exact, because a draft can only be accepted after
-        accepted drafts.
+        Position k (from 1) reads the true tokens before its target. That is exact, because a draft can only be accepted
+        after accepted drafts.
 
         Returns:
-            [B, T, K] int64: 0 if the most likely candidate for ``x_{t+1+k}`` is right, ``top`` if the true token is
-            not among the first ``top`` candidates, -1 if position k has no target.
+            [B, T, K] int64, with position k in column k - 1: 0 if the most likely candidate for ``x_{t+1+k}`` is right,
+            ``top`` if the true token is not among the first ``top`` candidates, -1 if position k has no target.
         """
         draft_targets = DraftTargets.of(batch, self.depth)
         hidden = self.projection_inputs(batch, base_hidden, draft_targets)

@@ -1,8 +1,9 @@
 """Training targets of a head and the anchors that they are predicted from; shared by all heads.
 
 An anchor is a position t of the text from whose ``h_t`` a head drafts. The target of draft position k at that anchor
-is ``x_{t+1+k}``. Heads compute their predictions anchor by anchor. Losses need the predictions in the order of targets,
-because the base's distribution at a target is computed once for all draft positions. ``DraftTargets`` translates.
+is ``x_{t+1+k}``, with k from 1. Heads compute their predictions anchor by anchor. Losses need the predictions in the
+order of targets, because the base's distribution at a target is computed once for all draft positions. ``DraftTargets``
+translates.
 
 Shape legend: B batch, T time, S anchors of a row, K draft positions, n targets, D width, W draft vocabulary.
 """
@@ -28,7 +29,7 @@ class DraftTargets:
     target_idx: Tensor
     """[n] int64 flat index of each target ``x_{t+1+k}``."""
     valid: Tensor
-    """[K, n] bool: position k is trained on this target."""
+    """[K, n] bool: position k is trained on this target, in row k - 1."""
     anchor_idx: Tensor
     """[K, n] int64 flat index of the anchor t. Where ``valid`` is false, it is an arbitrary index within the batch."""
     weights: Tensor | None = None
@@ -102,7 +103,10 @@ class DraftTargets:
         return values.flatten(0, 1)[self.target_idx - 1].expand(len(self.valid), -1, -1)
 
     def to_anchors(self, values: Tensor, k: int, shape: tuple[int, ...]) -> Tensor:
-        """Move ``values`` [n, D] from the targets of position k to their anchors: [B, T, D], zeros elsewhere."""
+        """Move ``values`` [n, D] from the targets to the anchors of row k (0-based): [B, T, D], zeros elsewhere.
+
+        ``shape`` is (B, T).
+        """
         flat = values.new_zeros(shape[0] * shape[1], values.shape[-1])
         return flat.index_add(0, self.anchor_idx[k], torch.where(self.valid[k, :, None], values, 0.0)).view(*shape, -1)
 
