@@ -41,13 +41,13 @@ def tree(demo: dict[str, Any]) -> Figure:
 
 @plots.styled
 def by_position(demo: dict[str, Any]) -> Figure:
-    """Accepted drafts of all steps, by position and method."""
+    """Accepted drafts by position and method; a method's steps without drafts, such as no match, are not counted."""
     names = {"speculative": "head and prompt lookup", "head": "head", "prompt_lookup:8:2": "prompt lookup"}
     figure, axes = plots.new_axes()
     for (method, name), colour in zip(names.items(), ("#2f81f7", "#d4770c", "#8c96a3"), strict=True):
         shares = [share or 0.0 for share in demo["metrics"][method]["acceptance_per_depth_of_all"]]
         axes.plot(range(1, len(shares) + 1), shares, "o-", color=colour, label=name)
-    axes.set(xlabel="draft position", ylabel="steps that accept it", ylim=(0, 0.62))
+    axes.set(xlabel="draft position", ylabel="drafting steps that accept it", ylim=(0, 0.62))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.legend(loc="upper right")
     return figure

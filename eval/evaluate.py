@@ -41,6 +41,7 @@ from drafthead.models.decoding.growth import StepwiseDrafter
 from drafthead.models.decoding.loop import check_ids
 from drafthead.models.decoding.sampling import Sampler, with_own_penalty
 from drafthead.models.decoding.step import DecodeConfig
+from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.token_tree import TokenTree
 
 Progress = Callable[[str, int, int], None]
@@ -94,7 +95,7 @@ def evaluate(
     order = calibration.order if calibration else None
     spans = partial(answer_spans, base.tokenizer)
     evaluation = summarise(timed, equalities, partial(_retokenised, base), base.dtype, costs, order, spans=spans)
-    evaluation |= _settings(base, config, draft_config, timed)
+    evaluation |= _settings(base, drafter, config, draft_config, timed)
     optional = {
         "engines": finite(served_as_trained(base, served, timed, equalities, config)) if served.facts else None,
         "predicted": costs and predict(base, drafter, draft_config, config, costs, development),
@@ -199,7 +200,9 @@ def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], m
     return ids
 
 
-def _settings(base: BaseModel, config: EvalConfig, draft_config: DraftConfig, timed: TimedResults) -> dict[str, Any]:
+def _settings(
+    base: BaseModel, drafter: Drafter, config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
+) -> dict[str, Any]:
     """Return the settings of the evaluation, and those of the base that change its answers or its speed."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
@@ -207,9 +210,10 @@ def _settings(base: BaseModel, config: EvalConfig, draft_config: DraftConfig, ti
     if not lossless:
         rule["total_variation"] = rule_total_variation(config.rule, draft_config.draft_sampling)
     ignored = base.ignored_settings([key for key in CHANGE_TEXT if key != "repetition_penalty"])
-    tree: dict[str, Any] = {"nodes": draft_config.nodes, "spec": config.tree}
-    if isinstance(draft_config.tree, TokenTree):
-        tree["choices"] = [list(path) for path in draft_config.tree.paths[1:]]
+    tree = _tree_json(draft_config) | {"spec": config.tree}
+    if isinstance(drafter, CombinedDrafter):
+        parts = zip(drafter.names, drafter.draft_configs(draft_config), strict=True)
+        tree["drafters"] = [{"drafter": name} | _tree_json(part) for name, part in parts]
     return {
         "suite": config.suite,
         "split": config.split,
@@ -223,6 +227,13 @@ def _settings(base: BaseModel, config: EvalConfig, draft_config: DraftConfig, ti
         **({"kernels": base.kernels.by_rows} if base.kernels else {}),
         **({"not_applied": ignored} if ignored else {}),
     }
+
+
+def _tree_json(draft_config: DraftConfig) -> dict[str, Any]:
+    """Return the most nodes of a tree, root included, and its paths if it is static."""
+    tree = draft_config.tree
+    choices = {"choices": [list(path) for path in tree.paths[1:]]} if isinstance(tree, TokenTree) else {}
+    return {"nodes": draft_config.nodes, **choices}
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:

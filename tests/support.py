@@ -399,6 +399,7 @@ def evaluation_of(overall: dict[str, Any], **tasks: dict[str, Any]) -> dict[str,
         "tree": {"spec": "/home/me/tree.json", "nodes": 5},
         "draft_sampling": "top_k",
         "speedup_breakdown": {"transformers": None, "autoregressive": None},
+        "metrics": {"speculative": {"acceptance_per_depth_of_all": [0.5, 0.2, 0.0]}},
         "tasks": tasks,
         "overall": overall,
     }

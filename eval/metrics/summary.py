@@ -114,6 +114,12 @@ def speedup_of(group: dict[str, Any], method: str | None = None) -> float | None
     return value
 
 
+def nodes_per_step(evaluation: dict[str, Any]) -> float | None:
+    """Return the mean size of the headline's trees, root included; None if no step was measured."""
+    explained = evaluation["speedup_breakdown"][fastest_autoregressive(evaluation["overall"])[0]]
+    return explained and 1 + float(explained["method"]["drafts"])
+
+
 Outputs = Sequence[tuple[dict[str, int], Equality]]
 """Prompt number and turn of each answer, and its comparison with autoregressive decoding."""
 

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from drafthead.data.utils.files import write_atomic
-from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
+from drafthead.eval.metrics.summary import fastest_autoregressive, nodes_per_step, speedup_of
 from drafthead.models.token_tree import TokenTree
 
 INK, MUTED, GRID = "#1b2430", "#5b6775", "#e3e7ec"  # also in report.mplstyle
@@ -31,6 +31,11 @@ MAX_BINS = 8
 SPEED_LABEL = "speed, autoregressive decoding = 1"
 TRAINING = {"training_loss": "loss_", "training_acceptance": "accept_"}
 """Figures of a training run: file name, and the prefix of the metrics that it shows."""
+TRAINING_LABELS = {
+    "loss_": ("loss (nats per token)", "lower is better; dots: text not trained on"),
+    "accept_": ("first candidate right", "higher is better; dots: text not trained on"),
+}
+"""Label of the vertical axis by that prefix, and what to look for."""
 LONGEST_LABEL = 20
 """Characters of the longest name that stands left of its bar. If a name is longer, all names stand above the bars."""
 BarRow = tuple[str, float, float | None, float | None]
@@ -51,22 +56,26 @@ def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, An
     if explained := evaluation["speedup_breakdown"][fastest_autoregressive(overall)[0]]:
         yield "waterfall", waterfall(explained)
     if costs := evaluation.get("costs"):
-        yield "cost", cost(costs["verify"], evaluation["tree"]["nodes"], overall["mean_accepted_length"])
+        chosen = evaluation["tree"].get("drafters", [evaluation["tree"]])[0]["nodes"]
+        yield "cost", cost(costs["verify"], chosen, overall["mean_accepted_length"], nodes_per_step(evaluation))
     if overall["acceptance_per_depth"]:
-        yield "acceptance", acceptance(overall["acceptance_per_depth"])
+        of_all = evaluation["metrics"][evaluation["headline"]]["acceptance_per_depth_of_all"]
+        yield "acceptance", acceptance(overall["acceptance_per_depth"], of_all)
     if overall["mean_accepted_length"] is not None:
         yield "ctar", ctar(overall["ctar"])
     if positions := evaluation["by_position"]:
         yield "by_position", bins(_merge_bins(positions), "answer tokens before the step", "{:.0f}")
     if len(contexts := evaluation["by_context"]) > 1:
-        yield "by_context", bins(contexts, "tokens before the step, the prompt's included", "{:.0f}")
+        yield "by_context", bins(contexts, "tokens before the step, with the prompt", "{:.0f}")
     if entropies := evaluation["by_entropy"]:
         yield "by_entropy", bins(entropies, "entropy in nats", "{:.1f}")
     for name, prefix in TRAINING.items():
         if (figure := training(training_log, prefix)) is not None:
             yield name, figure
     if choices := evaluation["tree"].get("choices"):
-        yield "tree", draw_tree(TokenTree.from_paths([tuple(path) for path in choices]))
+        parts = [(short_name(part["drafter"]), part["choices"]) for part in evaluation["tree"].get("drafters", [])]
+        widths = [(name, 1 + max((path[0] for path in paths), default=-1)) for name, paths in parts]
+        yield "tree", draw_tree(TokenTree.from_paths([tuple(path) for path in choices]), drafters=widths)
 
 
 @styled
@@ -161,11 +170,12 @@ def waterfall(explained: dict[str, Any]) -> Figure:
 
 
 @styled
-def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None) -> Figure:
+def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None, per_step: float | None = None) -> Figure:
     """Draw the cost of verifying n tokens in one forward pass, in autoregressive steps: v(n) / v(1).
 
-    ``verify`` has the seconds by n. The size of the draft tree, ``nodes``, is marked on the curve, and the mean
-    accepted length is a horizontal line.
+    ``verify`` has the seconds by n. The mean accepted length is a horizontal line. The size of the draft tree,
+    ``nodes``, is marked on the curve, and so is ``per_step``, the mean size of the trees that were verified. The trees
+    of a step are larger if another drafter adds nodes, and smaller if drafting stops early.
     """
     sizes, seconds = np.array(sorted((int(n), s) for n, s in verify.items())).T  # JSON has turned n into a string
     relative = seconds / seconds[0]
@@ -174,7 +184,14 @@ def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None) -
     if mean_accepted is not None:
         axes.axhline(mean_accepted, color=ACCENT, linestyle="--", label=f"tokens committed: {mean_accepted:.2f}")
     at = float(np.interp(nodes, sizes, relative))
-    axes.plot([nodes], [at], "D", color=WARM, markersize=9, label=f"chosen tree: {nodes} tokens, {at:.2f}")
+    differs = per_step is not None and abs(per_step - nodes) >= 0.05
+    face = "white" if differs else WARM
+    label = f"chosen tree: {nodes} tokens, {at:.2f}"
+    axes.plot([nodes], [at], "D", color=WARM, markerfacecolor=face, markersize=9, label=label)
+    if per_step is not None and differs:
+        at = float(np.interp(per_step, sizes, relative))
+        label = f"average step: {per_step:.1f} tokens, {at:.2f}"
+        axes.plot([per_step], [at], "D", color=WARM, markersize=9, label=label)
     top = max(relative.max(), mean_accepted or 0.0) * 1.55  # room for the legend above the data
     axes.set(xlabel="n, tokens in one forward pass", ylabel="in autoregressive steps", ylim=(0, top))
     axes.set_xscale("log", base=2)
@@ -186,15 +203,19 @@ def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None) -
 
 
 @styled
-def acceptance(per_depth: Sequence[float | None]) -> Figure:
-    """Draw P(draft i accepted | draft i-1 accepted) by i (None: never reached), and the share of all steps."""
+def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Figure:
+    """Draw P(draft i accepted | draft i-1 accepted) by i (None: never reached), and the share of all drafting steps.
+
+    The shares are not products of the conditional values, which count only the steps that drafted i tokens.
+    """
     figure, axes = new_axes()
     depths = np.arange(1, len(per_depth) + 1)
     conditional = np.array([value or 0.0 for value in per_depth])
-    bars = axes.bar(depths, conditional, width=0.6, color=SOFT, label="if the previous draft was accepted")
+    label = "of steps that drafted it and accepted the one before"
+    bars = axes.bar(depths, conditional, width=0.6, color=SOFT, label=label)
     axes.bar_label(bars, fmt="{:.0%}", padding=3, fontsize=10)
-    axes.plot(depths, np.cumprod(conditional), "o-", color=ACCENT, label="share of all steps")
-    axes.set(xlabel="draft position", ylabel="accepted", xticks=depths)
+    axes.plot(depths, of_all, "o-", color=ACCENT, label="of all steps that drafted")
+    axes.set(xlabel="draft position", ylabel="steps that accept it", xticks=depths)
     _percent_axis(axes)
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside upper left")
@@ -232,7 +253,8 @@ def bins(rows: Sequence[dict[str, Any]], label: str, pattern: str) -> Figure:
     axes.axhline(mean, color=ACCENT, linestyle="--", linewidth=1.4, label=f"all steps: {mean:.2f}")
     names = [f"{pattern.format(r['low'])}–{pattern.format(r['high'])}\n{r['steps'] / total:.0%}" for r in rows]
     axes.set_xticks(range(len(rows)), names, fontsize=10 if len(rows) <= 5 else 8)
-    axes.set(xlabel=f"{label}; share of steps", ylabel="mean accepted length", ylim=(0, max(values) * 1.28))
+    axes.set(ylabel="mean accepted length", ylim=(0, max(values) * 1.28))
+    axes.set_xlabel(f"{label}\n(below each range: its share of the steps)")
     axes.legend(loc="upper right")
     axes.grid(visible=False, axis="x")
     return figure
@@ -267,7 +289,9 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
         handles.append(Line2D([], [], color=MUTED, marker="o", markeredgecolor="white", linestyle="", label="held out"))
     _mark_phases(axes, phases)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="optimiser step", ylabel="loss" if prefix == "loss_" else "first candidate right")
+    label, note = TRAINING_LABELS[prefix]
+    axes.set(xlabel="optimiser step", ylabel=label)
+    figure.suptitle(note, fontsize=10)
     if prefix == "accept_":
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -277,10 +301,14 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
 
 
 @styled
-def draw_tree(tree: TokenTree, labels: Sequence[str] | None = None) -> Figure:
+def draw_tree(tree: TokenTree, labels: Sequence[str] | None = None, drafters: Sequence[tuple[str, int]] = ()) -> Figure:
     """Draw the token tree, root at the left. A node's number is its rank among its drafter's candidates.
 
-    ``labels``: texts in the nodes instead of the ranks.
+    Args:
+        tree: the tree; of several drafters, their ``union``.
+        labels: texts in the nodes instead of the ranks.
+        drafters: name and number of first candidates of each drafter, in the order of the union. Colours tell the
+            drafters apart; without ``drafters``, colours show the depth.
     """
     inner = set(tree.parents)
     leaves = [node for node in sorted(range(len(tree)), key=lambda node: tree.paths[node]) if node not in inner]
@@ -290,19 +318,30 @@ def draw_tree(tree: TokenTree, labels: Sequence[str] | None = None) -> Figure:
             below = [heights[child] for child, parent in enumerate(tree.parents) if parent == node]
             heights[node] = (min(below) + max(below)) / 2
     size, leaf = (11, 0.17) if labels is None else (21, 0.3)
-    figure, axes = new_axes(height=max(1.6, 0.7 + leaf * len(leaves)))
+    figure, axes = new_axes(height=max(1.6, 0.7 + leaf * len(leaves)) + 0.25 * len(drafters))
     depths = [len(path) for path in tree.paths]
-    colours = [INK, *_shades(max(tree.depth, 1))]
+    # The union numbers first candidates through: with 2 and 1 of them, rank 2 is the second drafter's rank 0.
+    owners = [(n, rank) for n, (_, count) in enumerate(drafters) for rank in range(count)]
+    shades = _shades(len(drafters) or max(tree.depth, 1))
     for node, parent in enumerate(tree.parents):
         x, y = depths[node], heights[node]
+        colour, rank = INK, tree.ranks[node]
         if parent >= 0:
+            shade, first_rank = owners[tree.paths[node][0]] if owners else (x - 1, rank)
+            colour, rank = shades[shade], first_rank if x == 1 else rank
             axes.plot([depths[parent], x], [heights[parent], y], color=GRID, zorder=1)
-        axes.plot([x], [y], "o", color=colours[x], markersize=size, zorder=2)
-        label = labels[node] if labels is not None else "" if parent < 0 else str(tree.ranks[node] + 1)
+        axes.plot([x], [y], "o", color=colour, markersize=size, zorder=2)
+        label = labels[node] if labels is not None else "" if parent < 0 else str(rank + 1)
         axes.text(x, y, label, color="white", fontsize=7.5, ha="center", va="center_baseline")
     axes.set(xlabel="draft position", xticks=range(tree.depth + 1), yticks=[], ylim=(len(leaves) - 0.3, -0.7))
     axes.spines["left"].set_visible(False)
     axes.grid(visible=False)
+    if drafters:
+        handles = [
+            Line2D([], [], color=shades[n], label=name, marker="o", linestyle="", markersize=size)
+            for n, (name, _) in enumerate(drafters)
+        ]
+        figure.legend(handles=handles, loc="outside upper left")
     return figure
 
 

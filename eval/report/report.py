@@ -37,7 +37,7 @@ def write_report(
         png = save_png(figure, folder / "plots" / f"{name}.png")
         figures.append((name, "data:image/png;base64," + b64encode(png).decode()))
     overall, (by_task, *by_method) = evaluation["overall"], tables.result_tables(evaluation)
-    autoregressive, autoregressive_speed = fastest_autoregressive(overall)
+    autoregressive, _ = fastest_autoregressive(overall)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -56,8 +56,8 @@ def write_report(
         interval=tables.cell_text("95 %", overall["speedup"]["interval_95"]),
         identical=tables.identical(overall),
         warning=tables.lossy(evaluation),
-        autoregressive=autoregressive,
-        autoregressive_speed=autoregressive_speed,
+        autoregressive=tables.BASELINE_NAMES[autoregressive],
+        speeds=speeds_line(overall),
         by_task=_page_table(by_task),
         by_method=[_page_table(table) for table in by_method],
         definitions=tables.DEFINITIONS,
@@ -66,10 +66,22 @@ def write_report(
         spans=[tables.sentence(line) for line in tables.span_lines(evaluation)],
         engines=engine_lines(evaluation),
         explained=evaluation["speedup_breakdown"][autoregressive],
+        forecast=[tables.sentence(line) for line in tables.forecast_lines(evaluation)],
+        calibrated="calibration" in evaluation,
         figures=figures,
         versions=overall["hardware"] | overall["versions"],
     )
     write_atomic(folder / "report.html", html)
+
+
+def speeds_line(overall: dict[str, Any]) -> str:
+    """Return the speed with drafts, that of the fastest decoder without drafts, and those of the other decoders."""
+    speeds = sorted(overall["autoregressive_tokens_per_second"].items(), key=lambda item: -(item[1] or 0.0))
+    shown = [(tables.BASELINE_NAMES[name], tables.number(speed, "{:.1f}")) for name, speed in speeds]
+    others = ", ".join(f"{name} {speed}" for name, speed in shown[1:])
+    return f"{tables.number(overall['tokens_per_second'], '{:.1f}')} tokens/s over {shown[0][1]} ({shown[0][0]})" + (
+        f"; other decoding without drafts: {others}" if others else ""
+    )
 
 
 def machine_line(overall: dict[str, Any]) -> str:

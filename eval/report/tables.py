@@ -12,7 +12,7 @@ from rich.table import Table
 
 from drafthead.data.utils.machine import other_processes_line
 from drafthead.eval.metrics.served import engine_lines
-from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
+from drafthead.eval.metrics.summary import fastest_autoregressive, nodes_per_step, speedup_of
 
 DEFINITIONS = (
     "Speedup: tokens per second of speculative decoding divided by those of the fastest autoregressive decoding (AR), "
@@ -195,14 +195,7 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
         f"mean accepted length (tau, with the bonus token): {number(overall['mean_accepted_length'])}; accepted by "
         f"draft position, given the one before: {' '.join(number(value) for value in overall['acceptance_per_depth'])}",
     ]
-    lines += span_lines(evaluation)
-    if predicted := evaluation.get("predicted"):
-        around = predicted.get("interval_95")
-        lines.append(
-            f"predicted on answers to the suite's dev half: tau {number(predicted['mean_accepted_length'])}"
-            + (f" (95 %: {around[0]:.2f} to {around[1]:.2f})" if around else "")
-            + f", {number(predicted['speedup'], '{:.2f}x')}"
-        )
+    lines += [*span_lines(evaluation), *forecast_lines(evaluation)]
     held_out = [row for row in training_log or [] if row.get("held_out_accept_1") is not None]
     if held_out:
         depth = sum(key.startswith("held_out_accept_") for key in held_out[-1])
@@ -226,6 +219,19 @@ def span_lines(evaluation: dict[str, Any]) -> list[str]:
     spans = evaluation.get("by_span", [])
     parts = [f"{s['span']} {number(s['mean_accepted_length'])} ({s['tokens']:,} tokens)" for s in spans]
     return [f"mean accepted length by part of the answers: {', '.join(parts)}"] if len(parts) > 1 else []
+
+
+def forecast_lines(evaluation: dict[str, Any]) -> list[str]:
+    """Return a line with tau and speedup as forecast from the dev half, if they were."""
+    forecast = evaluation.get("predicted")
+    if not forecast:
+        return []
+    around = forecast.get("interval_95")
+    return [
+        f"forecast from the base's answers to the suite's dev half: tau {number(forecast['mean_accepted_length'])}"
+        + (f" (95 %: {around[0]:.2f} to {around[1]:.2f})" if around else "")
+        + f", speedup {number(forecast['speedup'], '{:.2f}x')}"
+    ]
 
 
 def sentence(text: str) -> str:
@@ -257,15 +263,25 @@ def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
 
 def rule_line(evaluation: dict[str, Any]) -> str:
     """Return a line that names the headline method's rule, sampler and tree."""
-    rule, tree = evaluation["rule"], evaluation["tree"]
+    rule = evaluation["rule"]
     effect = "lossless"
     if not rule["lossless"]:
         effect = f"lossy: total variation {rule['total_variation']:.2g} on synthetic distributions, see certify"
     # Settings that change nothing are not named.
     used = {k: v for k, v in evaluation["sampler"].items() if k == "temperature" or v not in (None, 0, 1)}
     sampler = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in used.items())
-    drafted = f"{tree['spec']}, {tree['nodes']} nodes, draft sampling {evaluation['draft_sampling']}"
+    drafted = f"{_drafted(evaluation)}, draft sampling {evaluation['draft_sampling']}"
     return f"rule: {rule['name']}, {effect}; sampler: {sampler}; tree: {drafted}"
+
+
+def _drafted(evaluation: dict[str, Any]) -> str:
+    """Return the first drafter's tree, the most nodes of other drafters, and a step's mean number of nodes."""
+    tree = evaluation["tree"]
+    (first, *others), average = tree.get("drafters", [tree]), nodes_per_step(evaluation)
+    more = [f"up to {part['nodes'] - 1} of {part['drafter']}" for part in others]
+    text = ", ".join([tree["spec"], " and ".join([f"{first['nodes']} nodes", *more])])
+    varies = average is not None and f"{average:.1f}" != f"{tree['nodes']:.1f}"
+    return text + (f" ({average:.1f} per step on average)" if varies else "")
 
 
 def failures(evaluation: dict[str, Any]) -> list[str]:

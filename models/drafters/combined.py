@@ -99,22 +99,28 @@ class CombinedDrafter(CompositeDrafter):
     are divided equally. No drafter is attached to the target's cache: the target reads the whole union, and an early
     exit would know only its own nodes.
 
-    Up to some number of nodes, verification takes as long as for one token; every further node costs time. ``nodes``
-    limits the union to that number. The other drafters draft first, and the first drafter's tree is cut to its
-    likeliest nodes that still fit. How many nodes the others drafted depends on the context alone, not on what is
-    sampled next, so the output stays exact. All rows of a batch get as many nodes of the first drafter as the row with
-    the most other nodes allows.
+    Up to some number of nodes, verification takes as long as for one token; every further node costs time. ``nodes`` is
+    the size up to which the first drafter fills the union. The other drafters draft first and are never cut, so the
+    union can be larger. The first drafter's tree is then cut to its likeliest nodes that still fit, perhaps to none.
+    How many nodes the others drafted depends on the context alone, not on what is sampled next, so the output stays
+    exact. All rows of a batch get as many nodes of the first drafter as the row with the most other nodes allows. On a
+    device whose tensors the host cannot read freely, such as a GPU, every drafter drafts its whole tree.
     """
 
     def __init__(
-        self, drafters: Sequence[Drafter], trees: Sequence[TokenTree] | None = None, nodes: int | None = None
+        self,
+        drafters: Sequence[Drafter],
+        trees: Sequence[TokenTree] | None = None,
+        nodes: int | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         """Combine ``drafters``, whose candidates are tried in this order.
 
         Args:
             drafters: the drafters.
             trees: a tree for each drafter; by default its own tree, or a chain over all its positions.
-            nodes: most nodes of the union, root included; only the first drafter's tree is cut. None: no limit.
+            nodes: nodes up to which the first drafter fills the union, root included. None: it drafts its whole tree.
+            names: the drafters' names in reports; by default those of their classes.
         """
         super().__init__(drafters, "a combined drafter")
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
@@ -123,6 +129,7 @@ class CombinedDrafter(CompositeDrafter):
         if nodes is not None and nodes < 2:
             raise UserError(f"a combined tree needs at least 2 nodes (the root and one draft), got {nodes}")
         self.nodes, self.depth = nodes, max(drafter.depth for drafter in drafters)
+        self.names = tuple(names or (type(drafter).__name__ for drafter in drafters))
         self.tree = union(self.trees)
 
     def identity(self) -> tuple[object, ...]:

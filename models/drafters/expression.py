@@ -104,8 +104,8 @@ class DrafterConfig:
     ``model:NAME[:TOKENS]``, ``head:FOLDER``. Combinations: ``A+B`` in one tree, ``relay:A@2+B@4`` along one path,
     ``nested:A@6+B`` (B drafts for A, and A for the base)."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
-    """Nodes of a combined tree (``A+B``), root included. The other drafters draft first, and the head's most likely
-    drafts fill the rest. With null, as many nodes as the head's own tree."""
+    """Nodes up to which A's likeliest drafts fill the combined tree of ``A+B``, root included. B drafts first, is never
+    cut, and may leave A no room. With null, the nodes of A's own tree. On a GPU, both draft their whole trees."""
 
     def __post_init__(self) -> None:
         parse_drafter(self.drafter)
@@ -210,9 +210,10 @@ def build_drafter(
         base: the target.
         head: the drafter that the word ``head`` stands for.
         head_config: the draft config of ``head``. The other drafters use its kind of draft sampling.
-        nodes: nodes of a combined tree, root included; by default as many as the tree of its first drafter. The head's
-            tree was sized for this machine, and more nodes cost time. On 36 Spec-Bench-like answers, a head and prompt
-            lookup had the same mean accepted length with six nodes together as with the nine nodes of both trees.
+        nodes: nodes up to which the first drafter fills a combined tree, root included; by default the size of its own
+            tree. The head's tree was sized for this machine, and more nodes cost time. On 36 Spec-Bench-like answers, a
+            head and prompt lookup had the same mean accepted length with six nodes together as with the nine nodes of
+            both trees.
 
     Raises:
         UserError: the drafters do not fit together or do not fit the base.
@@ -222,7 +223,8 @@ def build_drafter(
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
             raise UserError("only a head with a static tree can be combined; set tree=head, chain:K or expansion:1-1-3")
-        drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes)
+        names = [operand.text.strip() for operand in expression.parts]
+        drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes, names)
         config = replace(parts[0][1], tree=union(trees))
     elif expression.kind == "relay":
         from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade

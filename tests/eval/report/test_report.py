@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from rich.console import Console
 
 from drafthead.eval.lossless.equality import Diagnosis, Equality
@@ -19,6 +21,7 @@ from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.step import DecodeResult
+from drafthead.models.drafters.combined import union
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, call, evaluation_of, small_head, step_record, summarised, task_results
@@ -75,7 +78,8 @@ def test_every_figure_is_a_png_too(folder: Path) -> None:
 def test_the_headline_is_against_the_faster_baseline(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     assert "<b>1.40x</b><span>speedup, 95\u00a0% 1.30–1.50</span>" in page
-    assert "14.0 tokens/s; autoregressive: 10.0" in page
+    line = "14.0 tokens/s over 10.0 (our loop); other decoding without drafts: transformers over our modules 8.0"
+    assert line in page
     assert "<b>3 of 3</b><span>outputs identical</span>" in page
     assert 'class="card warn"' not in page
 
@@ -146,6 +150,70 @@ def test_the_chosen_tree_is_marked_on_the_cost_curve() -> None:
     assert (mark.get_xdata()[0], mark.get_ydata()[0]) == (10, pytest.approx(1.5))
 
 
+def test_the_two_forecasts_of_the_speedup_have_two_names(compared: dict[str, Any], tmp_path: Path) -> None:
+    forecast = {"mean_accepted_length": 1.9, "interval_95": [1.8, 2.0], "speedup": 1.31, "nodes": 3.0}
+    evaluation = compared | {"predicted": forecast}
+    line = "forecast from the base's answers to the suite's dev half: tau 1.90 (95 %: 1.80 to 2.00), speedup 1.31x"
+    page = page_of(tmp_path, evaluation)
+    assert line in tables.console_lines(evaluation) and f"<p>F{line[1:].replace(chr(39), '&#39;')}.</p>" in page
+    assert "1.54x from this run's step times" in page and "predicted" not in page
+    assert "forecast" not in page_of(tmp_path, compared).lower()
+
+
+def test_the_line_over_depths_is_the_share_of_steps() -> None:
+    """Half of the steps draft one token and accept it, the others draft four and accept none or all."""
+    counts = [(1, 1), (1, 1), (4, 4), (0, 4)] * 6
+    steps = [step_record(accepted, depth=depth, position=1 + n) for n, (accepted, depth) in enumerate(counts)]
+    committed = sum(step.committed for step in steps)
+    drafted = DecodeResult(tokens=[5] * (1 + committed), steps=steps, prefill_s=0.1, total_s=30.0)
+    results = {"autoregressive": [answer(1, 0.01, 0)], "speculative": [drafted]}
+    summary = summarised([EvalPrompt("math", 0, [])], results, {})
+    figure = dict(plots.draw_figures(evaluation_of({}) | summary, []))["acceptance"]
+    bars, (line,) = figure.axes[0].patches, figure.axes[0].get_lines()
+    assert [bar.get_height() for bar in bars] == [0.75, 1, 1, 1]
+    assert list(line.get_ydata()) == [0.75, 0.25, 0.25, 0.25], "not the product of the bars"
+
+
+def test_drafters_of_one_tree_are_told_apart(compared: dict[str, Any], tmp_path: Path) -> None:
+    """The header counts the head's own tree, figures mark the average step and colour each drafter."""
+    head, lookup = [[0], [1], [0, 0]], [[0], [0, 0], [0, 0, 0]]
+    parts = [
+        {"drafter": "head", "nodes": 4, "choices": head},
+        {"drafter": "prompt_lookup:3", "nodes": 4, "choices": lookup},
+    ]
+    choices = [
+        list(path)
+        for path in union([TokenTree.from_paths([tuple(p) for p in part]) for part in (head, lookup)]).paths[1:]
+    ]
+    tree = {"spec": "head", "nodes": 7, "choices": choices, "drafters": parts}
+    evaluation = compared | {"tree": tree, "costs": {"verify": COSTS}}
+    line = "tree: head, 4 nodes and up to 3 of prompt_lookup:3 (5.0 per step on average), draft sampling top_k"
+    assert tables.rule_line(evaluation).endswith(line)
+    figures = dict(plots.draw_figures(evaluation, []))
+    (legend,) = figures["tree"].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["head", "prompt_lookup:3"]
+    assert sorted(text.get_text() for text in figures["tree"].axes[0].texts) == ["", "1", "1", "1", "1", "1", "2"]
+    colours = [dot.get_color() for dot in figures["tree"].axes[0].get_lines() if dot.get_marker() == "o"]
+    assert len({str(colour) for colour in colours}) == 3, "the root and two drafters"
+    labels = figures["cost"].axes[0].get_legend_handles_labels()[1]
+    assert labels[-2:] == ["chosen tree: 4 tokens, 1.20", "average step: 5.0 tokens, 1.25"]
+
+
+def test_no_text_of_a_figure_is_cut_off(compared: dict[str, Any]) -> None:
+    row = {"steps": 2, "mean_accepted_length": 1.5, "first_accepted": None}
+    contexts = [row | {"low": low, "high": 2 * low} for low in (256.0, 512.0)]
+    evaluation = compared | {"by_context": contexts, "costs": {"verify": COSTS}}
+    for name, figure in plots.draw_figures(evaluation, LOG):
+        FigureCanvasAgg(figure).draw()
+        (axes,) = figure.axes
+        ticks = {*axes.get_xticklabels(), *axes.get_yticklabels()}  # some lie outside the axes and are not drawn
+        for text in figure.findobj(Text):
+            if text.get_text() and text not in ticks:
+                box, page = text.get_window_extent(), figure.bbox
+                inside = page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1
+                assert inside, f"{name}: {text.get_text()}"
+
+
 def answer(committed: int, step_s: float, drafts: int) -> DecodeResult:
     how = {"depth": drafts, "total_s": step_s}
     count = 96 // committed
@@ -175,9 +243,12 @@ def test_several_methods_and_the_explained_speedup(compared: dict[str, Any], tmp
     page = page_of(tmp_path, compared, figures=True)
     for name in ("speculative", "prompt_<wbr>lookup", "autoregressive<small>our loop</small>"):
         assert f'<th scope="row">{name}</th>' in page
-    assert "Mean accepted length 2.00 × 10.0 ms of an\nautoregressive step (autoregressive)" in page
-    assert "loop) =\n1.54x predicted; 1.46x measured" in page
-    assert "closed form</th>" in page and "optimal lookahead</th>" in page
+    assert "Mean accepted length 2.00 × 10.0 ms of an\nautoregressive step (our loop)" in page
+    assert (
+        "loop) =\n1.54x from this run's step times, without the prefill;\n1.46x measured, prefill included.</p>" in page
+    )
+    assert "The closed form (Leviathan et al., arXiv 2211.17192)" in page
+    assert "closed form of a chain</th>" in page and "optimal lookahead</th>" in page
     assert "prompt_lookup, prompt 1 at answer token 12, tokens 5 and 91, logits 1.7e+00 apart: cache fault" in page
     names = {path.stem for path in (tmp_path / "t" / "plots").iterdir()}
     assert names == {"speedup", "methods", "waterfall", "acceptance", "ctar", "by_position", "by_entropy"}

@@ -1,5 +1,6 @@
 """Evaluation runs: what resumes, what is measured again, and predictions."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,6 +97,18 @@ def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
     assert alone.tokens == joined.tokens and compared["head"].made_of != compared["speculative"].made_of
 
 
+def test_an_evaluation_names_the_drafters_of_its_tree(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    head = MedusaConfig(num_draft_tokens=2).build(base)
+    config = replace(CONFIG, drafter="head+prompt_lookup:4", stock_baseline=False)
+    drafter, draft_config = config.build(base, head, config.draft_config(head))
+    evaluation = evaluate(base, drafter, config, tmp_path, lambda *_: None, draft_config=draft_config, head=head)
+    tree = json.loads((tmp_path / "eval.json").read_text())["tree"]
+    assert (tree["spec"], tree["nodes"], len(tree["choices"])) == ("head", 7, 6)
+    assert [(part["drafter"], part["nodes"]) for part in tree["drafters"]] == [("head", 3), ("prompt_lookup:4", 5)]
+    assert "tree: head, 3 nodes and up to 4 of prompt_lookup:4 (" in " ".join(console_lines(evaluation))
+
+
 def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: TinyBase, tmp_path: Path) -> None:
     """Stock transformers answers as our loop does; without it the evaluation says so."""
     base = tiny_base()
@@ -109,7 +122,7 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     stock = transformers_generate(base, ids, 8, model=base.stock())
     assert stock.tokens == decode(base, None, ids, max_new_tokens=8).tokens
     assert evaluation["predicted"]["mean_accepted_length"] >= 1
-    assert any(line.startswith("predicted on answers to the suite's dev half") for line in console_lines(evaluation))
+    assert any(line.startswith("forecast from the base's answers to the suite's") for line in console_lines(evaluation))
     config = replace(CONFIG, stock_baseline=False)
     without = evaluate(base, head, config, tmp_path / "two", lambda *_: None, costs=costs)
     assert "transformers_stock" not in without["overall"]["autoregressive_tokens_per_second"]
