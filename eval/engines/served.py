@@ -30,7 +30,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats import all_formats
-from drafthead.models.formats.format import Format
+from drafthead.models.formats.format import Format, unsupported_adapter
 from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE
 from drafthead.models.heads.dspark import DSparkHead
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -160,6 +160,8 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
     """Check ``config.engines`` before anything is started; return the head and each engine's format."""
     if not isinstance(drafter, DraftHead):
         raise UserError("engines=[...] serves a head: name one with head=FOLDER, without drafter=")
+    for what, _ in unsupported_adapter(drafter):
+        raise UserError(f"{what}; evaluate the exported head on the merged base instead (docs/guides/serve.md)")
     settings = config.engine
     check_drafts(drafter, _chain(drafter, config))
     formats = {name: format_for(name, drafter) for name in config.engines}

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -261,5 +263,9 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     config.engines, config.engine.vllm.python = ["vllm"], "/no/python"
     with pytest.raises(UserError, match="/no/python.*install=vllm"):
         evaluate(base, trained(base), config, tmp_path, lambda *_: None)
+    adapted = copy(base)
+    adapted.config = replace(base.config, adapter="mine")
+    with pytest.raises(UserError, match="adapter mine.*merged"):
+        evaluate(adapted, trained(adapted), config, tmp_path, lambda *_: None)
     with pytest.raises(ValueError, match="engines"):
         EvalConfig(engines=["tgi"])
