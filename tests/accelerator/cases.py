@@ -247,7 +247,8 @@ def test_training(kind: str) -> None:
     losses, moved, waits = trained(kind, "cuda")
     assert losses == pytest.approx(expected, rel=1e-5)
     for name, weight in weights.items():
-        torch.testing.assert_close(moved[name], weight, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: name + text)
+        # AdamW's first steps have the size of the learning rate (1e-3), so rounding shows where a gradient is nearly 0.
+        torch.testing.assert_close(moved[name], weight, rtol=1e-4, atol=3e-4, msg=lambda text, name=name: name + text)
     assert_few(waits, 1, f"a training step of {kind}")
 
 
