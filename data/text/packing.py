@@ -122,7 +122,7 @@ def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
 
 
 def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
-    """Return packed rows that are in no dataset as one batch [B, T]."""
+    """Return packed rows from memory, padded to ``seq_len``, as one batch [B, T]."""
     return _batch(_arrays(rows, seq_len)[0])
 
 

@@ -119,7 +119,10 @@ def _composed(arguments: list[str], cls: Any, spelled: dict[str, str], words: st
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``out``, and rename it to ``out`` if the block ends without an error."""
+    """Yield a temporary folder next to ``out``, and rename it to ``out`` if the block ends without an error.
+
+    First raise ``UserError`` if ``out`` is a file or has contents. After an error the temporary folder is deleted.
+    """
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except OSError as error:

@@ -127,8 +127,8 @@ def format_for(engine: str, head: DraftHead) -> Format:
         if not (reasons := list(target.unsupported(target.fitted(head)))):
             return target
         refused[target.name] = "; ".join(f"{what} ({instead})" for what, instead in reasons)
-    listed = ". As ".join(f"{name}: {reasons}" for name, reasons in refused.items())
-    raise UserError(f"{engine} cannot serve this head. As {listed}")
+    listed = ". In the format ".join(f"{name}: {reasons}" for name, reasons in refused.items())
+    raise UserError(f"{engine} cannot serve this head. In the format {listed}")
 
 
 def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:

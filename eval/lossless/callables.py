@@ -26,7 +26,7 @@ one token more. ``choose(probs)`` returns an index drawn from ``probs``."""
 ROUNDING = 1e-6
 """Total variation below this is rounding, since a sampler may compute in float32."""
 PAIRS = 16
-"""Number of random targets, each with a draft model that approximates it."""
+"""Number of random pairs of target and draft model, both tables of probabilities, on which a sampler is checked."""
 MOST_OUTCOMES = 200_000
 RUNS = 20
 """Repetitions of the first outcome. If its tokens change, the sampler uses random numbers that are not enumerated."""

@@ -132,7 +132,7 @@ def speedup_breakdown(
 
 
 def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the speedups from free drafting and verification down to the measured one, adding one cost per level."""
+    """Return predicted speedups, from one without extra costs (m) to one with all measured costs."""
     m, one = method["tokens"], step_s(baseline)
     growth = method["verify_s"] - baseline["verify_s"]
     # Autoregressive decoding makes m steps for one of this method, and each has time outside the steps.

@@ -87,7 +87,10 @@ def base_answers(
     split: str = "all",
     keep_hidden_states: bool = False,
 ) -> list[FinishedAnswer]:
-    """Answer a suite with the base; later turns follow its earlier answers. Skip prompts too long for its context."""
+    """Answer a suite's half ``split`` ("dev", "test" or "all"); later turns follow the base's earlier answers.
+
+    A conversation ends before a turn that is too long for the base's context.
+    """
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, split=split)
     answers_of: dict[int, list[FinishedAnswer]] = {prompt.number: [] for prompt in prompts}
@@ -215,7 +218,8 @@ def surprisal_sums(
 ) -> Tensor:
     """Return [4] float64 sums over the answers' tokens, for :func:`check_likelihood`.
 
-    They are: all tokens, impossible tokens, and over the others surprisal minus entropy and surprisal's variance.
+    They are the number of tokens, the number of impossible tokens (probability 0), and over the others the sum of
+    surprisal minus entropy and the sum of the surprisal's variance.
     """
     size, sums = max(1, MAX_VALUES // base.vocab_size), torch.zeros(4, dtype=torch.float64)
     for text, states in zip(texts, base_hidden, strict=True):

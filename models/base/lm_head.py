@@ -22,7 +22,7 @@ class LMHead:
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
-        """The weights that may be trained: ``low_rank``, and ``weight`` unless that is frozen."""
+        """The weights that may get gradients: ``weight`` and ``low_rank``; a frozen ``weight`` may be listed."""
         if self.low_rank is None:
             return (self.weight,)
         return (self.weight, self.low_rank) if self.weight.requires_grad else (self.low_rank,)

@@ -38,7 +38,7 @@ def generate_answers(
     keep_hidden_states: bool = False,
     max_prompt_tokens: int = 512,
 ) -> Iterator[Answer]:
-    """Yield answers in the order in which they finish. An answer depends on its seed and prompt, not on its batch.
+    """Yield answers in the order in which they finish. Up to rounding, an answer depends on its seed and prompt only.
 
     Args:
         base: the model that answers.

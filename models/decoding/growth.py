@@ -138,7 +138,10 @@ class LogitsSource(ABC):
         """
 
     def confidence(self) -> Tensor:
-        """Return the predicted probability that a child is accepted, [B, F] or [B, 1], for the nodes of the last level.
+        """Return, for each node of the last expanded level, the probability that one draft after it is accepted.
+
+        The shape is [B, F], or [B, 1] if all nodes share it. The probability is that of a single child, predicted by a
+        confidence head, and not that any of several siblings is accepted.
 
         It may depend on these nodes and the tokens before them, but not on their children. Drafters with
         ``says_confidence`` implement it.

@@ -18,7 +18,10 @@ from drafthead.models.decoding.node_cache import LMSession
 
 
 class LMDrafter(Drafter):
-    """A drafter that uses a causal LM with the target's tokenizer."""
+    """Base class of drafters that use a causal LM with the target's tokenizer; a subclass defines ``open``.
+
+    ``ModelDrafter`` is the plain draft model.
+    """
 
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
         """Draft with ``model``, which is on the target's device, up to ``num_tokens`` tokens deep.

@@ -77,7 +77,7 @@ class MedusaHead(DraftHead):
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Return what ``DraftHead.all_inputs`` returns, [B, K, D], by fewer and larger products."""
         # The first blocks of several heads are packed together: as many heads as the longest draft so far had. Shorter
-        # drafts, at the end of an answer, use a part of the outputs.
+        # drafts, at the end of an answer, use a part of the outputs. An inference copy leaves blocks unpacked for this.
         self._packed_heads = heads = max(self._packed_heads, depth)
         first, deeper = self.packed.get(heads, lambda: self._packed_blocks(heads))
         inputs = torch.cat([hidden, self.embed(last_token, unit=True)], -1) if self.config.reads_last_token else hidden

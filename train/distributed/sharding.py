@@ -111,9 +111,9 @@ class Sharding:
         return torch.bfloat16 if faster and _wraps_heads() else torch.float32
 
     def shard(self, head: DraftHead) -> None:
-        """Shard the head and its base. Call it after loading weights and before building the optimiser.
+        """Set up activation checkpointing, precision and sharding of ``head`` and, if ``full``, of its base, in place.
 
-        Every process must hold the same weights.
+        Call it after loading weights and before building the optimiser. Every process must hold the same weights.
         """
         if self.config.checkpointing:
             checkpoint_activations(head)

@@ -44,7 +44,7 @@ class MetricsLog:
 def console_line(row: Row, steps: int) -> str:
     """Return a row as one console line. ``steps`` is the number of steps of the row's phase, for the eta.
 
-    Keys ``NAME_loss`` are terms of the loss; they are shown after the loss.
+    Keys ``NAME_loss`` (Medusa-2's base and heads) are terms of the loss, shown after it.
     """
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
     terms = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))

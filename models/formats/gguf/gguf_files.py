@@ -180,7 +180,7 @@ def rope_factors(config: dict[str, Any]) -> Tensor | None:
 
 
 class GgufLayout(Format):
-    """Mixin of the formats for llama.cpp: the head as ``head.gguf``, and the base next to it as ``base.gguf``.
+    """Mixin of the formats for llama.cpp: the head as ``head.gguf``, with ``base_gguf=`` the base as ``base.gguf``.
 
     The tensors and the config are those of the class it is mixed into, under llama.cpp's names.
     """

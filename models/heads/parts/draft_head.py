@@ -368,8 +368,8 @@ class DraftHead(nn.Module, Drafter):
 
     @property
     def low_rank(self) -> nn.Linear | None:
-        """The low-rank projection of the Markov correction and the induction head, [..., r] -> [..., W]; None without
-        both."""
+        """The low-rank projection of the Markov correction and the induction head, [..., r] -> [..., W]; None if
+        the head has neither."""
         return cast(nn.Linear | None, getattr(self, self.low_rank_name, None))
 
     def output_head(self, k: int) -> LMHead:

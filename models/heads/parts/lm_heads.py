@@ -50,7 +50,8 @@ class DraftLMHeads(nn.Module):
     def logits(self, hidden: Tensor, k: int | None = 0) -> Tensor:
         """Return the logits of draft position k (0-based) in drafting: [..., D] -> [..., W].
 
-        With k None, ``hidden`` [B, K, D] has the inputs of the first K positions.
+        With k None, return those of positions 0 to K - 1: [B, K, D] -> [B, K, W]. Scale and soft-cap are applied only
+        if the object was built with ``scaled``.
         """
         if k is None and len(self.weights) > 1:
             return torch.stack([self.logits(hidden[:, n], n) for n in range(hidden.shape[1])], 1)

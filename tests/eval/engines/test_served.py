@@ -247,7 +247,7 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     with pytest.raises(UserError, match="vllm_medusa: .*last"):
         evaluate(base, head, config, tmp_path, lambda *_: None)
     for settings, says in (
-        ({"markov_rank": 0}, "As dflash: it has a Markov or a confidence head .*. As dspark: it has no Markov head"),
+        ({"markov_rank": 0}, "dflash: it has a Markov or a confidence head .* format dspark: it has no Markov head"),
         ({}, "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head"),
     ):
         block = DSparkConfig(num_draft_tokens=3, layers=[1, 2], **settings).build(base)  # type: ignore[arg-type]
