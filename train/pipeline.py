@@ -155,6 +155,7 @@ def corpora(context: RunContext) -> None:
     """Generate the base's answers and pack text into rows. All processes share the work."""
     corpora, display, run = context.corpora, context.display, context.run
     if context.launch.is_main:
+        corpora.check_base()
         display.console.print(StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table())
     with checkpoint.undisturbed_rng(), display.stage(f"corpus: {contents(run)}"):
         stats = corpora.answers().stats

@@ -53,7 +53,9 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
         shares(sources)
     for source in text.sources:
         wholly = source.kind in WHOLLY_READ and not text.stream
-        _require_entries(iter_documents(source, max_characters=None if wholly else 1), wholly, "text", source)
+        _require_entries(
+            iter_documents(source, max_characters=None if wholly else 1), wholly, "data.text.sources", source
+        )
     findings = Findings()
     for source in run.data.transcripts:
         wholly = source.kind in WHOLLY_READ
@@ -63,12 +65,12 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
         if not usable:
             raise UserError(f"{source} in data.transcripts is empty; name another file or dataset")
     for source in answers.sources if run.data.uses_answers else []:
-        _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, "answers", source)
+        key = "data.prompts" if run.data.prompts else "data.answers.sources"
+        _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, key, source)
 
 
-def _require_entries(entries: Iterable[object], wholly: bool, corpus: str, source: SourceConfig) -> None:
-    """Reject an empty source. With ``wholly``, read the whole source, to find every broken entry."""
+def _require_entries(entries: Iterable[object], wholly: bool, key: str, source: SourceConfig) -> None:
+    """Reject an empty source of the setting ``key``. With ``wholly``, read all of it, to find broken entries."""
     count = sum(1 for _ in entries) if wholly else next((1 for _ in entries), 0)
     if not count:
-        kind = "prompt" if corpus == "answers" else "text"
-        raise UserError(f"{kind} source {source} is empty; name another source in data.{corpus}.sources")
+        raise UserError(f"{source} in {key} is empty; name another file or dataset")

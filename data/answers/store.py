@@ -23,6 +23,7 @@ from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import new_file
 
+REMEDY = "choose another folder for these settings (data.folder=...), or remove this one"
 _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
 
@@ -95,7 +96,7 @@ class AnswerStore:
         self.folder = folder
         if manifest is None:
             files.read_manifest(folder)
-        elif not files.check_manifest(folder, manifest, "remove the folder or choose another one for these settings"):
+        elif not files.check_manifest(folder, manifest, REMEDY):
             if any(folder.glob("shard-*.parquet")):
                 raise UserError(f"{folder} holds answers but no manifest; restore it or remove the folder")
             files.write_manifest(folder, manifest)

@@ -206,7 +206,9 @@ def column_value(
     column = next((name for name in columns if row.get(name) is not None), None) or columns[0]
     if column not in row:
         present, expected = ", ".join(map(str, row)) or "none", " or ".join(map(repr, columns))
-        raise UserError(f"{where} has no column {expected}; present: {present}; set source.column")
+        column = f"{{kind: {source.kind}, name: {source.name}, column: NAME}}"
+        advice = f"rename it, or give the source as {column}" if source.column == AUTO else "set source.column"
+        raise UserError(f"{where} has no column {expected}; present: {present}; {advice}")
     return row[column], f"{where}: column {column!r}"
 
 
@@ -355,7 +357,7 @@ def files_of(source: SourceConfig) -> list[Path]:
     """Return the files that the path or glob of a source matches."""
     files = [Path(p) for p in sorted(glob(str(Path(source.name).expanduser()), recursive=True)) if Path(p).is_file()]
     if not files:
-        raise UserError(f"source {source} matches no file; check source.name")
+        raise UserError(f"source {source} matches no file; check the path")
     return files
 
 
@@ -424,7 +426,7 @@ def _load(
         for entry in read(source, None if total is None else ceil(share * total)):
             unique.setdefault(key(entry), entry)
         if entry is None:
-            raise UserError(f"source {source} is empty; check source.name, source.split and source.column")
+            raise UserError(f"source {source} is empty; check its name, split and column")
     # Sorted by hash first, so that the order of sources and rows does not matter.
     order = sorted(unique)
     random.Random(seed).shuffle(order)

@@ -3,15 +3,16 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import field, fields, make_dataclass
+from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin
 
 import hydra
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -98,13 +99,26 @@ def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
         path = re.search(r"full_key: (\S+)", text)
         reason = _one_line(error)
         if unknown and path and cls is not None:
-            reason = unknown_key(path[1], [*path[1].split(".")[:-1], unknown[1]], cls)
+            siblings = list(getattr(error.__cause__, "parent_node", None) or ())  # also the names of the phases
+            reason = unknown_key(path[1], [*path[1].split(".")[:-1], unknown[1]], cls, siblings)
+        elif isinstance(error, MissingConfigException) and error.options:
+            group, _, name = str(error.missing_cfg_file).partition("/")
+            reason = _unknown_choice(group, name, error.options)
         raise SystemExit(f"error: {reason}") from None
     except OSError as error:  # a folder that cannot be made, a full disk: the message names the path
         raise SystemExit(f"error: {error}; choose another folder (out=..., data.folder=...)") from None
     except KeyboardInterrupt:
         say("interrupted; finished work is kept, and the same command resumes from it")
         raise SystemExit(INTERRUPTED) from None
+
+
+def _unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
+    """Return the message for a file ``name`` that the recipe group does not have."""
+    near = get_close_matches(name, choices)
+    advice = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(choices)}"
+    if group == "base" and not near:
+        advice = f"for a model of your own: base=custom base.name={name}"
+    return f"{group}={name} is not a file of the group {group}; {advice}"
 
 
 def take_device() -> None:

@@ -229,7 +229,9 @@ def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
     different = difference(read_manifest(folder), json.loads(json.dumps(expected)))
     if different:
         key, saved, expected_value = different
-        raise UserError(f"{folder} was made with {key} = {saved}, expected {expected_value}; {remedy}")
+        what = f"{key} = {saved}, expected {expected_value}"
+        what = f"another base or adapter ({what})" if key == "base.fingerprint" else what
+        raise UserError(f"{folder} was made with {what}; {remedy}")
     return True
 
 

@@ -132,11 +132,14 @@ def _type_name(kind: Any) -> str:
     return _TYPES.get(get_origin(kind) or kind, str(kind))
 
 
-def unknown_key(key: str, location: Sequence[int | str], cls: Any) -> str:
-    """Return the message for an unknown ``key`` at ``location`` in ``cls``, with settings of similar names."""
+def unknown_key(key: str, location: Sequence[int | str], cls: Any, siblings: Sequence[str] = ()) -> str:
+    """Return the message for an unknown ``key`` at ``location`` in ``cls``, with settings of similar names.
+
+    ``siblings`` are the keys next to it, if the settings class does not know them.
+    """
     name, parent = str(location[-1]), without_none(locate(cls, location[:-1])[1])
-    near = get_close_matches(name, [f.name for f in fields(parent)]) if is_settings(parent) else []
-    near = near or get_close_matches(name, sorted(_names(cls)))
+    near = get_close_matches(name, [f.name for f in fields(parent)] if is_settings(parent) else siblings)
+    near = [key.removesuffix(name) + other for other in near] or get_close_matches(name, sorted(_names(cls)))
     return f"{key} is not a setting" + (f"; did you mean {' or '.join(near)}?" if near else "; see --help")
 
 

@@ -33,7 +33,7 @@ from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
 from drafthead.models.formats import all_formats, format_for, format_named
-from drafthead.models.formats.format import Format, published_name
+from drafthead.models.formats.format import Format, published_name, unsupported_adapter
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.parts.loading import config_class, load_base_and_head
@@ -94,7 +94,11 @@ def main(config: ExportConfig) -> None:
     texts = read_texts(Path(config.texts)) if config.texts else []
     display = Display()
     with new_folder(Path(config.out)) as folder:
-        format_for(config.to, config_class(read_head_config(resolve_folder(config.head))["head_type"]))
+        saved = read_head_config(resolve_folder(config.head))
+        format_for(config.to, config_class(saved["head_type"]))
+        if not (config.base.name or config.base_name or config.merged_base):
+            for what, instead in unsupported_adapter(saved["base"]):
+                raise UserError(f"the head cannot be exported alone: {what}; {instead}")
         with display.stage(f"head {config.head}"):
             base, head = load_base_and_head(config.head, config.base)
         if config.base_gguf is not None:

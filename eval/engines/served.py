@@ -160,7 +160,7 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
     """Check ``config.engines`` before anything is started; return the head and each engine's format."""
     if not isinstance(drafter, DraftHead):
         raise UserError("engines=[...] serves a head: name one with head=FOLDER, without drafter=")
-    for what, _ in unsupported_adapter(drafter):
+    for what, _ in unsupported_adapter(drafter.base.identity()):
         raise UserError(f"{what}; evaluate the exported head on the merged base instead (docs/guides/serve.md)")
     settings = config.engine
     check_drafts(drafter, _chain(drafter, config))

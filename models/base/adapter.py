@@ -84,11 +84,15 @@ def merge(model: Any, name: str) -> Any:
         with warnings.catch_warnings(action="ignore"):  # peft and transformers warn about each other
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (*LOAD_ERRORS, re.error) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")
+        if sizes := re.fullmatch(r"size mismatch for (\S+): .*Size\((\[.*?\])\) from .*Size\((\[.*?\])\)", why):
+            why = f"size mismatch: {sizes[1]} is {sizes[2]} in the adapter, but {sizes[3]} would fit"
     else:
         # peft only warns if names differ.
-        odd = sorted(names ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)))
-        why = f"{len(odd)} tensors exist only in the adapter or only in the base, such as {odd[0]}" if odd else ""
+        needed = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+        extra, absent = sorted(names - needed), sorted(needed - names)
+        why = f"{len(extra)} tensors belong to layers that the base does not have, such as {extra[0]}" if extra else ""
+        why = why or (f"{len(absent)} tensors are missing in the adapter, such as {absent[0]}" if absent else "")
     if why:
         raise UserError(f"the adapter in {folder} does not fit the base: {why}; name the base it was trained on")
     merged = adapted.merge_and_unload()

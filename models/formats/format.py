@@ -270,11 +270,13 @@ class Format:
         """Return the content to publish; reject a head that the format cannot express, with all reasons."""
         if not isinstance(head.config, self.head_config):
             raise UserError(self.wrong_type(type(head.config)))
-        if obstacles := [*self.unsupported(head), *(unsupported_adapter(head) if base_name is None else [])]:
-            reasons = "; ".join(f"{what} ({instead})" for what, instead in obstacles)
+        obstacles = [*self.unsupported(head)]
+        of_base = [] if base_name is not None else [*unsupported_adapter(head.base.identity())]
+        if reasons := "; ".join(f"{what} ({instead})" for what, instead in [*obstacles, *of_base]):
+            training = "head.* are settings of the training, which recipes called NAME_served set"
             raise UserError(
-                f"the format {self.name} cannot hold this head: {reasons}. The brackets say what to set; head.* are "
-                "settings of the training, which recipes called NAME_served set (docs/guides/serve.md)"
+                f"the format {self.name} cannot hold this head: {reasons}"
+                + (f". The brackets say what to set; {training} (docs/guides/serve.md)" if obstacles else "")
             )
         kind = str(dtype or next(head.parameters()).dtype).removeprefix("torch.")
         config = self.config(head) | {"torch_dtype": kind, BASE_NAME: base_name or published_name(head.base)}
@@ -344,11 +346,14 @@ class Format:
         return f"the format {self.name} holds heads of the type {expected}, this is one of the type {given}"
 
 
-def unsupported_adapter(head: DraftHead) -> Unsupported:
-    """Yield an obstacle if the base has a merged adapter, because engines would download the base without it."""
-    if (adapter := head.base.config.adapter) is not None:
+def unsupported_adapter(base: dict[str, Any]) -> Unsupported:
+    """Yield an obstacle if the base has a merged adapter, because engines would download the base without it.
+
+    ``base`` is the base's identity, also as a saved head has it.
+    """
+    if (adapter := (base.get("recipe") or {}).get("adapter")) is not None:
         instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
-        yield f"it drafts for {head.base.name} with the adapter {adapter}, which engines would not load", instead
+        yield f"it drafts for {base.get('name')} with the adapter {adapter}, which engines would not load", instead
 
 
 def published_name(base: BaseModel) -> str:

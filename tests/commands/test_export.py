@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.utils.files import write_json
+from drafthead.data.utils.files import read_json, write_json
 from drafthead.eval.lossless.export_check import DraftQuality, check_export, training_estimate
 from drafthead.eval.trees.answers import FinishedAnswer, base_answers, write_texts
 from drafthead.models.base.base_model import BaseModel
@@ -147,6 +147,13 @@ def test_another_type_is_refused_before_loading(saved: Path, tmp_path: Path, mon
     monkeypatch.delattr(BaseModel, "load")
     with pytest.raises(SystemExit, match="type eagle3, .* type medusa"):
         call("export", f"head={saved}", "to=eagle3", f"out={tmp_path / 'out'}")
+    with pytest.raises(SystemExit, match=f"is the folder of a run; its head is in {saved}$"):
+        call("export", f"head={saved.parent}", "to=medusa", f"out={tmp_path / 'out'}")
+    config = read_json(saved / "config.json")
+    config["base"]["recipe"]["adapter"] = "lora"
+    write_json(saved / "config.json", config)
+    with pytest.raises(SystemExit, match="with the adapter lora, which engines .*; merged_base=true .*published it$"):
+        call("export", f"head={saved}", "to=medusa", f"out={tmp_path / 'out'}")
     assert not (tmp_path / "out").exists()
 
 

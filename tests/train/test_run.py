@@ -41,13 +41,15 @@ def finished(medusa_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(medusa_run, tmp_path / "finished", symlinks=True))
 
 
-def test_a_folder_of_other_settings_is_rejected(finished: Path) -> None:
+def test_a_folder_of_other_settings_is_rejected(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=r"phases.distill.optim.lr=.*resume=false"):
         train(finished, TRAINED, "phases.distill.optim.lr=0.005")
     with pytest.raises(UserError, match="sampler.temperature"):
         train(finished, TRAINED, "data.answers.sampler.temperature=0.5", "resume=false")
-    with pytest.raises(UserError, match="base.fingerprint"):
+    capsys.readouterr()
+    with pytest.raises(UserError, match="another base or adapter .base.fingerprint .* choose another folder"):
         train(finished, TRAINED, "base.seed=1", "resume=false")
+    assert "all stages" not in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,18 @@ def test_overlong_messages_keep_both_ends() -> None:
 def stream(folder: Path, *overrides: str) -> tuple[RunConfig, str]:
     common = ["recipe=medusa_smollm2", "debug=tiny", "data.text.stream=true", "data.text.stream_shards=2"]
     return composed(folder, *common, "stages=[corpora,train]", *overrides)
+
+
+def test_broken_prompts_are_named_by_the_setting_that_the_user_typed(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    run = ["recipe=medusa_smollm2", "debug=tiny", f"data.prompts={path}"]
+    for content, says in {
+        "\n": f"jsonl:{path} in data.prompts is empty; name another file",
+        '{"text": "x"}': f"no column 'prompt' or .*; present: text; rename it, or give the source as .*name: {path}",
+    }.items():
+        path.write_text(content)
+        with pytest.raises(UserError, match=says):
+            preflight(composed(tmp_path, *run)[0])
 
 
 def test_a_streamed_file_is_not_read_to_its_end_before_a_run(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.draft_vocab import draft_vocabulary
 from drafthead.data.answers.hidden_states import FORMAT, AnswerStates, HiddenStateCache, StoredHiddenStates
-from drafthead.data.answers.store import AnswerStore, answers_folder
+from drafthead.data.answers.store import REMEDY, AnswerStore, answers_folder
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
@@ -122,6 +122,15 @@ class Corpora:
             done += len(document)
             self.progress("packing text", done, total)
         self.progress("packing text", done, done)
+
+    def check_base(self) -> None:
+        """Reject stored answers of another base or adapter."""
+        folder = answers_folder(self.folder)
+        if self.config.uses_answers and (folder / files.MANIFEST_NAME).exists():
+            manifest = files.read_manifest(folder)
+            if isinstance(saved := manifest.get("base"), dict):
+                base = {**saved, "fingerprint": self.base.fingerprint}
+                files.check_manifest(folder, {**manifest, "base": base}, REMEDY)
 
     def answers(self) -> AnswerStore:
         """Return the complete corpus of answers: the transcripts, the base's own answers, or both."""

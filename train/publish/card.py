@@ -182,7 +182,9 @@ def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
                 f"{engine.name} ({engine.support})" for engine in head_format.engines_for(head) if engine.current
             ]
             fitted = head_format.fitted(head)
-            reasons = "; ".join(reason for reason, _ in [*head_format.unsupported(fitted), *unsupported_adapter(head)])
+            reasons = "; ".join(
+                reason for reason, _ in [*head_format.unsupported(fitted), *unsupported_adapter(head.base.identity())]
+            )
             cell = "; ".join(engines).replace("|", "\\|") or "none"
             rows.append((f"`{head_format.name}`", cell, f"no: {reasons}" if reasons else "yes"))
             is_loaded = is_loaded or (bool(engines) and not reasons)

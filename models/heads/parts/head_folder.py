@@ -43,6 +43,8 @@ MAX_NODES, MAX_RANKS = 4096, 1 << 16
 def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
     """Return a local folder unchanged, or download a Hub repository and return its folder."""
     path = Path(name)
+    if not (path / "config.json").exists() and (path / "head" / "config.json").exists():
+        raise UserError(f"{path} is the folder of a run; its head is in {path / 'head'}")
     if path.is_dir():
         return path
     if path.is_absolute() or str(name).count("/") != 1:
@@ -214,6 +216,13 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         if trained.get(key) != actual[key]:
             raise UserError(
-                f"the head in {folder} was trained for {trained.get('name')} ({key} {trained.get(key)}), but the base "
-                f"is {actual['name']} ({key} {actual[key]}); give a head of this base, or the head's own base"
+                f"the head in {folder} was trained for {_described(trained)} ({key} {trained.get(key)}), but the base "
+                f"is {_described(actual)} ({key} {actual[key]}); give a head of this base, or the head's own base"
             )
+
+
+def _described(identity: dict[str, Any]) -> str:
+    """Return the name of a base and of its adapter."""
+    recipe = identity.get("recipe")
+    adapter = recipe.get("adapter") if isinstance(recipe, dict) else None
+    return f"{identity.get('name')} {f'with the adapter {adapter}' if adapter else 'without an adapter'}"

@@ -126,7 +126,7 @@ def test_bad_stores(tmp_path: Path) -> None:
     store.append_shard([make_answer(1)])
     with pytest.raises(UserError, match="stop the other process"):
         other.append_shard([make_answer(2)])
-    with pytest.raises(UserError, match="sampler.temperature = 0.0, expected 1.0; remove the folder"):
+    with pytest.raises(UserError, match="sampler.temperature = 0.0, expected 1.0; choose another folder"):
         AnswerStore(tmp_path / "a", {**MADE_BY, "sampler": {"temperature": 1.0}})
     with pytest.raises(UserError, match=r"prompts \[1\] have two answers"):
         store.append_shard([make_answer(1)])

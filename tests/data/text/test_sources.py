@@ -93,7 +93,7 @@ def test_empty_or_absent(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "x.jsonl", [{"text": " "}])
     with pytest.raises(UserError, match=r"source jsonl:.*x.jsonl is empty; check"):
         load_documents([SourceConfig(kind="builtin", name="stdlib_tiny"), source], 0)
-    with pytest.raises(UserError, match="matches no file"):
+    with pytest.raises(UserError, match="matches no file; check the path"):
         load_documents([SourceConfig(kind="jsonl", name=str(tmp_path / "none*"))], 0)
 
 

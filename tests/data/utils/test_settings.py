@@ -70,8 +70,11 @@ def test_values_are_converted_as_yaml_writes_them() -> None:
         ({"optim": {"betas": [1]}}, r"phases.distill.optim.betas must be a list of 2 values, got \["),
         ({"decay": [1]}, r"phases.distill.decay must be a number or a whole number or text, got \[1\]"),
         ({"lengths": [1, -1]}, r"phases.distill.lengths\[1\] must be at least 0, got -1"),
-        ({"optim": {"lrr": 1}}, "phases.distill.optim.lrr is not a setting; did you mean lr?"),
-        ({"corpsu": "text", "corpus": None}, "phases.distill.corpsu is not a setting; did you mean corpus?"),
+        ({"optim": {"lrr": 1}}, "phases.distill.optim.lrr is not a setting; did you mean phases.distill.optim.lr?"),
+        (
+            {"corpsu": "text", "corpus": None},
+            "phases.distill.corpsu is not a setting; did you mean phases.distill.corpus?",
+        ),
         ({"corpus": None}, "phases.distill.corpus must be text, got None"),
     ],
 )

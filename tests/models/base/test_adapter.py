@@ -120,7 +120,11 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / WEIGHTS).write_bytes(bytes(100)), "adapter_model.safetensors cannot be read"),
     (
         lambda folder: rewrite(folder, lambda w: {name: w[name] for name in sorted(w)[1:]}),
-        r"does not fit the base: 1 tensors .* base_model\S+lora_A",
+        r"does not fit the base: 1 tensors are missing in the adapter, such as base_model\S+lora_A",
+    ),
+    (
+        lambda folder: rewrite(folder, lambda w: {name.replace(".1.", ".7."): value for name, value in w.items()}),
+        r"does not fit the base: 14 tensors belong to layers that the base does not have, such as \S+layers.7.",
     ),
     (
         lambda folder: rewrite(folder, lambda w: {name: value * torch.nan for name, value in w.items()}),
@@ -128,7 +132,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda folder: rewrite(folder, lambda w: {name: value[:, 1:].contiguous() for name, value in w.items()}),
-        "does not fit the base: .*size mismatch",
+        r"does not fit the base: size mismatch: \S+ is \[32, 3\] in the adapter, but \[32, 4\] would fit; name the",
     ),
     (lambda folder: configure(folder, peft_type="LOHA"), "adapter of type LOHA"),
     (lambda folder: configure(folder, megatron_config={"a": 1}, megatron_core="antigravity"), "only LORA without"),

@@ -29,6 +29,7 @@ from transformers.generation import BaseStreamer
 
 import drafthead
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, DraftSampling
 from drafthead.models.heads.medusa import MedusaConfig
@@ -549,7 +550,10 @@ def test_changed_weights_are_read_again(own_model: Any, head: Path, tiny_base: T
     assert torch.equal(with_head(model, head, IDS, **GREEDY), stock)
     model.load_state_dict(tiny_base(seed=1).stock().state_dict(), assign=True)
     folder = Path(shutil.copytree(head, tmp_path / "head"))
-    with pytest.raises(UserError, match="was trained for"):
+    config = read_json(folder / "config.json")
+    config["base"]["recipe"]["adapter"] = "lora"
+    write_json(folder / "config.json", config)
+    with pytest.raises(UserError, match="was trained for .* with the adapter lora .* without an adapter"):
         with_head(model, folder, IDS, **GREEDY)
     other = small_head(tiny_base(seed=1), folder, TokenTree.chain(2))
     assert torch.equal(with_head(model, other, IDS, **GREEDY), model.generate(IDS, **GREEDY))
