@@ -51,7 +51,7 @@ def settings_page() -> str:
         "in short, and `drafthead COMMAND --cfg job` prints the values that a command would use. A wrong key or value "
         "is an error that names the key and its limit.\n\n"
         "- `[a,b]` is a list and `null` no value.\n"
-        "- `base=NAME` is short for `base.name=NAME`. In recipes it chooses a file of `recipes/base/`.\n"
+        "- `base=NAME` is short for `base.name=NAME`, except in `train`, where it chooses a file of `recipes/base/`.\n"
         "- In `phases.NAME.KEY`, NAME is a phase of the recipe, such as `distill`.\n"
     ]
     for name, registered in commands().items():

@@ -21,7 +21,8 @@ class TextConfig:
     """Settings of the text for pretraining phases."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    """Sources of text: a list of ``{kind, name, ...}``. Keys: see SourceConfig in docs/reference/settings.md."""
+    """Sources of text: a list of ``{kind, name, ...}``. Keys: see "Sources of text and prompts" in
+    docs/reference/settings.md."""
     max_tokens: Annotated[int, Field(ge=64)] = 100_000
     """Number of tokens of packed text on disk. A stream ignores it."""
     stream: bool = False
@@ -44,7 +45,8 @@ class AnswersConfig:
     """Settings of the base's own answers, for distillation phases."""
 
     sources: list[SourceConfig] = field(default_factory=list)
-    """Sources of prompts: a list of ``{kind, name, ...}``. Keys: see SourceConfig in docs/reference/settings.md."""
+    """Sources of prompts: a list of ``{kind, name, ...}``. Keys: see "Sources of text and prompts" in
+    docs/reference/settings.md."""
     prompts: NonNegative = 1000
     """Number of prompts to take from the sources."""
     self_prompted: NonNegative = 0
