@@ -30,7 +30,7 @@ from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
 
 
 class CompositeDrafter(Drafter):
-    """Base class of drafters that combine the drafts of several drafters."""
+    """Base class of combinations of drafters; a subclass sets ``depth`` and ``tree`` and defines ``open``."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
         """Check and store ``drafters``; messages call the combination ``kind``."""
@@ -54,7 +54,8 @@ class CompositeDrafter(Drafter):
 
 
 class CompositeSession(Session):
-    """One session per drafter, over the same committed tokens; none of them uses the target's cache."""
+    """Base class of sessions of ``CompositeDrafter``; a subclass defines ``draft``. Each drafter has a session of its
+    own over the same committed tokens, and none uses the target's cache."""
 
     def __init__(self, drafter: CompositeDrafter, rows: int) -> None:
         self.drafter = drafter
@@ -77,7 +78,7 @@ class CompositeSession(Session):
     def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
         """Return ``session``'s own numbers for committed ``nodes`` [B, T] of the combined tree, -1 for nodes it lacks.
 
-        None: the session must discard all nodes that it drafted.
+        None, the default: the session must discard all nodes that it drafted.
         """
         return None
 

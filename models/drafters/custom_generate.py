@@ -112,7 +112,7 @@ _folder = lru_cache(maxsize=8)(resolve_folder)
 
 
 def _arguments_of_generate() -> dict[str, Any]:
-    """Return the arguments of the running ``model.generate``.
+    """Return the arguments of the running ``model.generate``; {} if none is running.
 
     transformers gives a custom function neither the streamer nor the tokenizer nor its own name, so they are read from
     the frame of ``generate``. The keywords are in the frame that called it, because ``generate`` changes its own.
@@ -217,7 +217,7 @@ class Replay:
             self.streamer.end()
 
     def advance(self, _tokens: Sequence[int]) -> None:
-        """Make every step for which each unfinished row has its token."""
+        """Make every step for which all rows have a token; rows that ended get padding, if there is a pad token."""
         while not all(self.finished):
             padded = [done and self.pad is not None for done in self.finished]
             if any(not pad and len(row.answer) <= len(self.tokens) for pad, row in zip(padded, self.rows, strict=True)):
@@ -255,7 +255,7 @@ class Replay:
             row.ended |= all(self.finished) or (done and self.pad is not None)
 
     def output(self) -> GenerateDecoderOnlyOutput | Tensor:
-        """Return what stock ``generate`` returns."""
+        """Return the ids [B, T], or with ``return_dict_in_generate`` the object that stock ``generate`` returns."""
         answers = on_device(self.tokens, self.ids.device).T
         sequences = torch.cat([self.ids[:, : self.width], answers], 1)
         if not self.config.return_dict_in_generate:
@@ -274,7 +274,7 @@ class _Attached:
         self.weights: tuple[object, ...] = ()
         """Dtype and addresses of the weights that ``base`` was made of."""
         self.heads: dict[tuple[str, int], DraftHead] = {}
-        """(folder, time of its last change) -> head. It has at most one entry."""
+        """(folder, time in ns at which its ``model.safetensors`` changed, 0 without one) -> head; at most one entry."""
 
     def __deepcopy__(self, _memo: object) -> "_Attached":
         return _Attached()
@@ -287,8 +287,9 @@ class _Attached:
 def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, DraftHead]]:
     """Prepare ``model`` for decoding with a head, and restore its attention, modes and ``requires_grad`` afterwards.
 
-    The first call compares the model with stock transformers and loads the head. Later calls do so only if the weights
-    or the head's folder have changed.
+    The first call compares the model with stock transformers and loads the head from a folder ``source``. Later calls
+    compare again only if weights have another address or dtype, and load again only then, for another folder, or if
+    ``model.safetensors`` changed. A loaded head of this model is used with its own base, without a comparison.
     """
     state: _Attached = vars(model).setdefault("_drafthead", _Attached())
     own = isinstance(source, DraftHead) and source.base.model is model

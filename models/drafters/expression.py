@@ -35,11 +35,11 @@ class Kind:
     form: str
     """The syntax as messages show it."""
     tokens: int = 0
-    """Number of tokens to draft by default."""
+    """Number of tokens to draft by default; 0 for kinds that have no number of tokens."""
     numbers: tuple[int, int] = (0, 0)
     """Fewest and most NUMBERs in an expression."""
     tokens_at: int = 0
-    """Index of the NUMBER that says how many tokens to draft."""
+    """Index, from 0, of the NUMBER that says how many tokens to draft; if it is absent, ``tokens``."""
     takes_name: bool = False
     needs_name: bool = False
     combines: bool = False
@@ -99,10 +99,11 @@ class DrafterConfig:
 
     drafter: str = "head"
     """Drafter built around the head, such as ``head+prompt_lookup:8:2``; ``head`` is the head alone. Drafters without
-    training: ``prompt_lookup[:TOKENS]``, ``suffix_memory[:TOKENS[:MEMORY]]`` (also searches earlier answers),
-    ``max_gram[:CORPUS]`` (a match of any length, else the corpus's bigrams), ``early_exit:LAYERS[:TOKENS]``. Others:
-    ``model:NAME[:TOKENS]``, ``head:FOLDER``. Combinations: ``A+B`` in one tree, ``relay:A@2+B@4`` along one path,
-    ``nested:A@6+B`` (B drafts for A, and A for the base)."""
+    training: ``prompt_lookup[:TOKENS[:PER_MATCH]]`` (PER_MATCH: most drafts per matching token),
+    ``suffix_memory[:TOKENS[:MEMORY]]`` (also searches earlier answers, up to MEMORY tokens), ``max_gram[:CORPUS]`` (a
+    match of any length, else the corpus's bigrams), ``early_exit:LAYERS[:TOKENS]``, ``budget:POSITIONS[:POLICY]``
+    (TriForce). Others: ``model:NAME[:TOKENS]``, ``head:FOLDER``. Combinations: ``A+B`` in one tree,
+    ``relay:A@2+B@4`` along one path, ``nested:A@6+B`` (B drafts for A, and A for the base)."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
     """Nodes up to which A's likeliest drafts fill the combined tree of ``A+B``, root included. B drafts first, is never
     cut, and may leave A no room. With null, the nodes of A's own tree. On a GPU, both draft their whole trees."""
@@ -291,7 +292,10 @@ def _nested(
 
 
 def load_base_and_drafter(spec: str, config: BaseConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
-    """Return the base, the drafter and its draft config; ``spec`` is a head or an expression."""
+    """Return the base, the drafter and its draft config; ``spec`` is a head or an expression.
+
+    If ``config`` names no base, it is that of the head: in an expression, of the first ``head:FOLDER``.
+    """
     if not is_drafter(spec):
         base, head = load_base_and_head(spec, config)
         return base, head, default_draft_config(head)

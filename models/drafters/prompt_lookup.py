@@ -79,7 +79,7 @@ class PromptLookup(Drafter):
             num_tokens: largest number of tokens to draft after a match.
             max_ngram: longest n-gram to search for (transformers: 2), then shorter ones, down to one token; None: any.
             matches: number of matches to draft from: the longest, of equal ones the latest (transformers: the first).
-            memory: number of tokens of the latest answers and their prompts that are searched too.
+            memory: most tokens of the latest answers and their prompts that are searched too; 0: none.
             per_match: most drafted tokens per token of the match; None: only ``num_tokens`` limits them.
 
         Raises:
@@ -116,7 +116,10 @@ class PromptLookup(Drafter):
         self._remembered = torch.tensor([tokens], dtype=torch.int64)
 
     def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens after the best matches, [B, M, K] int64, and which of them to draft, [B, M, K] bool."""
+        """Return the tokens after the best matches, [B, M, K] int64, and which of them to draft, [B, M, K] bool.
+
+        ``text`` ends with ``last_token`` [B]. K is ``depth``. M is ``matches``, or fewer in a shorter text.
+        """
         if earlier := self._remembered.shape[1]:
             # Remembered answers stand before every row, so that their matches count as older than its own.
             self._remembered = self._remembered.to(text.tokens.device)

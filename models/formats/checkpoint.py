@@ -58,7 +58,7 @@ class PublishedCheckpoint:
         write_json(folder / CONFIG, self.config)
 
     def integer(self, key: str) -> int:
-        """Return the positive integer under ``key`` of the config, or raise an error."""
+        """Return the positive integer under ``key`` of the config, or raise a UserError."""
         value = self.config.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(
@@ -90,7 +90,7 @@ class PublishedCheckpoint:
         return UserError(f"{self.source} {what}; name the base that it was trained for")
 
     def require_base_tensor(self, base: BaseModel, name: str, expected: Tensor) -> None:
-        """Reject a file whose tensor ``name`` differs from ``expected`` of the base, except by rounding to bfloat16."""
+        """Reject a file with a tensor ``name`` that differs from the base's ``expected`` beyond bfloat16 rounding."""
         stored = self.tensors.get(name)
         if stored is not None and (
             stored.shape != expected.shape or not torch.allclose(stored.to(expected), expected, 2**-7, 1e-6)
@@ -98,7 +98,7 @@ class PublishedCheckpoint:
             raise self.wrong_base(f"has a {name} that is not {base.name}'s, but heads here use the base's")
 
     def require_scale(self, base: BaseModel) -> None:
-        """Reject a file whose ``logit_scale`` differs from the base's."""
+        """Reject a file with a ``logit_scale`` that differs from the base's; a file without one is accepted."""
         expected = base.lm_head.scale
         if not math.isclose(scale := self.config.get("logit_scale", expected), expected, rel_tol=1e-6):
             raise self.wrong_base(f"scales its logits by {scale}, but {base.name} by {expected}")

@@ -84,7 +84,7 @@ class Fixed(NamedTuple):
 
 
 class Format:
-    """One published layout of one head type. Subclasses that set ``name`` are discovered (see the package)."""
+    """Base class of published formats, each a layout of one head type. Subclasses that set ``name`` are discovered."""
 
     name: ClassVar[str]
     """Name on the command line."""
@@ -215,10 +215,10 @@ class Format:
         yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:
-        """Reject a checkpoint if ``head``, built from its config on this base, would compute something else."""
+        """Reject a checkpoint if ``head``, built from its config on this base, would differ; by default reject none."""
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
-        """Return the draft vocabulary's target ids [W] int64; None for the whole vocabulary."""
+        """Return the draft vocabulary's target ids [W] int64; None, the default, for the whole vocabulary."""
         return None
 
     def fitted(self, head: Any) -> Any:
@@ -239,7 +239,7 @@ class Format:
         return tuple(engine.of(head.config) for engine in self.engines)
 
     def check_base(self, base: BaseModel, kind: str) -> None:
-        """Reject a base, or a type ``kind`` of weights, that ``write_base`` cannot write."""
+        """Reject a base, or a type ``kind`` of weights, that ``write_base`` cannot write; by default reject nothing."""
 
     def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
         """Write ``base`` to ``path`` with weights of type ``kind``, for formats with a ``base_file``."""

@@ -20,7 +20,7 @@ LAYER_KEYS = frozenset(
 
 
 def layer_config(base: BaseModel) -> dict[str, Any]:
-    """Return the config of a Llama with one layer like those of the base."""
+    """Return the config of a Llama with one layer like the base's, except for ``intermediate_size``, which it lacks."""
     settings = base.model.config
     kv_heads, head_dim = attention_sizes(settings)
     theta, scaling = _rotation(head_rope(base))

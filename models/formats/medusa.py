@@ -103,7 +103,11 @@ class MedusaFormat(Format):
         return {**settings, "own_lm_head": own_lm_head, "tie_blocks": tied(checkpoint.tensors, blocks)}
 
     def with_full_vocabulary(self, head: DraftHead) -> DraftHead:
-        """Return a head with the same blocks and the base's whole output head; logits of drafted ids do not change."""
+        """Return a head with the same blocks and the base's whole output head; logits of drafted ids do not change.
+
+        A head over the full vocabulary is returned unchanged. Others with own output layers or an induction head are
+        rejected.
+        """
         if not isinstance(head, MedusaHead) or not can_widen(head):
             return super().with_full_vocabulary(head)
         if head.config.induction_rank:
@@ -189,7 +193,7 @@ class VllmMedusaFormat(MedusaFormat):
         yield from self.unsupported_logits(head)
 
     def fitted(self, head: MedusaHead) -> DraftHead:
-        """Return the head over the full vocabulary if it uses the base's output head."""
+        """Return the head over the full vocabulary if it uses the base's output head and has no induction head."""
         return self.with_full_vocabulary(head) if can_widen(head) and not head.config.induction_rank else head
 
     def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:

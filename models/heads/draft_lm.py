@@ -40,7 +40,8 @@ class DraftLMConfig(DraftHeadConfig):
     num_layers: Annotated[int, Field(ge=1, le=16)] = 2
     """Decoder layers of the draft model."""
     from_layers: list[int] | None = None
-    """Layers of the base to start from, in order. With null, spread evenly from the first to the last."""
+    """Layers of the base to start from, in order; 0 is the first. With null, spread evenly from first to last (one
+    layer: the first)."""
     intermediate_size: Annotated[int, Field(ge=16)] | None = None
     """Inner width of each layer's MLP. A smaller width than the base's keeps its channels with the largest weights. A
     larger width adds channels that have no effect at first. With null, the base's. ``drafthead study`` compares shapes
@@ -149,10 +150,10 @@ class DraftLMSession(HeadSession):
 
 @torch.no_grad()
 def resize_mlp(mlp: Any, width: int) -> None:
-    """Change the inner width of a gated MLP: keep the channels with the largest weights, or add ones that output zero.
+    """Change a gated MLP's inner width in place: keep the channels of largest weights, or add ones that output zero.
 
     Raises:
-        UserError: the MLP has biases.
+        UserError: the gate or the up projection has a bias.
     """
     gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     old_width = gate.weight.shape[0]

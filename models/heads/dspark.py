@@ -62,7 +62,7 @@ class DSparkConfig(DraftHeadConfig):
     """Decoder layers of the head."""
     layers: list[int] | None = None
     """Layers of the base whose outputs form the context; 1 is the first. With null, as published: as many as the head
-    has layers, spread from the second to the third last."""
+    has layers, spread from the second to the third last (one layer: the middle one)."""
     markov_rank: Annotated[int, Field(ge=0, le=1024)] = 64
     """Rank of the Markov head's correction by the previous token. 0 turns it off, as in DFlash. DeepSpec uses 256."""
     causal: bool = False
@@ -143,9 +143,10 @@ class DSparkHead(DraftHead):
 
     @torch.no_grad()
     def _start(self, deepest: int) -> None:
-        """Initialise the head as the base's last layers over the deepest layer's state, or as its next-token head.
+        """Start ``fc`` as a selection of the deepest layer's state, and ``norm`` from the base's final norm.
 
-        ``deepest`` is the number of that state among those that ``fc`` reads.
+        With ``copy_layers``, the layers start as the base's last ones. ``deepest`` is the index of the deepest layer,
+        from 0, among those that ``fc`` reads.
         """
         base = self.base
         start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
@@ -299,7 +300,8 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:
     """Return the default of ``head.layers`` for a base of L = ``layers`` layers: ``count`` layers, counted from 1.
 
-    As in published heads, they are, counted from 0, L // 2 for one layer, and else spread evenly from 1 to L - 3.
+    As in published heads, they are, counted from 0, L // 2 for one layer, and else spread evenly from 1 to L - 3. In
+    small bases they are limited to the base's layers, and one may occur several times.
     """
     if count == 1:
         return (layers // 2 + 1,)

@@ -43,7 +43,8 @@ from drafthead.models.token_tree import causal_mask
 class EagleLayer(HeadDecoderLayer):
     """Decoder layer over [norm(embedding), norm(feature)], whose attention and MLP are added to the feature.
 
-    Its inputs [..., 2 D] are the embedding and the feature, concatenated. Untrained, it returns the feature unchanged.
+    Its inputs [..., 2 D] are the embedding and the feature, concatenated. Untrained, it returns the feature. With
+    ``norm_before_residual``, the normalised feature takes the feature's place in both.
     Weights have the names of published checkpoints.
     """
 
@@ -240,8 +241,9 @@ class Eagle3Head(DraftHead):
 def published_layers(count: int) -> tuple[int, int, int]:
     """Return the layers of a base with L = ``count`` layers whose outputs EAGLE-3 reads: 2, L // 2 and L - 3, from 1.
 
-    The reference code stores the inputs of the layers with these numbers, counted from 0. The input of layer n counted
-    from 0 is the output of layer n counted from 1, transformers' ``hidden_states[n]``.
+    In small bases they are limited to [0, L], where 0 is the embedding. The reference code stores the inputs of the
+    layers with these numbers, counted from 0. The input of layer n counted from 0 is the output of layer n counted from
+    1, transformers' ``hidden_states[n]``.
     """
     return min(2, count), count // 2, max(0, count - 3)
 

@@ -65,7 +65,7 @@ class HydraConfig(DraftHeadConfig):
 
 
 class FirstBlock(nn.Module):
-    """First block ``R x + SiLU(W x + b)`` over ``inputs`` concatenated vectors; it starts as the first, ``h_t``."""
+    """First block ``R x + c + SiLU(W x + b)``; x concatenates ``inputs`` vectors. Untrained, it returns the first."""
 
     def __init__(self, width: int, inputs: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class PrefixLayer(HeadDecoderLayer):
 
 
 class HydraHead(DraftHead):
-    """K Hydra heads. The state after a node is ``h`` and the embeddings of the tokens on its path, concatenated."""
+    """K Hydra heads. A node's state concatenates ``h`` (or the prefix layer's output) and its path's embeddings."""
 
     config: HydraConfig
 

@@ -88,7 +88,7 @@ class MedusaHead(DraftHead):
         return x
 
     def _packed_blocks(self, heads: int) -> tuple[nn.Module, list[list[nn.Module]]]:
-        """Return packed linear layers of the first ``heads`` heads: of the first blocks, and of each deeper block.
+        """Return the first ``heads`` heads' packed linear layers: (joined first blocks, [deeper block][head]).
 
         The layers of all heads' first blocks are joined to one, because they read the same input.
         """

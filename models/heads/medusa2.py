@@ -76,14 +76,14 @@ class Medusa2Config(MedusaConfig):
     heads_weight: NonNegativeFloat = 0.2
     """Weight of the heads' loss relative to the base's (lambda_0 in the paper)."""
     heads_schedule: Literal["constant", "linear", "sine"] = "constant"
-    """Schedule of ``heads_weight`` over the phase. ``linear`` and ``sine`` rise from 0 to it."""
+    """Schedule of the heads' weight over the phase. ``linear`` and ``sine`` rise from 0 to ``heads_weight``."""
     heads_lr_mult: PositiveFloat = 4.0
     """Learning rate of the heads divided by the phase's learning rate, in phases that train the base. The adapters use
     the phase's learning rate."""
     checkpointing: bool = False
     """Recompute the base's activations in the backward pass instead of keeping them."""
     save_merged: bool = False
-    """Also save the tuned base as a whole model, in ``merged/`` next to the heads. Other programs can load it."""
+    """Also save the tuned base as a whole model, in ``merged/`` in the head's folder. Other programs can load it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class Medusa2Head(MedusaHead):
     def train_base(self, now: bool) -> None:
         """Create the base's adapters at the first call; ``now`` says if the next phase trains them.
 
-        New adapters change nothing until they are trained.
+        New adapters change nothing until they are trained. A base that already has an adapter is rejected.
         """
         if self._tuned is None:
             if self.base.config.adapter is not None:
@@ -180,7 +180,7 @@ class Medusa2Head(MedusaHead):
         return super().candidate_ranks(batch, self._tuned_hidden_states(batch) if self._joint else base_hidden, top)
 
     def _tuned_hidden_states(self, batch: TrainBatch) -> HiddenStates:
-        """Return the tuned base's states, with gradients; the heads read them while the base is trained."""
+        """Return the tuned base's states, with gradients; with ``lora_lm_head``, also set ``target_lm_head``."""
         assert self._tuned is not None
         if self._tuned.adapts_head:
             # The heads' labels come from the tuned output head, which only the base's loss trains.
@@ -216,7 +216,7 @@ class Medusa2Head(MedusaHead):
         return {name: value for name, value in self.state_dict().items() if not name.startswith("adapter.")}
 
     def save_base(self, folder: Path) -> dict[str, Any]:
-        """Write the adapter and, with ``save_merged``, the tuned base as a whole model."""
+        """Write the adapter and, with ``save_merged``, the whole tuned base; return the tuned base's identity."""
         if self._tuned is None:
             return super().save_base(folder)
         fingerprint = self._tuned.save(folder / ADAPTER)

@@ -32,7 +32,7 @@ from drafthead.models.kernels.linear import reads_in
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")
 CellState = tuple[Tensor, ...]
-"""The state [..., E] that the projections read, followed by an LSTM's cell [..., E]."""
+"""The state that the projections read, [..., E] (before the first token: ``h`` [..., D]); an LSTM's cell [..., E]."""
 Embed = Callable[[], nn.Module]
 """Creates an embedding: a module that maps tokens [...] int64 to [..., E]."""
 
@@ -134,7 +134,7 @@ class LSTMCells(nn.Module):
 
 
 def _at(modules: nn.ModuleList, k: int) -> nn.Module:
-    """Return the module of position k, or the last one if there are fewer."""
+    """Return the module of position k (0-based), or the last one if there are fewer."""
     return modules[min(k, len(modules) - 1)]
 
 

@@ -20,7 +20,7 @@ class MaxGram(PromptLookup):
     """Prompt lookup with matches of any length. Rows without a match are continued from ``bigrams``."""
 
     def __init__(self, num_tokens: int = 10, bigrams: Tensor | None = None) -> None:
-        """Set ``bigrams``, [V] int64: the most frequent token after each token, or -1 (see ``bigram_table``)."""
+        """Set ``bigrams``, [V] int64, from ``bigram_table``; None: rows without a match get no drafts."""
         super().__init__(num_tokens, max_ngram=None)
         self.bigrams = bigrams
 

@@ -39,12 +39,13 @@ class Policy:
 
     name: str
     """``recent``: the last positions. ``sinks``: the first ``size`` and the last ones (StreamingLLM, 2309.17453).
-    ``retrieval``: per head, the chunks of ``size`` positions whose mean key matches the last query best."""
+    ``retrieval``: per head, the first chunk of ``size`` positions, the latest positions, and the chunks between whose
+    mean key matches the last query best."""
     size: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Parse a policy such as ``recent``, ``sinks:4`` or ``retrieval:8``."""
+        """Parse a policy such as ``recent``, ``sinks:4`` or ``retrieval:8``; reject other texts with a UserError."""
         name, _, size = text.partition(":")
         if (name == "recent" and not size) or (name in ("sinks", "retrieval") and size.isdigit() and int(size) > 0):
             return cls(name, int(size or 0))

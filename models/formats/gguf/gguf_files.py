@@ -166,7 +166,7 @@ def rope_factors(config: dict[str, Any]) -> Tensor | None:
     """Return the divisors [E / 2] of the rotary frequencies, as llama.cpp reads them; None without scaling.
 
     ``config`` is a Llama config, as from ``layer_config``. Only Llama-3's scaling is a tensor in GGUF. Other scalings
-    are metadata, which is not written here.
+    are metadata, which is not written here; they raise a UserError.
     """
     scaling = config.get("rope_scaling")
     if not scaling:
@@ -321,7 +321,7 @@ class GgufLayout(Format):
 
 
 def split_name(tokenizer: Any) -> str:
-    """Return llama.cpp's name for the rule by which ``tokenizer`` splits text into words before BPE."""
+    """Return llama.cpp's name of the rule by which ``tokenizer`` splits words before BPE; reject unknown rules."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     splitter = content.get("pre_tokenizer") or {}
     steps = splitter.get("pretokenizers", [splitter])

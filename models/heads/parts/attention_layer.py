@@ -1,6 +1,6 @@
 """Attention, MLP and norm of a head's own decoder layers. Their weights have the names of Llama checkpoints.
 
-The method ``inference`` of each module returns its fast version for drafting, with packed copies of the weights.
+The method ``inference`` of attention, MLP and norm returns a fast version for drafting, with packed copies of weights.
 
 Shape legend: B batch, T time, H query heads, G key/value heads, E head width, I input width, D base width.
 """
@@ -33,7 +33,10 @@ writes its keys and values into the cache."""
 
 
 class HeadAttention(nn.Module):
-    """Grouped-query attention without biases, with the base's numbers of heads, head width and rotary embedding."""
+    """Grouped-query attention without biases, with the base's numbers of heads, head width and rotary embedding.
+
+    If the base rotates differently from Llama, Llama's rotary embedding with the base's theta is used.
+    """
 
     def __init__(
         self, base: BaseModel, input_width: int | None = None, qk_norm: bool = False, layer_idx: int = 0
@@ -44,7 +47,10 @@ class HeadAttention(nn.Module):
             base: the frozen base.
             input_width: width I of the inputs; None: the base's hidden size.
             qk_norm: normalise the queries and keys of each attention head before rotation, as Qwen3 does.
-            layer_idx: index of this layer in the cache that its head drafts with.
+            layer_idx: index of this layer, from 0, in the cache that its head drafts with.
+
+        Raises:
+            UserError: the base has no rotary embedding.
         """
         super().__init__()
         if getattr(base.model.model, "rotary_emb", None) is None:
@@ -123,7 +129,7 @@ class HeadAttention(nn.Module):
         return projected
 
     def inference(self, dtype: torch.dtype | None = None) -> Layer:
-        """Return ``forward`` with weights packed in ``dtype`` (None: their own dtype, if this CPU can pack it)."""
+        """Return ``forward`` with weights packed in ``dtype``; None: in their own, or unpacked if this CPU cannot."""
         if dtype is None and not can_prepack(self.q_proj.weight):
             return self.forward
         fused = FusedAttention(self, dtype)
@@ -150,7 +156,7 @@ class HeadMLP(nn.Module):
     act_fn = staticmethod(F.silu)
 
     def __init__(self, base: BaseModel, inner: int | None = None) -> None:
-        """Create an MLP of inner width ``inner`` (None: the base's)."""
+        """Create an MLP of inner width ``inner`` (None: the smallest of the base's layers; 4 D if unknown)."""
         super().__init__()
         width, device = base.hidden_size, base.device
         inner = inner or smallest(base.model.config, "intermediate_size") or 4 * width
@@ -392,7 +398,7 @@ def norm_scale(base: BaseModel) -> Tensor:
 def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseModel, deepest: int, is_final: bool) -> None:
     """Initialise ``fc`` to select one of its concatenated input states, and ``norm`` to the base's final norm.
 
-    ``deepest`` is the number of that state. If it is the base's final state (``is_final``), it has already passed the
+    ``deepest`` is that state's index from 0. If it is the base's final state (``is_final``), it has already passed the
     final norm, and ``norm`` starts with one scale for all channels, which keeps the state's size.
     """
     width, scale = base.hidden_size, norm_scale(base)
@@ -402,5 +408,5 @@ def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseModel, deepest: in
 
 
 def norm_eps(base: BaseModel) -> float:
-    """Return the epsilon of the base's norms."""
+    """Return the epsilon of the base's norms: ``rms_norm_eps`` of its config, else 1e-6."""
     return float(getattr(base.model.config, "rms_norm_eps", None) or 1e-6)

@@ -48,7 +48,7 @@ DraftPositions = Annotated[int, Field(ge=1, le=16)]
 
 @settings(kw_only=True)
 class DraftHeadConfig(ABC):
-    """Settings of a head. Each module of ``models/heads/`` has one subclass. ``head_type`` in a recipe is its name."""
+    """Base class of heads' settings. Each ``models/heads/`` module has a subclass; ``head_type`` names the module."""
 
     num_draft_tokens: DraftPositions = 5
     """Number of draft positions: the most tokens that the head drafts one after the other."""
@@ -72,7 +72,7 @@ class DraftHeadConfig(ABC):
     confidence: bool = False
     """Train a confidence head (DSpark), which predicts how likely each draft is accepted, for ``prefix_threshold``."""
     one_prediction: ClassVar[bool] = False
-    """True: a token is predicted in the same way at every draft position (a draft LM), so the loss has one position."""
+    """True: all draft positions predict a token equally (draft LM, Kangaroo), so the loss has one position."""
     trains_base: ClassVar[bool] = False
     """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
 
@@ -89,7 +89,7 @@ class DraftHeadConfig(ABC):
         return 1 if self.one_prediction else self.num_draft_tokens
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise a UserError if the settings name a layer that a base of ``num_layers`` layers does not have."""
+        """Raise a UserError if a base of ``num_layers`` layers lacks a layer of the settings; 0 is its embedding."""
         layers = getattr(self, "layers", None) or []
         if not all(0 <= layer <= num_layers for layer in layers):
             raise UserError(f"head.layers must be in [0, {num_layers}], the base's layers, got {list(layers)}")
@@ -107,7 +107,7 @@ class DraftHeadConfig(ABC):
         return type(self).__module__.rpartition(".")[2]
 
     def inference_dtype(self, base: BaseModel) -> torch.dtype | None:
-        """Return the dtype of the weight copies for drafting, or None if drafting uses the trained weights."""
+        """Return the dtype of the weight copies for drafting; None: they keep the dtype of the trained weights."""
         if self.draft_dtype == "auto":
             return None if base.kernels is None else base.kernels.drafts_in
         return None if self.draft_dtype is None else DRAFT_DTYPES[self.draft_dtype]
@@ -124,18 +124,19 @@ class DraftHeadConfig(ABC):
 
 
 States = tuple[Tensor, ...]
-"""The recurrent state after a node, which its children read: tensors [..., width], in drafting [B, F, width]."""
+"""The recurrent state after a node, which its children read: tensors [..., width]. In drafting they are [B, F, width],
+or [B, width] in ``all_inputs``."""
 Attend = Callable[[Tensor], Tensor]
 """Runs the head's own attention layers over the next token of every path, with its context as keys and values:
 inputs [..., I] -> outputs [..., D]."""
 
 
 class DraftHead(nn.Module, Drafter):
-    """A draft head, attached to the frozen base that it drafts for.
+    """Base class of draft heads. A head is attached to the frozen base that it drafts for.
 
-    A subclass defines ``__init__`` and ``advance``, sets ``projections`` and ``session_class``, and overrides what
-    differs in it. A head that attends to the context, or that drafts all positions in one pass, overrides
-    ``hidden_at_positions`` and has a session of its own.
+    A subclass sets ``session_class`` and defines ``advance`` and ``__init__``, which sets ``projections``. A head whose
+    layers attend to the context instead defines ``hidden_at_positions`` and ``open``, with a session of its own. It
+    needs ``advance`` only if these call it.
     """
 
     config: DraftHeadConfig
@@ -148,7 +149,8 @@ class DraftHead(nn.Module, Drafter):
     reads_base = True
     """False: the head does not read the base's hidden states (a draft LM)."""
     reads_drafts = True
-    """False: no position reads the drafts before it. ``all_inputs`` then computes all positions in one pass."""
+    """False: no position reads the drafts before it. ``all_inputs`` (with ``attends``, the session's ``block_inputs``)
+    then computes all positions in one pass."""
     attends = False
     """True: the head's own layers attend to the context."""
     low_rank_name = "induction_out"
@@ -190,7 +192,7 @@ class DraftHead(nn.Module, Drafter):
         return DraftLMHeads(first or self.target_lm_head, count, dtype, scaled=scaled)
 
     def first_states(self, hidden: Tensor) -> States:
-        """Return the state before draft position 0, from the base's last hidden state ``h`` [..., D]."""
+        """Return the states before position 0, from the result of ``anchor_hidden`` or ``draft_hidden`` [..., D]."""
         return (hidden,)
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
@@ -200,7 +202,7 @@ class DraftHead(nn.Module, Drafter):
             k: draft position, from 0.
             states: the states that the position before returned, [..., width]; for k = 0 those of ``first_states``.
             tokens: [...] int64 target ids of the tokens before the draft: the last committed token for k = 0, then
-                drafts (in training the true tokens).
+                drafts (in training the true tokens). If ``reads_drafts`` is false, read them only for k = 0.
             attend: runs the head's own attention layers, if ``attends`` is true.
         """
         raise NotImplementedError
@@ -354,7 +356,7 @@ class DraftHead(nn.Module, Drafter):
         return self._copied_dtype or next(self.parameters()).dtype
 
     def inference(self) -> Self:
-        """Return the copy with packed weights that sessions draft with; it is made again when a weight has changed."""
+        """Return the packed copy that sessions draft with, kept until ``train()``, ``eval()`` or ``to()`` drops it."""
         return self.packed.get("head", self._inference_copy)
 
     def _inference_copy(self) -> Self:
@@ -393,7 +395,7 @@ class DraftHead(nn.Module, Drafter):
         return hidden if len(inputs) == 1 else torch.cat(inputs, -1)
 
     def confidence_logits(self, hidden: Tensor) -> Tensor | None:
-        """Return logits [K, n] of each draft's acceptance from ``projection_inputs``, if there is a confidence head."""
+        """Return logits [K, n] of drafts' acceptance from ``projection_inputs``; None without a confidence head."""
         # Detached, so that the confidence loss cannot change the drafts.
         return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
 
@@ -441,7 +443,7 @@ class DraftHead(nn.Module, Drafter):
         return ranks[:-1].view(*batch.input_ids.shape, self.depth)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config, weights, the code for transformers' ``custom_generate`` and, once calibrated, the trees."""
+        """Write config, weights, ``custom_generate`` code, the base's adapter if any and, once calibrated, trees."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         weights = self.saved_weights()
@@ -457,11 +459,11 @@ class DraftHead(nn.Module, Drafter):
     # Training the base (Medusa-2 only) -------------------------------------------------------------------------------
 
     def train_base(self, now: bool) -> None:
-        """Create the base's adapters at the first call; ``now`` says if the next phase trains them."""
+        """Create the base's adapters at the first call; ``now``: the next phase trains them. Needs ``trains_base``."""
         raise NotImplementedError
 
     def tuned_decoders(self) -> list[nn.Module]:
-        """Return the base's decoders whose layers have adapters, empty before ``train_base``."""
+        """Return the base's decoders whose layers have adapters; by default, and before ``train_base``, none."""
         return []
 
     def lr_mult(self, parameter: nn.Parameter) -> float:

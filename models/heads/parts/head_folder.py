@@ -41,7 +41,10 @@ MAX_NODES, MAX_RANKS = 4096, 1 << 16
 
 
 def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
-    """Return a local folder unchanged, or download a Hub repository and return its folder."""
+    """Return a local folder unchanged, or download a Hub repository and return its folder; reject other names.
+
+    ``revision`` is a branch, tag or commit of the repository (None: its newest commit); a local folder ignores it.
+    """
     path = Path(name)
     if not (path / "config.json").exists() and (path / "head" / "config.json").exists():
         raise UserError(f"{path} is the folder of a run; its head is in {path / 'head'}")
@@ -94,7 +97,7 @@ def check_parameters(folder: Path, described: Callable[[], int], weights: dict[s
 
 
 def write_trees(folder: Path, drafter: Drafter) -> None:
-    """Write ``tree.json`` with the drafter's trees and confidence threshold, if it has a tree."""
+    """Write ``tree.json`` with the drafter's trees and confidence threshold; write nothing if it has no tree."""
     if drafter.tree is None:
         return
     content: dict[str, Any] = {"choices": drafter.tree.paths[1:], "confidence_threshold": drafter.confidence_threshold}
@@ -124,7 +127,7 @@ def write_custom_generate(folder: Path) -> None:
 
 
 def read_trees(folder: Path, drafter: Drafter) -> None:
-    """Set the trees and the confidence threshold of ``drafter`` from a folder's ``tree.json``, if it has one."""
+    """Set the trees and confidence threshold of ``drafter`` from the folder's ``tree.json``; no change without one."""
     path = safe_join(folder, TREES)
     if not path.exists():
         return
@@ -145,7 +148,7 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
 
 
 def read_tree(path: Path, depth: int) -> TokenTree:
-    """Read the tree in a ``tree.json``, at most ``depth`` levels deep."""
+    """Return the tree for one row in the file ``path``, a ``tree.json``; reject a tree deeper than ``depth`` levels."""
     return _parse_tree(path, read_json(safe_join(path.parent, path.name)), depth)
 
 
@@ -167,7 +170,10 @@ def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
 
 
 def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]:
-    """Read and check ``model.safetensors``; ``checksum`` is its expected sha256, or None if the config has none."""
+    """Return the tensors of ``model.safetensors``; reject non-finite numbers, and another sha256 than ``checksum``.
+
+    With ``checksum`` None (an older config has none), the sha256 is not compared.
+    """
     path = safe_join(folder, "model.safetensors")
     if not path.exists():
         refuse_pickles(folder, [file.name for file in folder.iterdir()])

@@ -50,8 +50,8 @@ class LayerCache(NodeCache):
     def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
         """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D].
 
-        The block's keys and values are not kept. ``seen`` [1, P, P] bool is its mask: slot i attends to slot j of the
-        block, which may be later.
+        The block's keys and values are not kept. ``seen`` [1, P, P] bool is its mask: [0, i, j] is true if slot i
+        attends to slot j of the block, which may be later.
         """
         self._catch_up()
         rows, count = x.shape[:2]
@@ -81,16 +81,17 @@ class HeadSession(StepwiseSession):
         self.drafter, self.lengths = head, [0] * rows
         self.inference_head = head.inference()
         """The head's inference copy: all computations use it. Linear layers are packed copies; other weights, and the
-        store ``packed`` in which all copies are kept until a weight changes, are shared with the trained head."""
+        store ``packed`` of all copies (see ``PackedCopies``), are shared with the trained head."""
         self.hidden: Tensor = head.target_lm_head.weight.new_full((rows, head.base.hidden_size), torch.nan)
-        """[B, D] the base's ``h`` after the last token that the base has read."""
+        """[B, D] the base's ``h`` after the last token that the base has read; nan before the first ``commit``."""
         induction = self.inference_head.induction
         self.copied = None if induction is None else InductionContext(induction, rows)
-        """The induction head's context, if the head has one."""
+        """The induction head's context; None without an induction head."""
         self.context: LayerCache | None = None
-        """Keys and values of the head's own attention layers, if it has any."""
+        """Keys and values of the head's own attention layers; None if it has none."""
         self.lm: LMSession | None = None
-        """The session of the causal LM that computes the levels, for a draft LM and Kangaroo."""
+        """The session of the causal LM that computes the levels: for a draft LM, and for Kangaroo without the target's
+        cache; else None."""
 
     @torch.inference_mode()
     def commit(
@@ -156,9 +157,9 @@ class HeadSession(StepwiseSession):
         self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return the projections' inputs of all positions, [B, K, D], if the head attends and does not read drafts.
+        """Return the projections' inputs of all positions, [B, K, D], of heads that attend and do not read drafts.
 
-        The session computes them instead of the head's ``all_inputs``, because they read the session's ``context``.
+        Their sessions define it. It replaces the head's ``all_inputs``, because it reads the session's ``context``.
         """
         raise NotImplementedError
 

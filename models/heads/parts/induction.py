@@ -62,7 +62,7 @@ class InductionHead(nn.Module):
             nn.init.constant_(self.sink.bias, SINK)
 
     def inference(self, dtype: torch.dtype | None = None) -> "InductionHead":
-        """Return a copy that looks codes up in ``table`` instead of computing them."""
+        """Return a copy that looks codes up in ``table`` instead of computing them; ``dtype`` is ignored."""
         twin = copy(self)
         with torch.no_grad():
             ids = torch.arange(len(self._embedding[0]), device=self.sharpness.device)
@@ -178,7 +178,7 @@ class InductionContext:
         )
 
     def rollback(self, lengths: list[int]) -> None:
-        """Forget all but the first ``lengths`` tokens of each row."""
+        """Remove all but the first ``lengths`` committed tokens of each row."""
         self._lengths = list(lengths)
         if max(lengths):
             self._before = self._head.codes(last_valid(self._tokens, lengths))[:, None, BEFORE]
@@ -200,7 +200,7 @@ class InductionContext:
 
         Args:
             tokens: [B, F] int64.
-            parents: [B, F] int64 index of each node's parent on the level above.
+            parents: [B, F] int64 index of each node's parent on the level above; 0 for the root.
         """
         codes, level, total = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1), max(self._lengths)
         before = self._above.gather(1, parents[..., None].expand(-1, -1, self._above.shape[-1]))

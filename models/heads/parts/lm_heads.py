@@ -24,7 +24,7 @@ class DraftLMHeads(nn.Module):
         """Create the projections.
 
         Args:
-            target_lm_head: the base's projection to the draft vocabulary; trained projections start as its weight.
+            target_lm_head: usually the base's projection to the draft vocabulary; trained ones start as its weight.
             count: number of trained projections; with 0, all positions share ``target_lm_head``.
             draft_dtype: dtype of the packed copies for drafting; None: the trained dtype.
             scaled: True if ``logits`` applies scale and soft-cap. False if the session first adds other terms.
@@ -79,7 +79,7 @@ class TiedMarkov(nn.Linear):
 
     @torch.no_grad()
     def inference(self, dtype: torch.dtype | None = None) -> nn.Embedding:
-        """Return the table of all token ids, [V, r], as an embedding."""
+        """Return the table of all token ids, [V, r], as an embedding in the weight's dtype (``dtype`` is ignored)."""
         ids = torch.arange(len(self._embedding[0]), device=self.weight.device)
         table = torch.cat([self(chunk) for chunk in torch.split(ids, 8192)])
         return nn.Embedding(len(table), table.shape[1], _weight=table)

@@ -49,8 +49,8 @@ def load_head(
     Args:
         name: folder or repository.
         base: base to attach the head to; None loads the base that the head names.
-        revision: branch, tag or commit of the repository; None is its newest commit.
-        device: device to load the head's base onto, if it is not given; see :func:`load_base`.
+        revision: branch, tag or commit of the repository (None: its newest commit); a folder ignores it.
+        device: device to load the head's base onto, if ``base`` is not given; see :func:`load_base`.
     """
     folder = resolve_folder(name, revision)
     return _attached(folder, base) if base else load_base_and_head(folder, None, device)[1]
@@ -83,7 +83,7 @@ def load_base_and_head(
 
 
 def _attached(folder: Path, base: BaseModel) -> DraftHead:
-    """Return the head in a folder, attached to ``base``.
+    """Return the head in a folder, attached to ``base``, in evaluation mode.
 
     Raises:
         UserError: a file is missing, damaged or unsafe, or the head belongs to another base.
@@ -115,7 +115,7 @@ def head_types() -> list[str]:
 
 
 def config_class(head_type: str) -> type[DraftHeadConfig]:
-    """Return the settings class of ``head_type``, the name of a module under ``models/heads/``."""
+    """Return the settings class of ``head_type``; reject a name that no module of ``models/heads/`` has."""
     if head_type not in head_types():
         raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
     module = import_module(f"{PACKAGE}.{head_type}")

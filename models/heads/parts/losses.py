@@ -25,7 +25,8 @@ from drafthead.models.base.lm_head import LMHead
 SHARPNESS = 3.0
 """eta of the loss ``lk_adaptive``: the best value in the LK paper (2602.23881)."""
 FLOOR = 1e-30
-"""Lower bound of alpha where it divides. If base and head are sure of different tokens, alpha is 0 in float32."""
+"""Lower bound of alpha, and of probabilities in logarithms. If base and head are sure of different tokens, alpha is 0
+in float32."""
 STATS = ("accept", "ce", "count", "overlap", "known")
 """Sums over the targets of a draft position: ``accept``, targets that are the head's likeliest token; ``ce``,
 cross-entropies of the targets in the draft vocabulary; ``count``, targets; ``overlap``, alpha; ``known``, targets in
@@ -62,8 +63,8 @@ class LossConfig:
     lk: NonNegativeFloat = 0.0
     """Weight of -log(alpha) (LK, 2602.23881). Its gradient is that of ``tv`` divided by alpha and does not vanish."""
     lk_adaptive: NonNegativeFloat = 0.0
-    """Weight of s KL + (1 - s) TV, with s = exp(-3 alpha) not differentiated (2602.23881). The share s is computed for
-    each target; the authors' code uses the mean alpha of the batch."""
+    """Weight of s KL(p || q) + (1 - s) TV, with s = exp(-3 alpha) not differentiated. The share s is
+    computed for each target; the authors' code (2602.23881) uses the mean alpha of the batch."""
     confidence: NonNegativeFloat = 1.0
     """Weight of a confidence head's cross-entropy (DSpark). Its label is alpha, the probability that the draft is
     accepted. Heads without a confidence head ignore it."""
@@ -72,7 +73,7 @@ class LossConfig:
     from 1 (Medusa, 2401.10774). ``dpace`` weighs each position by what it adds to the accepted length, according to the
     head's own probabilities of the true tokens."""
     depth_weights: list[float] | None = None
-    """Weights of the draft positions, one per position. With null, ``decay`` gives them."""
+    """Weights of the draft positions, one per trained position. With null, ``decay`` gives them."""
 
     def __post_init__(self) -> None:
         if not any(getattr(self, key) for key in TERMS):
@@ -90,16 +91,16 @@ class LossConfig:
 
     @property
     def reads_alpha(self) -> bool:
-        """True if a term of the loss needs alpha."""
+        """True if a term of the loss other than ``confidence`` needs alpha."""
         return self.tv > 0 or self.lk > 0 or self.lk_adaptive > 0
 
     @property
     def needs_target_probs(self) -> bool:
-        """True if a term of the loss needs the base's distribution p."""
+        """True if a term of the loss other than ``confidence`` needs the base's distribution p."""
         return self.kl > 0 or self.reverse_kl > 0 or self.jsd > 0 or self.reads_alpha
 
     def weights_of(self, depth: int) -> list[float]:
-        """Return the weight of each of ``depth`` draft positions.
+        """Return the weight of each of ``depth`` draft positions; with D-PACE 1.0 each, because it weighs every target.
 
         Raises:
             UserError: ``depth_weights`` has another number of weights.
@@ -187,13 +188,16 @@ class LossChunk:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the summed loss without the position's weight, and its gradients.
 
+        Call it once, after ``stats``: it overwrites the exponentials that both read.
+
         Args:
             target: the base's distribution; None if no term needs it.
             config: weights of the terms.
             confidence: [c] logits of a confidence head; their cross-entropy with the label alpha is added to the loss.
 
         Returns:
-            The loss, its gradient by ``product`` ([c, W], in the logits' dtype), and its gradient by ``confidence``.
+            The loss, its gradient by ``product`` ([c, W], in the logits' dtype), and its gradient by ``confidence``
+            ([c], or None without it).
         """
         on_onehot = config.ce * self.ce_weights
         loss = (on_onehot * (self.lse - self.target_logits)).sum()
@@ -299,17 +303,17 @@ class Labels:
     target_hidden: Tensor | None
     """[n, D] the base's ``h`` one token before each target, which gives p; None if no term needs p."""
     target_lm_head: LMHead | None
-    """The base's output head over the draft vocabulary."""
+    """The base's output head over the draft vocabulary; None if no term needs p."""
 
     def distribution(self, rows: slice) -> TargetDistribution | None:
-        """Return the base's distribution at a chunk of targets, or None without ``target_hidden``."""
+        """Return the base's distribution at the targets ``rows``; None if the labels have no hidden states or head."""
         if self.target_lm_head is None or self.target_hidden is None:
             return None
         return TargetDistribution.of(self.target_lm_head, self.target_hidden[rows])
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:
-    """Return the number of targets per chunk for a draft vocabulary of ``vocabulary`` tokens."""
+    """Return the number of targets per chunk, at least 64; ``vocabulary`` is W, ``device`` a type such as ``cpu``."""
     return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["accelerator"]) // (4 * vocabulary))
 
 
@@ -333,7 +337,8 @@ def heads_loss(
         labels: the labels of the n targets.
         config: weights of the terms.
         rows: targets per chunk; by default as many as ``CHUNK_BYTES`` of logits hold.
-        confidence: [K, n] logits of the predicted acceptance of each draft, from heads with a confidence head.
+        confidence: [K, n] logits of each draft's predicted acceptance; None without a confidence head. Not used if
+            ``config.confidence`` is 0.
         position_weights: the weights w_k of the K draft positions; None: those of ``config``.
 
     Returns:
@@ -360,7 +365,7 @@ def heads_loss(
 
 @torch.no_grad()
 def _true_probs(hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: int) -> Tensor:
-    """Return each position's probability of each target, [K, n], 0 outside the draft vocabulary."""
+    """Return each position's probability of each target, [K, n], 0 if invalid or outside the draft vocabulary."""
     probs = torch.zeros(labels.valid.shape, device=hidden.device)
     for start in range(0, hidden.shape[1], rows):
         span = slice(start, start + rows)
@@ -374,9 +379,9 @@ def _true_probs(hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: i
 def dpace_weights(probs: Tensor, labels: Labels) -> Tensor:
     """Return D-PACE's weights [K, n] from the probabilities [K, n] of the true tokens.
 
-    The expected number of accepted drafts is ``q_1 + q_1 q_2 + ...``. The weight of position j is the sum of the
-    products that contain q_j, divided by K. Example: for q = (0.8, 0.5, 0.5), the products are 0.8, 0.4 and 0.2, and
-    the weights are 1.4 / 3, 0.6 / 3 and 0.2 / 3. Probabilities are first mapped from [0, 1] to [``DPACE_FLOOR``, 1].
+    Probabilities are first mapped linearly from [0, 1] to [``DPACE_FLOOR``, 1]; q has the results. The expected number
+    of accepted drafts is then ``q_1 + q_1 q_2 + ...``. The weight of position j is the sum of the products that contain
+    q_j, divided by K. Example: q = (0.8, 0.5, 0.5) has the products 0.8, 0.4, 0.2 and the weights 1.4/3, 0.6/3, 0.2/3.
     """
     assert labels.anchor_idx is not None
     depth, anchor_idx = len(probs), labels.anchor_idx
@@ -466,8 +471,8 @@ has no cross-entropy."""
 def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
     """Return the loss with metrics per draft position from ``STATS`` [K, len(STATS)].
 
-    For each position k (from 1): ``loss_k``, the cross-entropy; ``accept_k``, the share of targets that are the head's
-    likeliest token; and, except in training, ``overlap_k``, the mean alpha.
+    For each position k (from 1): ``loss_k``, the mean cross-entropy; ``accept_k``, the share of targets that are the
+    head's likeliest token; and, except in training, ``overlap_k``, the mean alpha.
     """
     column = dict(zip(STATS, wide(stats).unbind(1), strict=True))
     names, pairs = [], []

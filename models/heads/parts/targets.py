@@ -85,7 +85,7 @@ class DraftTargets:
         )
 
     def to(self, device: torch.device) -> "DraftTargets":
-        """Return a copy on ``device``, without waiting for it."""
+        """Return a copy on ``device``, without waiting for it; this object if it is there already."""
         if device == self.target_idx.device:
             return self
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -153,7 +153,7 @@ def has_next(documents: Tensor) -> Tensor:
 
 
 def anchors_of(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the anchors of each row, and the map from a position of the batch to its place in that list.
+    """Return the anchors of each row of ``ids`` [B, T], and the map from a batch position to its place in that list.
 
     Rows with fewer than S anchors are padded with other positions, whose results are not used. Example: of two rows of
     four tokens, the first has the anchors 0 and 2, and the second has the anchor 1. The anchors are [[0, 2], [1, 0]],
