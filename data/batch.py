@@ -33,7 +33,7 @@ class TrainBatch:
     """[B, T, K] float >= 0: extra weight of a token as the target of draft position k, in column k - 1. A weight of 0
     leaves the target out; None means weight 1 everywhere."""
     host: "TrainBatch | None" = None
-    """The original of this batch in host memory, from which indices of targets are computed without a wait."""
+    """The original in host memory of a batch from ``to``, to compute indices of targets without a wait; else None."""
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 0) -> "TrainBatch":
@@ -93,11 +93,11 @@ class HiddenStates:
         return cls(final=values[..., :width], layers=values[..., width:] if values.shape[-1] > width else None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "HiddenStates":
-        """Apply ``change`` to both tensors."""
+        """Return new states with ``change`` applied to ``final`` and, unless None, ``layers``."""
         return HiddenStates(final=change(self.final), layers=None if self.layers is None else change(self.layers))
 
     def span(self, start: int, count: int) -> "HiddenStates":
-        """Return the states of ``count`` positions from ``start`` on."""
+        """Return the states of ``count`` positions of every row from ``start`` on; fewer at the rows' end."""
         return self.map(lambda states: states[:, start : start + count])
 
     def layer(self, index: int) -> Tensor:

@@ -80,7 +80,7 @@ class SuiteConfig:
     max_new_tokens: Annotated[int, Field(ge=2)] = 128
     """Largest number of tokens of an answer."""
     seed: int = 0
-    """Seed of the prompt order, sampling and the bootstrap."""
+    """Seed of the choice of prompts by ``limit``, of their order, of sampling and, in ``replay``, of the bootstrap."""
 
 
 @settings(kw_only=True)
@@ -139,7 +139,7 @@ class EvalConfig(SuiteConfig, DrafterConfig):
             read_json(Path(self.tree))
 
     def draft_config(self, drafter: Drafter) -> DraftConfig:
-        """Return the draft config for ``drafter``."""
+        """Return the draft config for ``drafter``; raise a ``UserError`` if it drafts less deep than the tree."""
         tree: TokenTree | DynamicTree
         if self.tree == "head":
             tree = drafter.tree or TokenTree.chain(drafter.depth)
@@ -168,7 +168,10 @@ class EvalConfig(SuiteConfig, DrafterConfig):
 
 
 def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
-    """Parse ``chain``, ``chain:K``, ``expansion:1-1-3`` or ``dynamic:NODES[:WIDTH]``; return None for other values."""
+    """Parse ``chain``, ``chain:K``, ``expansion:1-1-3`` or ``dynamic:NODES[:WIDTH]``; return None for other kinds.
+
+    ``depth`` is the length of ``chain`` and the depth of dynamic trees. A malformed value raises a ``UserError``.
+    """
     kind, _, detail = spec.partition(":")
     try:
         if kind == "chain":
@@ -188,7 +191,7 @@ def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
 
 @settings(kw_only=True)
 class GridConfig:
-    """Combinations that ``drafthead eval`` times in one interleaved run; the fastest becomes the head's default."""
+    """Combinations that ``drafthead eval`` times in one interleaved run, to choose a head's default (see ``heads``)."""
 
     heads: list[str] = field(default_factory=list)
     """Folders of more heads for the same base to compare with ``head``, for example with other exit layers. The fastest

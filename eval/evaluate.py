@@ -76,7 +76,7 @@ def evaluate(
         calibration: the calibration of the head's tree, for the report.
         costs: step costs on this machine, for the prediction and the report.
         training_log: rows of ``metrics.jsonl``, for the report.
-        development: the base's answers to the dev half, if they exist.
+        development: the base's answers to the dev half; None: generated if a prediction needs them.
         training_data: a line about the head's training data, for the report.
 
     Returns:
@@ -146,9 +146,9 @@ def predict(
     """Return the performance expected on ``config``'s test half, simulated on its dev half.
 
     The keys are "mean_accepted_length", its "interval_95", "speedup", and the mean tree size "nodes", root included.
-    ``texts`` are the base's answers to the dev half, if they exist. The result is None if the simulation is impossible:
-    the split is not ``test``, the rule is lossy, the sampler has settings other than the temperature, or a combined
-    drafter samples its drafts.
+    ``texts`` are the base's answers to the dev half; None: they are generated. The result is None if the simulation is
+    impossible: the split is not ``test``, the rule is lossy, the sampler has settings other than the temperature, or a
+    combined drafter samples its drafts.
     """
     sampler = config.sampler
     if config.split != "test" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
@@ -170,7 +170,7 @@ def predict(
 def development_answers(
     base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec
 ) -> list[FinishedAnswer]:
-    """Return the base's answers to ``limit`` prompts of the suite's dev half, for choices and predictions.
+    """Return the base's answers to ``limit`` prompts of the dev half, all tasks, for choices and predictions.
 
     If ``spec`` needs only final hidden states, the states of decoding are kept, which saves a second forward pass.
     """

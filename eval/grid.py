@@ -87,8 +87,9 @@ def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> 
 def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], config: EvalConfig, dry: bool) -> str:
     """Make the fastest candidate its head's default, and write ``grid.json`` and ``grid.png`` into that head's folder.
 
-    ``evaluation`` is the contents of ``eval.json``, from a run that timed the candidates. The default changes only if
-    the whole interval of the candidate's speedup is above the default's speedup. With ``dry`` nothing is written.
+    ``evaluation`` is the contents of ``eval.json``, from a run that timed the candidates. The default (on disk and
+    in ``Candidate.head``) changes only if the whole interval of the candidate's speedup is above the default's speedup.
+    With ``dry`` nothing is written or changed.
 
     Returns:
         A line for the console.

@@ -41,19 +41,19 @@ class Backend(Protocol):
         ...
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Try a few ``prompts`` on one process; raise a ``UserError`` for faults that would otherwise appear later."""
+        """Raise a ``UserError`` for faults that would appear later. Called on one process, with a few ``prompts``."""
         ...
 
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield this process's answers by shard, as (index of the shard, answers). No two processes share an index.
+        """Yield this process's answers by shard, as (index of the shard in this call, from 0; answers).
 
         ``prompts`` are all prompts of the corpus, ``done`` the numbers of the answered prompts. ``on_done`` is called
-        after every answer. If an error occurs, finished answers are yielded before it is raised.
+        after every answer. No two processes share an index.
         """
         ...
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
-        """Yield answers with another sampler. It is used to let the base write prompts itself."""
+        """Yield answers with another sampler, in any order. It is used to let the base write prompts itself."""
         ...

@@ -16,7 +16,7 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
 
     Args:
         counts: [V] occurrences of each id, for instance in the base's own answers.
-        size: W, including the ids in ``always``.
+        size: W, including the ids in ``always``, or else a ``UserError`` is raised.
         always: ids to include whatever their count is.
 
     Returns:

@@ -31,8 +31,9 @@ class HiddenStateCache:
     def __init__(self, folder: Path, rows: int, seq_len: int, width: int, dtype: str, manifest: dict[str, Any]) -> None:
         """Create a cache for [R, T, width] values, or open the existing one with the same settings.
 
-        If several processes call this at once, one creates the files and the others wait. ``manifest`` names all that
-        determines the hidden states (base, revision, corpus), as JSON values.
+        If several processes call this at once, one creates the files and the others wait. ``dtype`` is "float16" or
+        "bfloat16". ``manifest`` names all that determines the hidden states (base, revision, corpus), as JSON values.
+        A cache with another manifest raises a ``UserError``.
         """
         self.folder, self._dtype_name, self._dtype = folder, dtype, _DTYPES[dtype]
         sizes = {"rows": rows, "seq_len": seq_len, "width": width, "dtype": dtype}
@@ -71,7 +72,10 @@ class HiddenStateCache:
             self._checked[row] = True
 
     def read(self, row_numbers: list[int]) -> Tensor:
-        """Return the rows ``row_numbers`` as [b, T, width] float32."""
+        """Return the rows ``row_numbers`` as [b, T, width] float32; raise a ``UserError`` for a missing or damaged row.
+
+        A damaged row counts as missing from then on.
+        """
         missing = [row for row in row_numbers if not self._checksums[row]]
         if missing:
             raise UserError(f"rows {missing[:5]} of {self.folder} have no hidden states yet; fill the cache first")
@@ -151,7 +155,7 @@ def _checksum(row: npt.NDArray[Any]) -> int:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Create a file of ``size`` zero bytes with all blocks allocated; a sparse map crashes when the disk is full."""
+    """Create a file of ``size`` bytes, all 0, allocated where the OS can: a sparse map crashes if the disk is full."""
     with path.open("wb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)

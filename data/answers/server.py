@@ -28,7 +28,7 @@ Log = Callable[[str], None]
 T = TypeVar("T")
 API_KEY = "OPENAI_API_KEY"
 TRANSIENT = (408, 409, 429)
-"""Client errors that the ``openai`` client retries. It also retries all server errors."""
+"""HTTP statuses below 500 that the ``openai`` client retries. It also retries all server errors (500 and above)."""
 PROBE_TOKENS = 32
 SHARD_ROWS = 64
 """Number of answers per shard. A kill loses fewer answers than this, and those that are being generated."""
@@ -179,7 +179,7 @@ class Server:
         await self._client.close()
 
     async def models(self) -> dict[str, int | None]:
-        """Return the served models, each with its context length (None: not stated), from a single request."""
+        """Return {model: context length or None if not stated} by a single request; {} if the response is malformed."""
         try:
             rows = (await self._client.with_options(max_retries=0).models.list()).data
         except openai.OpenAIError as error:
@@ -192,7 +192,10 @@ class Server:
         return {row.id: getattr(row, "max_model_len", None) for row in rows or [] if getattr(row, "id", None)}
 
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
-        """Send ``request`` and return ``parse`` of the response; repeat it if ``parse`` raises ``BadAnswerError``."""
+        """Send ``request`` and return ``parse`` of the response; repeat it if ``parse`` raises ``BadAnswerError``.
+
+        Raises a ``UserError`` after ``config.tries`` tries, or at once for a refusal.
+        """
         root, tries = self.config.root, self.config.tries
         for tried in range(1, tries + 1):
             try:
@@ -330,9 +333,9 @@ class ServerBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield all answers on the first process as they arrive; the other processes request none.
+        """Yield shards of ``SHARD_ROWS`` answers as they arrive, all on the first process; the others request none.
 
-        The arguments are those of ``Backend.shards``.
+        The arguments are those of ``Backend.shards``. Before an error is raised, finished answers are yielded.
         """
         if group.rank:
             return

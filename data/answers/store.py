@@ -40,7 +40,7 @@ class Answer:
     finished: bool
     """True if the base ended its turn, False if the token limit cut the answer."""
     hidden_states: npt.NDArray[np.float16] | None = None
-    """[n - 1, D]: the base's final hidden states h_0 .. h_{n-2} from decoding; missing positions are NaN."""
+    """[n - 1, D] or None (not stored): the base's final hidden states h_0 .. h_{n-2} from decoding, NaN if missing."""
 
     def __post_init__(self) -> None:
         n = len(self.input_ids)
@@ -111,7 +111,7 @@ class AnswerStore:
 
     @property
     def done(self) -> set[int]:
-        """Numbers of the prompts that have an answer on disk."""
+        """Numbers of the prompts whose answers were on disk when the store was opened, or that it has appended."""
         return set(self._entries)
 
     @property
@@ -126,14 +126,15 @@ class AnswerStore:
 
     @property
     def next_shard(self) -> int:
-        """The first free shard number."""
+        """The number after the highest shard; 0 in an empty store."""
         return max(self._tables, default=-1) + 1
 
     def append_shard(self, answers: list[Answer], shard: int | None = None) -> None:
         """Write one shard and flush it to disk; an empty list writes nothing.
 
-        If several processes write, ``shard`` is the shard's number, and one of them calls ``remove_leftovers`` before
-        the first write. None takes the next free number.
+        Either all ``answers`` have hidden states or none. A second answer to a prompt raises a ``UserError``. If
+        several processes write, ``shard`` is the shard's number, and one of them calls ``remove_leftovers`` before the
+        first write. None takes ``next_shard``.
         """
         if not answers:
             return
@@ -184,7 +185,7 @@ class AnswerStore:
         return Answer(number, ids.values.to_numpy(), boundary.as_py(), finished.as_py(), hidden_states)
 
     def answer(self, prompt_number: int) -> npt.NDArray[np.int32]:
-        """Return the [n] ids of one answer."""
+        """Return the ids of one answer, without its prompt; a ``KeyError`` if there is none."""
         answer = self._answer(prompt_number, with_hidden_states=False)
         return answer.input_ids[answer.boundary :]
 
@@ -198,7 +199,7 @@ class AnswerStore:
         return cast("npt.NDArray[np.float16]", self._open_hidden_states(entry.shard)[entry.first : last])
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """Return [V] the number of occurrences of each id in the answers."""
+        """Return [V] the number of occurrences of each id in the answers, without prompts."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for answer in map(self.answer, self._entries):
             of_answer = np.bincount(answer, minlength=vocab_size)
@@ -247,7 +248,7 @@ class AnswerStore:
         return self.folder / f"shard-{shard:05}.{kind}"
 
     def remove_leftovers(self, shard: int | None = None) -> None:
-        """Remove incomplete files of ``shard``; None: of all shards, if no other process is writing."""
+        """Remove incomplete files of ``shard``; None: of all shards, to be used only while no other process writes."""
         name = "*" if shard is None else f"{shard:05}"
         orphans = [p for p in self.folder.glob(f"shard-{name}.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(f".shard-{name}.*.tmp"), *orphans]:
@@ -255,7 +256,7 @@ class AnswerStore:
 
 
 _WIDTH, _FEATURES, _DIGEST = b"features_width", b"features_sha256", b"sha256"
-"""Metadata of a table: width and checksum of the hidden states, and the checksum of the table itself."""
+"""Metadata keys of a table: width and checksum of the hidden states, and the checksum of the table itself."""
 _ROW = ("input_ids", "boundary", "finished")
 _COLUMNS = {
     "prompt_number": pa.int64(),
@@ -266,7 +267,7 @@ _COLUMNS = {
 
 
 def read_table(path: Path) -> pa.Table:
-    """Read a shard's table and check its columns and checksum."""
+    """Return a shard's table; raise a ``UserError`` if its columns or its checksum are wrong."""
     try:
         table = pq.read_table(path, columns=list(_COLUMNS), partitioning=None)
         if {n: table.schema.field(n).type for n in _COLUMNS} != _COLUMNS or any(table[n].null_count for n in _COLUMNS):

@@ -1,7 +1,7 @@
 """Sets of training prompts: packaged questions, and a set per task, made from templates and passages.
 
 A conversation is the user's turns; the base answers each turn. A set has a fixed order, seeded by the task's name. No
-two tasks share a passage. The templates are in ``prompts.yaml``.
+two tasks share a passage, except that ``passage_questions`` uses all of BoolQ's. The templates are in ``prompts.yaml``.
 """
 
 import random
@@ -71,7 +71,7 @@ def _asked(kind: str, texts: Callable[[str], Iterator[str]]) -> Iterator[Convers
 
 
 def passage_questions() -> Iterator[Conversation]:
-    """Yield passages with a question, mostly written by people (BoolQ)."""
+    """Yield all BoolQ passages of up to 1,200 characters that are not held out, each with its question."""
     rng = random.Random("passage_questions")
     rows = [
         (passage, row["question"])
@@ -132,4 +132,4 @@ PROMPT_SETS: dict[str, dict[str, Callable[[], Iterator[Conversation]]]] = {
     "embedded": {"questions": partial(_questions, "questions"), **TASKS},
     "builtin": {"tiny": partial(_questions, "tiny")},
 }
-"""Prompt sets by ``SourceConfig.kind`` and name; ``builtin`` sets need no package."""
+"""Functions that yield prompt sets, by ``SourceConfig.kind`` and name; ``builtin`` sets need no package."""

@@ -79,7 +79,8 @@ def render(
 ) -> str:
     """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start.
 
-    ``template_kwargs`` are variables of the template, such as ``{"enable_thinking": False}``.
+    ``template_kwargs`` are variables of the template, such as ``{"enable_thinking": False}``. A ``UserError``
+    is raised if there is no template or if it refuses the messages.
     """
     from jinja2 import TemplateError
 
@@ -104,7 +105,7 @@ def render(
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return chat template variables, none for None; if ``tools`` is a path, its JSON file is read."""
+    """Return a copy of ``variables`` ({} for None); if ``tools`` is a path, with the list in its JSON file instead."""
     given = dict(variables or {})
     if isinstance(given.get("tools"), str):
         given["tools"] = read_json(Path(given["tools"]))
@@ -127,6 +128,6 @@ def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text that ``render`` returned; no special tokens are added, because it has them."""
+    """Return the token ids of a text from ``render``; no special tokens are added, because the text has them."""
     # `verbose` would warn about long prompts.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

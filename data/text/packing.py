@@ -20,7 +20,7 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import disk_errors, file_digest, new_file, read_json, safe_join, write_json
 
 MIN_PIECE = 8
-"""Smallest number of tokens of a piece of a document, because drafts need context before them and targets after."""
+"""Smallest piece of a cut document, in tokens, because drafts need context before them and targets after."""
 OPEN_ROWS = 64
 """Number of partly filled rows among which the best fit for a whole document is searched."""
 ROWS_PER_WRITE = 256
@@ -37,6 +37,7 @@ class PackedRow:
     """A partly filled row."""
 
     space: int
+    """Number of tokens that still fit."""
     pieces: list[tuple[int, int, Document]] = field(default_factory=list)
     """Per piece: the document's number, the start of the piece in the document, and the piece itself."""
 
@@ -61,8 +62,9 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
 
     Returns:
         A dataset with the columns input_ids, position_ids, document_ids (int32) and loss_mask (bool), each [R, T], and
-        pieces: per row a list of [document number, start in the document, length, offset in the row]. Padding has the
-        document id ``NO_DOCUMENT`` and is not trained.
+        pieces: per row a list of [document number, start in the document, length, offset in the row]. Document numbers
+        count from 0, empty documents included; document ids count the pieces of a row. Padding has the document id
+        ``NO_DOCUMENT`` and is not trained. Without a row a ``UserError`` is raised.
     """
     rows = split_rows(documents, seq_len) if split else _whole_rows(documents, seq_len)
     if folder is None:
@@ -86,7 +88,7 @@ def is_packed(folder: Path) -> bool:
 
 
 def open_packed(folder: Path) -> datasets.Dataset:
-    """Memory-map the rows that ``pack`` wrote to ``folder``."""
+    """Memory-map the rows that ``pack`` wrote to ``folder``; raise a ``UserError`` if they are missing or damaged."""
     path = safe_join(folder, _FILE)
     again = f"remove {folder}, and its rows are packed again"
     if not path.exists():
@@ -100,7 +102,7 @@ def open_packed(folder: Path) -> datasets.Dataset:
 
 
 def digest_rows(dataset: datasets.Dataset) -> str:
-    """Return a short hash of the tokens and document ids of all rows."""
+    """Return a hash (16 hexadecimal digits) of the tokens and document ids of all rows."""
     digest = hashlib.sha256()
     for start in range(0, len(dataset), 64):
         batch = collate(dataset, list(range(start, min(len(dataset), start + 64))))
@@ -136,7 +138,7 @@ def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int |
     """Tokenise texts; yield each as a document whose tokens are all trained and which ends with the EOS token.
 
     Special tokens that the tokenizer puts first (a BOS) are kept, because the base expects them. ``max_tokens``: stop
-    after exactly this number of tokens, which may cut the last document.
+    after exactly this number of tokens, which may cut the last document; None: no limit.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(

@@ -73,10 +73,11 @@ def json_object(line: bytes) -> dict[str, Any]:
 def open_dataset(
     name: str, subset: str | None = None, split: str | None = None, revision: str | None = None, stream: bool = False
 ) -> Any:
-    """Open a dataset, with ``stream`` as an ``IterableDataset``. Call it inside ``dataset_errors``.
+    """Open a dataset, with ``stream`` as an ``IterableDataset``, unless ``save_to_disk`` wrote it.
 
     ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``). The
-    default of ``split`` is the first of ``SPLITS`` that the dataset has.
+    default of ``split`` is the first of ``SPLITS`` that the dataset has, or else its first split; for a data file
+    "train". Call it inside ``dataset_errors``.
     """
     import datasets
 
@@ -106,7 +107,7 @@ def open_dataset(
 
 @contextmanager
 def dataset_errors(name: str, settings: str) -> Iterator[None]:
-    """Turn errors of ``datasets`` (network, missing dataset or split, script, damaged file) into one-line errors."""
+    """Turn errors of ``datasets`` (network, split, damaged file) into a ``UserError`` that shows ``settings``."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -122,7 +123,7 @@ def dataset_errors(name: str, settings: str) -> Iterator[None]:
 
 
 def latest_commit(name: str, revision: str | None) -> str | None:
-    """Return the commit that a dataset's revision points to now, or None for a local dataset."""
+    """Return the commit that a dataset's revision (None: main) points to now, or None for a local dataset."""
     from huggingface_hub import HfApi
 
     if Path(name).expanduser().exists():

@@ -51,19 +51,19 @@ class SourceConfig:
     split: str = "train"
     """Split of a dataset."""
     revision: str | None = None
-    """Commit or tag of a dataset on the Hub."""
+    """Commit, branch or tag of a dataset on the Hub. With null, its main branch."""
     column: str = "text"
     """Column of a dataset or key of JSON lines that holds the text. For prompts it may also hold a conversation.
     ``auto`` takes the first of ``prompt``, ``messages``, ``conversations``, ``conversation`` and ``turns``."""
     turns: Positive = 1
     """Number of user turns to keep of a conversation. The base answers each of them itself. For datasets and JSON
-    lines."""
+    lines. Column ``auto`` ignores it, and keeps the conversation and its own answers up to the last user turn."""
     limit: Positive | None = None
     """Number of entries to read. A dataset is then streamed, not downloaded. With null, all entries are read."""
     weight: PositiveFloat | None = None
-    """Weight of the source in the mixture, relative to the other sources. It counts characters of text or prompts.
-    Either all sources have a weight or none. If a source has too little data, all of it is used.
-    With null, all data of every source are used."""
+    """Weight of the source in the mixture, relative to the other sources. Shares are counted in characters of
+    text, or in prompts. Either all sources have a weight or none. A source with too little data is used completely; a
+    stream repeats it. With null, no source is cut to a share; in a stream all shares are equal."""
 
     def __post_init__(self) -> None:
         sets = (*DOCUMENT_SETS.get(self.kind, ()), *PROMPT_SETS.get(self.kind, ()))
@@ -76,7 +76,7 @@ class SourceConfig:
             raise UserError(f"source.turns is for conversations (hf and jsonl), got kind {self.kind!r}; remove it")
 
     def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the entries, for a manifest."""
+        """Return the settings that determine the entries, for a manifest; without unset ``weight`` and ``turns``."""
         # Manifests of older corpora lack these keys, so they are left out at their defaults.
         unset = {"weight": None, "turns": 1}
         return {key: value for key, value in asdict(self).items() if key not in unset or value != unset[key]}
@@ -100,10 +100,10 @@ PRESETS = {
 
 
 def expand_sources(value: Any) -> Any:
-    """Convert the short form of a list of sources to the list; return other values unchanged.
+    """Return a list of sources with short forms (text) converted; None becomes [], a single value a list of one.
 
-    A short form is a preset, a path or glob, or ``hf:NAME[:SPLIT]``, each optionally followed by ``:LIMIT``. It may be
-    an item of a list.
+    A short form is a preset, a path or glob, or ``hf:NAME[:SPLIT]``, each optionally followed by ``:LIMIT``. Other text
+    raises a ``UserError``; other items stay unchanged.
     """
     if value is None:
         return []
@@ -131,7 +131,7 @@ def _expand(text: str) -> SourceConfig:
 
 
 def num_entries(source: SourceConfig) -> int | None:
-    """Return an upper bound on the number of entries of a source; None for a dataset without ``limit``."""
+    """Return an upper bound on a source's entries; None without ``limit``, except for the kinds jsonl and text."""
     if source.limit is not None or source.kind not in ("jsonl", "text"):
         return source.limit
     return sum(1 for path in files_of(source) for _ in readers.read_lines(path))
@@ -164,8 +164,8 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
 def iter_documents(source: SourceConfig, max_characters: int | None = None) -> Iterator[str]:
     """Yield the texts of a source that are not empty, in order. A file of kind ``text`` is one document.
 
-    With ``max_characters`` a dataset is streamed, up to the document that reaches this number of characters. Embedded
-    and builtin sets are small and always yielded completely.
+    With ``max_characters`` reading stops after the document that reaches this number of characters, and a dataset is
+    streamed. Embedded and builtin sets are small; only ``limit`` cuts them.
     """
     if source.kind in DOCUMENT_SETS:
         texts = training_sets.documents(_set_of(source, DOCUMENT_SETS[source.kind], "documents"))
@@ -180,8 +180,9 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
 def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
     """Yield conversations that end with a user's turn, in the source's order.
 
-    A column holds a text (one user turn) or a conversation (see ``as_prompt``). Conversations that start with the
-    assistant are left out. A file of kind ``text`` has one prompt per line.
+    A column holds a text (one user turn) or a conversation (see ``as_prompt``; for column ``auto``
+    ``as_suite_prompt``). Conversations that start with the assistant and prompts that end with an empty text are left
+    out. A file of kind ``text`` has one prompt per line.
     """
     prompts: Iterator[list[Message]]
     if source.kind in PROMPT_SETS:
@@ -200,7 +201,8 @@ def column_value(
 ) -> tuple[Any, str]:
     """Return the row's value in the source's column, and the value's name for messages.
 
-    For ``auto`` it is the first column of ``searched`` that is not None. ``where`` is the row's name in messages.
+    For ``auto`` it is the first column of ``searched`` that is not None. ``where`` is the row's name in messages. A
+    missing column raises a ``UserError``.
     """
     columns = searched if source.column == AUTO else (source.column,)
     column = next((name for name in columns if row.get(name) is not None), None) or columns[0]
@@ -245,8 +247,8 @@ def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Mess
 def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
     """Return the prompt in a text or a conversation; an empty list if the conversation starts with the assistant.
 
-    The prompt of a conversation ends before its first answer. With ``turns`` n it holds the first n user turns, with
-    empty answers between them.
+    The prompt of a conversation ends before its n-th answer (n is ``turns``), with the user's turn; the answers before
+    are emptied. None counts as an empty text.
     """
     if value is None or isinstance(value, str):
         return user_turn(value or "")
@@ -274,10 +276,11 @@ def shown(value: Any) -> str:
 
 
 def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
-    """Return the messages before the first answer, and the user's later messages, from one line of a suite.
+    """Return the messages up to the first one to answer, and the texts of the user's later messages.
 
-    ``value`` is a text, a conversation, or a list of texts. The conversation's own answers are not used. Callers put
-    the line's name before error messages.
+    ``value``, from a line of a suite, is a text, a conversation, or a list of the user's texts. A conversation keeps
+    its own answers; only the user's messages after the last of them are answered, and what follows the last user
+    message is dropped. Callers put the line's name before error messages.
     """
     if isinstance(value, str):
         messages = user_turn(value)
@@ -301,7 +304,7 @@ def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
 
 
 def as_suite_prompt(value: Any, where: str) -> list[Message]:
-    """Return the prompt in a line of ``data.prompts``, with an empty answer before each later user message.
+    """Return the prompt in a line of ``data.prompts``, with an empty answer before each later text of ``suite_prompt``.
 
     ``value`` is what ``suite_prompt`` accepts; messages name it ``where``.
     """
@@ -315,7 +318,7 @@ def as_suite_prompt(value: Any, where: str) -> list[Message]:
 def iter_rows(
     source: SourceConfig, stream: bool = False, on_error: Callable[[UserError], None] | None = None
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the rows of a dataset or of JSON lines, and their names; ``on_error`` gets the errors of broken lines."""
+    """Yield (row, name) of a dataset or JSON lines; ``on_error`` gets errors of broken lines, None raises them."""
     if source.kind == "hf":
         with open_source(source, stream or source.limit is not None) as rows:
             for number, row in enumerate(rows):
@@ -354,7 +357,7 @@ def _set_of(source: SourceConfig, known: tuple[str, ...], kind: str) -> str:
 
 
 def files_of(source: SourceConfig) -> list[Path]:
-    """Return the files that the path or glob of a source matches."""
+    """Return the files that a source's path or glob matches, sorted; a ``UserError`` if there are none."""
     files = [Path(p) for p in sorted(glob(str(Path(source.name).expanduser()), recursive=True)) if Path(p).is_file()]
     if not files:
         raise UserError(f"source {source} matches no file; check the path")
@@ -374,7 +377,8 @@ def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
 def load_documents(sources: list[SourceConfig], seed: int, max_characters: int | None = None) -> list[str]:
     """Return the documents of all sources without near-duplicates (``content_hash``), shuffled by ``seed``.
 
-    About ``max_characters`` are read from each source, or its share of them if sources have weights. None reads all.
+    About ``max_characters`` are read from each source (see ``iter_documents``), or its share of them if sources have
+    weights. None reads all. An empty source raises a ``UserError``.
     """
 
     def read(source: SourceConfig, most: int | None) -> Iterator[str]:
@@ -387,7 +391,7 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
 
 
 def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> list[list[Message]]:
-    """Return up to ``limit`` prompts of all sources without near-duplicates, shuffled by ``seed``."""
+    """Return up to ``limit`` prompts (None: all) of all sources without near-duplicates, shuffled by ``seed``."""
 
     def read(source: SourceConfig, most: int | None) -> Iterator[list[Message]]:
         """Yield the prompts of a source."""

@@ -75,7 +75,7 @@ class SourceStream:
         return text
 
     def _dataset_texts(self) -> Iterator[str]:
-        """Yield the shard's files if the dataset has a file per shard, else every ``shards``-th row."""
+        """Yield the texts of the shard's files if the dataset has a file per shard, else of every ``shards``-th row."""
         source = self.source
         with open_source(source, stream=True) as rows:
             rows = rows if source.limit is None else rows.take(source.limit)

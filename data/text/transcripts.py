@@ -37,7 +37,7 @@ class Transcript:
     tools: Sequence[Any] | None = None
     """Tool definitions for the chat template."""
     token_ids: tuple[list[int], list[int]] | None = None
-    """Token ids of prompt and answer from a server's log, used unchanged."""
+    """Token ids of prompt and answer from a server's log, used unchanged and instead of ``messages``."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Findings:
         self.remarks[text] = count + 1, first
 
     def raise_rejected(self) -> None:
-        """Raise an error that names the first rejected rows."""
+        """Raise a ``UserError`` that names the first rejected rows, if any were rejected."""
         if self.rejected:
             count = len(self.rejected)
             more = f"; and {count - MAX_LISTED} more" if count > MAX_LISTED else ""
@@ -78,7 +78,7 @@ class Findings:
 
 
 def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple[str, Transcript]]:
-    """Yield the transcripts of a source with their rows' names; unusable rows are added to ``findings``."""
+    """Yield (row's name, transcript) of a source's first ``limit`` rows; unusable rows are added to ``findings``."""
     rows = iter_rows(source, stream=source.limit is not None, on_error=findings.reject)
     for row, where in islice(rows, source.limit):
         try:
@@ -155,7 +155,10 @@ class TranscriptEncoder:
         self._writes_role = cache(self._role_is_written)
 
     def answers(self, transcript: Transcript, findings: Findings, where: str, limit: int | None) -> list[Answered]:
-        """Return the assistant turns of a transcript that fit into ``limit`` tokens with everything before them."""
+        """Return a transcript's assistant turns, each with everything before it, up to ``limit`` tokens (None: all).
+
+        The turn that crosses the limit is cut there. An error is added to ``findings``, and then the result is [].
+        """
         answers: list[Answered] = []
         try:
             for ids, boundary in self._turns(transcript, findings, where):

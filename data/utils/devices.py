@@ -32,7 +32,7 @@ def choose_device(name: str) -> None:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Check and return ``device``; None means the chosen device, else the machine's accelerator, else the CPU."""
+    """Return ``device``, or for None the chosen one, else the accelerator, else the CPU; a ``UserError`` if absent."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return _chosen[0] if _chosen else accelerator or torch.device("cpu")
@@ -92,7 +92,7 @@ def wide(values: Tensor) -> Tensor:
 
 
 def automatic_dtype(device: torch.device) -> str:
-    """Return the default dtype of weights on ``device``."""
+    """Return the name of the default dtype of weights on ``device``, "float32" or "bfloat16"."""
     return "float32" if device.type == "cpu" else "bfloat16"
 
 
@@ -126,7 +126,7 @@ def memory() -> tuple[int, int]:
 
 
 def rng_states() -> list[Tensor]:
-    """Return the random states of all accelerators that this process uses, on the host."""
+    """Return the random states of all accelerators that this process uses, on the host; [] on the CPU."""
     if (device := device_of(None)).type == "cpu":
         return []
     module = torch.get_device_module(device)

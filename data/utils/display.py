@@ -54,7 +54,7 @@ class Display:
         self.line(f"   {name}: {seconds:.1f} s")
 
     def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
-        """Advance the bar ``label``; without a terminal print a line every 10 seconds, from ``after`` seconds on."""
+        """Set the bar ``label``; without a terminal print a line every 10 s, from ``after`` s after the first call."""
         if self.console.is_terminal:
             if self._bar is None:
                 columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn())

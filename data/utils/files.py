@@ -90,7 +90,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file."""
+    """Return the value in a JSON file; raise a ``UserError`` if the file is missing or broken."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def write_checksummed_json(path: Path, content: Any) -> None:
 
 
 def read_checksummed_json(path: Path) -> Any:
-    """Return the content that ``write_checksummed_json`` wrote."""
+    """Return the content that ``write_checksummed_json`` wrote; raise a ``UserError`` if the file is damaged."""
     saved = read_json(path)
     complete = isinstance(saved, dict) and set(saved) == {"content", "sha256"}
     if not complete or saved["sha256"] != _digest(saved["content"]):
@@ -260,7 +260,7 @@ def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str
 def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
     """Create ``folder`` unless it exists, and hold its lock during the block. A killed process releases the lock.
 
-    ``progress`` is called while another process holds the lock. Readers are not blocked.
+    ``progress`` is called once, with a description, 0 and 1, before waiting for another process. Readers do not wait.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")

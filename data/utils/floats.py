@@ -22,7 +22,7 @@ def finite(value: Any) -> Any:
 def bootstrap_interval(
     rows: Floats, statistic: Callable[[Floats], Floats], seed: int = 0, resamples: int = 2000
 ) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval over whole ``rows`` [n, C]; NaN with fewer than two rows.
+    """Return the bounds of the 95 % percentile bootstrap interval over whole ``rows`` [n, C]; NaN below two rows.
 
     ``statistic`` maps the column sums of all resamples [resamples, C] to one value each.
     """

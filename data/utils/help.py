@@ -51,7 +51,7 @@ class Setting:
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Setting]:
-    """Yield every setting of ``cls`` and of the settings classes nested in it, in order of definition."""
+    """Yield every setting of ``cls`` and of nested settings classes, in order of definition, with ``prefix`` + key."""
     for f in fields(cls):
         kind, key = types_of(cls)[f.name], f"{prefix}{f.name}"
         inner = without_none(kind)
@@ -120,7 +120,7 @@ def _sections(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring, without markup."""
+    """Return the first sentence of a docstring, without its full stop and double backquotes."""
     return re.split(r"(?<=\.)\s(?=[A-Z`\d])", text)[0].replace("``", "").rstrip(".")
 
 

@@ -53,7 +53,7 @@ class HubConfig:
 
 
 def require_login(purpose: str) -> None:
-    """Check that there is a token and, if the Hub can be reached, that the token may write.
+    """Raise a ``UserError`` if there is no token or, if the Hub can be reached, if the token may not write.
 
     An unreachable Hub is not an error, because it may be available at the time of the upload. ``purpose`` starts the
     message.

@@ -18,7 +18,7 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
 
 
 def update_names(saved: Any, path: str = "") -> Any:
-    """Return the content of a saved file with today's keys and values.
+    """Return the content of a saved file with today's keys and values, without settings that were removed.
 
     Keys may be nested or joined by dots. ``path`` is the dotted key of ``saved`` in a run's settings, such as ``head``.
     """

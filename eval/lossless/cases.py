@@ -75,7 +75,7 @@ class Shape:
         return sum(depths) if self.relay else max(depths)
 
     def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
-        """Return a function that drafts this shape from tables near ``target``; drafts are sampled by ``sampler``."""
+        """Return a function that drafts this shape from tables near ``target``, by ``sampler`` (None: top-k)."""
         drafts: list[TableDraft] = []
         for number, drafter in enumerate(self.parts):
             draft_config = DraftConfig(
@@ -184,7 +184,7 @@ def _case(rule: AcceptanceRule, kind: DraftSampling, shape: Shape, sampler: Samp
 
 @dataclass(frozen=True)
 class Refusal:
-    """A biased combination that must be impossible to build."""
+    """A biased combination: ``build`` must raise a ``UserError`` or a ``ValueError``."""
 
     rule: str
     draft_sampling: str

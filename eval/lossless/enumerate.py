@@ -43,7 +43,7 @@ class EnumeratedRng:
         self.drafting = True
         """False while verifying: a draw without ``offset`` is then the bonus token."""
         self.bonus: Tensor | None = None
-        """[B, V] distribution of the bonus token."""
+        """[B, V] distribution of the bonus token; None until (and unless) it is drawn."""
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
         """Return [B] true with probability ``min(1, p / q)`` in ``active`` rows, like ``RandomSource.bernoulli``."""

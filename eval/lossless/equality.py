@@ -108,9 +108,9 @@ class Equality:
     tokens: tuple[int, int] | None = None
     """The expected token and the answer's token at that position; None if one answer ended there."""
     margin: float | None = None
-    """Gap between the target's logits of the two tokens; for sampled tokens, ``draw_margin``."""
+    """Gap between the target's logits of the two tokens; for sampled ones, ``draw_margin``. None without both."""
     near_tie: bool = False
-    """The margin is below the dtype's tolerance: rounding explains the difference."""
+    """True if the margin is below the dtype's (or an engine's) tolerance: rounding explains the difference."""
     diagnosis: Diagnosis | None = None
     """Cause of the difference; None if the answers are equal."""
 
@@ -146,10 +146,10 @@ def compare_outputs(
     ===========================  ===================  ==========================================================
 
     ``margin`` takes the first differing position and returns the gap between the target's logits of the two tokens
-    there. It is called only if both answers have a token there. ``recompute`` returns both tokens of
-    :func:`recompute_tokens`, and is called only if the margin is not a tie; without ``recompute`` such a difference
-    stays unexplained. A margin below ``tie`` is a tie (default: the dtype's ``TOLERANCE``). Other engines need a larger
-    limit, because they order more sums differently.
+    there. If only one answer has a token there, it is not called, and the diagnosis is ``STOP``. ``recompute`` returns
+    both tokens of :func:`recompute_tokens`, and is called only if the margin is not a tie; without ``recompute`` such a
+    difference stays unexplained. A margin below ``tie`` is a tie (default: the dtype's ``TOLERANCE``). Other engines
+    need a larger limit, because they order more sums differently.
     """
     if expected == tokens:
         return Equality(same=True)

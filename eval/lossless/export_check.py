@@ -124,7 +124,7 @@ def check_export(
 
 
 def training_estimate(head: str | Path) -> float | None:
-    """Return the first draft position's last held-out accuracy from the log of the run that contains the head."""
+    """Return the first draft position's last held-out accuracy in the log next to the head's folder; None if absent."""
     rows = read_json_lines(Path(head).parent / "metrics.jsonl") if Path(head).is_dir() else []
     accuracies = [row["held_out_accept_1"] for row in rows if row.get("held_out_accept_1") is not None]
     return float(accuracies[-1]) if accuracies else None

@@ -86,7 +86,7 @@ def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
 
 
 def check_quality(comparisons: dict[str, BaseComparison], limits: QualityLimits) -> dict[str, Any]:
-    """Return the comparisons by kind of tokens and the exceeded limits, as JSON values for ``quality.json``."""
+    """Return "passed", "failures" (lines), "limits", and "held_out" (comparison by kind of tokens) as JSON values."""
     failures = []
     for kind, row in comparisons.items():
         ratio, least = limits.max_perplexity_ratio, limits.min_greedy_match_rate

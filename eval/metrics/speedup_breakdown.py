@@ -20,7 +20,7 @@ LONGEST_CHAIN = 64
 
 
 def expected_tokens(rate: float, drafts: int) -> float:
-    """Return Leviathan's (2211.17192) tokens per step with a chain of k drafts, (1 - alpha^(k+1)) / (1 - alpha)."""
+    """Return Leviathan's (2211.17192) tokens per step, (1 - alpha^(k+1)) / (1 - alpha); alpha: rate, k: drafts."""
     return drafts + 1.0 if rate == 1 else (1 - rate ** (drafts + 1)) / (1 - rate)
 
 
@@ -34,7 +34,7 @@ def expected_speedup(rate: float, draft_cost: float, drafts: int) -> float:
 
 
 def optimal_lookahead(rate: float, draft_cost: float) -> int:
-    """Return the shortest chain length with the highest expected speedup. Drafting pays if alpha > c."""
+    """Return the shortest of the fastest chain lengths, 1 to ``LONGEST_CHAIN``. Drafting pays if alpha > c."""
     return max(range(1, LONGEST_CHAIN + 1), key=lambda drafts: expected_speedup(rate, draft_cost, drafts))
 
 
@@ -95,9 +95,10 @@ def speedup_breakdown(
     Args:
         baseline: rows of autoregressive decoding.
         method: rows of the method.
-        costs: step costs that were measured beforehand. Without them there is no "best_chain" and "best_tree".
-        order: calibrated nodes with their acceptances, for the best tree and chain. Without it the best chain comes
-            from the run's conditional acceptances, if the run drafted chains.
+        costs: step costs that were measured beforehand. Without them "predicted_from_costs", "best_chain" and
+            "best_tree" are None.
+        order: calibrated nodes with their acceptances, for the best tree and chain. Without it "best_tree" is None,
+            and the best chain comes from the run's conditional acceptances, if the run drafted chains.
 
     Returns:
         "autoregressive", "method": ``step_terms`` of both. "predicted": m (v1 + o1) / (d + v + o).

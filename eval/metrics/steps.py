@@ -265,9 +265,10 @@ a method's rows and the baseline's rows."""
 
 
 Bin = dict[str, Any]
-"""Acceptance of the steps whose key is in ["low", "high"); the last bin includes its "high". NaN: nothing counted."""
+"""Acceptance of the steps whose key is in ["low", "high"); the last bin includes its "high". "first_accepted" is the
+share of the bin's drafting steps that accepted a draft; NaN: nothing counted."""
 CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-"""Edges of the bins of ``by_context``."""
+"""Edges of the bins of ``by_context``, in tokens; the last bin includes longer contexts."""
 
 
 def by_position(rows: Rows, width: int = 32) -> list[Bin]:

@@ -108,7 +108,7 @@ def fastest_autoregressive(group: dict[str, Any]) -> tuple[str, float | None]:
 
 
 def speedup_of(group: dict[str, Any], method: str | None = None) -> float | None:
-    """Return the speedup over the fastest baseline in ``group``, of ``method`` or else of the headline method."""
+    """Return the speedup of ``method`` (None: the headline's) over the fastest baseline in ``group``; None: unknown."""
     numbers = group if method is None else group["methods"][method]
     value: float | None = numbers["speedup"][f"vs_{fastest_autoregressive(group)[0]}"]
     return value

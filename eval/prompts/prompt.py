@@ -14,9 +14,9 @@ class EvalPrompt:
 
     task: str
     number: int
-    """Position in the whole suite, before ``tasks`` and ``limit``."""
+    """Position in the whole suite, from 0, before ``tasks`` and ``limit``."""
     messages: list[Message]
-    """Messages before the first answer; the last is the user's. Empty if there are ``input_ids``."""
+    """Messages up to the first one to answer, which is the last and the user's; empty if there are ``input_ids``."""
     later_turns: tuple[str, ...] = ()
     """The user's later messages, each sent after the answer to the previous one."""
     input_ids: tuple[int, ...] | None = None

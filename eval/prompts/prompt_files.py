@@ -25,8 +25,8 @@ def read_jsonl(path: Path) -> list[EvalPrompt]:
     """Read the prompts of a JSONL file, one per line; blank lines are skipped.
 
     A line has exactly one of the keys ``PROMPT_COLUMNS``, whose value is token ids or what ``suite_prompt`` accepts.
-    Optionally it has "task" (by default the file's name). Prompts that are empty or too long for the base are reported
-    when they are used.
+    Optionally it has "task" (by default the file's name without suffix). Prompts that are empty or too long for the
+    base are reported when they are used.
     """
 
     def convert(line: bytes, number: int) -> EvalPrompt:

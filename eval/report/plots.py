@@ -98,7 +98,7 @@ def save_png(figure: Figure, path: Path) -> bytes:
 
 
 def save_training_plots(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write the figures of ``TRAINING`` into ``folder``, from rows of ``metrics.jsonl``."""
+    """Write the figures of ``TRAINING`` whose metrics occur in ``rows`` of ``metrics.jsonl`` into ``folder``."""
     for name, prefix in TRAINING.items():
         if (figure := training(rows, prefix)) is not None:
             save_png(figure, folder / f"{name}.png")
@@ -302,7 +302,7 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
 
 @styled
 def draw_tree(tree: TokenTree, labels: Sequence[str] | None = None, drafters: Sequence[tuple[str, int]] = ()) -> Figure:
-    """Draw the token tree, root at the left. A node's number is its rank among its drafter's candidates.
+    """Draw the token tree, root at the left. A node's number is its rank (from 1) among its drafter's candidates.
 
     Args:
         tree: the tree; of several drafters, their ``union``.

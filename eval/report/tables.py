@@ -240,7 +240,7 @@ def sentence(text: str) -> str:
 
 
 def number(value: float | None, pattern: str = "{:.2f}") -> str:
-    """Return ``value``, or a dash if nothing was measured."""
+    """Return ``value`` as text by ``pattern``, or a dash for None (not measured)."""
     return "–" if value is None else pattern.format(value)
 
 
@@ -254,7 +254,7 @@ def identical(numbers: dict[str, Any]) -> str:
 
 
 def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
-    """Return the warning to print next to speedups of a lossy rule; None for methods other than the headline method."""
+    """Return the warning for the headline method (``method``: its name or None) if its rule is lossy, else None."""
     rule = evaluation["rule"]
     if rule["lossless"] or method not in (None, evaluation["headline"]):
         return None

@@ -44,7 +44,7 @@ class Method(NamedTuple):
 
     answer: Decoder
     made_of: str = ""
-    """Hash of weights and trees, which may change although the method's name stays equal."""
+    """Hash of weights and trees, which may change although the method's name stays equal; "" if it has none."""
 
 
 def methods(
@@ -55,10 +55,10 @@ def methods(
     head: Drafter,
     candidates: Mapping[str, tuple[Drafter, DraftConfig]] = MappingProxyType({}),
 ) -> dict[str, Method]:
-    """Return all autoregressive baselines, ``drafter``, ``candidates`` and the config's baselines, by name.
+    """Return the autoregressive baselines, ``drafter``, ``candidates`` and the config's baselines, by name.
 
     ``head`` is the drafter that "head" means in ``config.baselines``. ``candidates`` are more drafters with the same
-    rule.
+    rule; baselines always have the rule ``exact``. Stock modules are left out without ``config.stock_baseline``.
     """
     exact = replace(config, rule=EXACT)
     compared = {

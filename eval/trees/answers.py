@@ -87,9 +87,10 @@ def base_answers(
     split: str = "all",
     keep_hidden_states: bool = False,
 ) -> list[FinishedAnswer]:
-    """Answer a suite's half ``split`` ("dev", "test" or "all"); later turns follow the base's earlier answers.
+    """Return answers by prompt and turn to a suite's half ``split`` ("dev", "test" or "all": both).
 
-    A conversation ends before a turn that is too long for the base's context.
+    Later turns follow the base's earlier answers. A conversation ends before a turn that is too long for the base's
+    context. Without any answer a ``UserError`` is raised.
     """
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, split=split)
@@ -119,7 +120,7 @@ def base_answers(
 
 
 def write_texts(path: Path, texts: Sequence[FinishedAnswer]) -> None:
-    """Write a line {"ids": [...], "boundary": n} per answer."""
+    """Write a line {"ids": [...], "boundary": n} per answer, without hidden states."""
     try:
         path.write_text("".join(json.dumps({"ids": t.ids, "boundary": t.boundary}) + "\n" for t in texts))
     except OSError as error:
@@ -134,7 +135,7 @@ def check_writable(path: Path) -> None:
 
 
 def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
-    """Read up to ``limit`` answers from a file that ``write_texts`` wrote, or from a corpus folder."""
+    """Read up to ``limit`` answers (None: all) from a file of ``write_texts`` or a corpus folder, without states."""
     if path.is_dir():
         answers = open_answers(path).read(with_hidden_states=False)
         return [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
@@ -196,7 +197,7 @@ def as_batch(text: FinishedAnswer) -> TrainBatch:
 
 
 def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
-    """Return [T, K] per answer: the ranks of its tokens among the head's candidates, wherever a step may start."""
+    """Return [T, K] per answer with a step: ranks of its tokens among the head's candidates (``answer_ranks``)."""
     ranks = []
     for text in texts:
         (base_hidden,) = read_hidden_states(head.base, head, [text])
@@ -280,8 +281,8 @@ def simulate_texts(
 
     With top-k drafting, any drafter drafts its static or dynamic tree at every position. Sampled drafting needs a
     drafter that grows trees level by level (``StepwiseDrafter``). The answers must be the base's own under ``sampler``,
-    and the rule must be lossless. ``seed`` seeds the bootstrap and the draws without replacement. With ``in_order`` the
-    answers are processed one by one, so that a drafter with a memory knows all earlier answers.
+    and the rule must be lossless. ``seed`` seeds the bootstrap and the draws without replacement. With ``in_order``
+    (top-k drafting only) answers are processed one by one, so that a drafter with a memory knows all earlier answers.
     """
     draft_config = draft_config.at_most(drafter.depth)
     rule.check(draft_config)
@@ -309,7 +310,8 @@ def text_accept_probs(
 ) -> list[AcceptProbs]:
     """Return acceptance probabilities [T, K, S] per answer with a step: by position, draft position and candidate.
 
-    They hold for any static tree. If siblings are sampled, pass the tree through ``trials_in_order`` first.
+    They hold for any static tree. If siblings are sampled, pass the tree through ``trials_in_order`` first. A drafter
+    that is not a ``StepwiseDrafter`` raises a ``UserError``.
     """
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(

@@ -21,7 +21,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
 
 LARGEST_TREE = 64
-"""Nodes, root included: the size of Medusa's published trees."""
+"""Largest number of nodes, root included, of a calibrated tree: the size of Medusa's published trees."""
 VERSION = 2
 """Version of the measurement. Raise it when the forward pass or the file changes, so that older measurements are not
 used.
@@ -102,7 +102,7 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
 
 
 def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) -> list[Ranks]:
-    """Return [T, K] per document: the ranks of its answer's tokens among the candidates, wherever a step may start.
+    """Return [T, K] per document with a step: ranks of its answer's tokens, at the T positions where steps may start.
 
     The first step drafts from the prompt's last position. The base's logits there give the first answer token, which
     belongs to the prefill and not to a step.
@@ -129,8 +129,8 @@ def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: 
 
     A step with a tree of n nodes and depth d takes v(n) + c(d) + o seconds. The number of tokens it commits is
     simulated exactly on the held-out answers. Autoregressive decoding takes v(1) + o per token. ``answers`` are ranks
-    [T, K] of top-k drafts, or acceptance probabilities [T, K, S]. The result also contains the choices of the other
-    ``METHODS``.
+    [T, K] of top-k drafts, or acceptance probabilities [T, K, S]. ``method`` is the search (a key of
+    ``METHODS``); the result also contains the choices of the others. Without answers a ``UserError`` is raised.
     """
     if not answers:
         raise UserError(

@@ -24,7 +24,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 ANSWERS = 3
 """Number of prompts that are also answered without drafts."""
 DEEPEST = 8
-"""Depths of drafting that are timed; greater depths are extrapolated."""
+"""Largest depth of drafting that is timed; greater depths are extrapolated."""
 
 
 @dataclass(frozen=True)

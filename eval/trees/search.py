@@ -123,7 +123,7 @@ class SequoiaTrees:
 
     expected: Floats
     """[L+1, M+1]: mean accepted length with exactly m nodes (root included) and at most l drafts on
-    a path; ``-inf`` where no such tree exists. Column 0 is empty."""
+    a path; ``-inf`` where no such tree exists, as in column 0."""
     _children: list[npt.NDArray[np.int64]] = field(repr=False)
     """Per depth bound l: [l+1, M+1], number of children of a node at depth d whose best subtree has m nodes."""
     _kept: list[npt.NDArray[np.int64]] = field(repr=False)
@@ -134,7 +134,7 @@ class SequoiaTrees:
         return int(np.flatnonzero(self.expected[depth, : nodes + 1] > 0)[-1])
 
     def tree(self, nodes: int, depth: int) -> TokenTree:
-        """Return the best tree of ``nodes`` nodes, root included, with at most ``depth`` drafts on a path."""
+        """Return the best tree of exactly ``nodes`` nodes, which must exist (``expected``), within the depth bound."""
         paths: list[tuple[int, ...]] = []
         pending: list[tuple[tuple[int, ...], int]] = [((), nodes)]
         while pending:
@@ -235,7 +235,7 @@ def _depths(answers: Sequence[AcceptProbs], costs: CostModel) -> Iterable[int]:
 
 
 def greedy_choices(answers: Sequence[AcceptProbs], costs: CostModel, nodes: int) -> list[Choice]:
-    """Return the best trees of 2 to ``nodes`` nodes by greedy search on joint counts."""
+    """Return the best trees of 2 to ``nodes`` nodes for each limit of ``_depths``, by greedy search on joint counts."""
     choices = []
     for bound in _depths(answers, costs):
         shallow = [a[:, :bound] for a in answers]
@@ -246,7 +246,7 @@ def greedy_choices(answers: Sequence[AcceptProbs], costs: CostModel, nodes: int)
 
 
 def sequoia_choices(answers: Sequence[AcceptProbs], costs: CostModel, nodes: int) -> list[Choice]:
-    """Return the best trees of 2 to ``nodes`` nodes by Sequoia's program."""
+    """Return the best trees of 2 to ``nodes`` nodes for each limit of ``_depths``, by Sequoia's program."""
     trees = sequoia_tree(answers, nodes, answers[0].shape[1])
     return [
         Choice.of(answers, costs, trees.tree(size, bound), float(trees.expected[bound, size]))
@@ -268,8 +268,8 @@ def cross_fitted(
 ) -> list[SimulatedAcceptance]:
     """Simulate the best tree of each size (root included) on answers that were not used to search it.
 
-    Each half of the answers is simulated with the tree of the other half. If no tree has a size, the next smaller size
-    is used.
+    Each half of the answers is simulated with the tree of the other half; a single answer, with its own tree. If no
+    tree has a size, the next smaller size is used.
     """
     halves = [answers[0::2], answers[1::2] or answers]
     largest, depth = max(sizes), answers[0].shape[1]

@@ -37,7 +37,7 @@ LengthProbs = Floats
 
 
 def accept_probs_of_ranks(ranks: Ranks, width: int | None = None) -> AcceptProbs:
-    """Return acceptance probabilities of top-k drafts, one-hot at the rank; ranks from ``width`` on accept nothing."""
+    """Return acceptance of top-k drafts, one-hot at ranks below ``width`` (None: all); others accept nothing."""
     width = width or int(ranks.max(initial=0)) + 1
     accept_probs: AcceptProbs = (ranks[..., None] == np.arange(width)).astype(np.float64)
     accept_probs[ranks < 0] = np.nan
@@ -160,7 +160,7 @@ class SimulatedAcceptance:
     """Expected performance of decoding on finished answers."""
 
     mean_accepted_length: float
-    """Committed tokens of all answers divided by their steps, as in ``mean_accepted_length`` of the metrics."""
+    """Committed tokens of all answers divided by their steps, as in the metric of this name; NaN without a step."""
     interval: tuple[float, float] | None
     """95 % interval of ``mean_accepted_length``, by a bootstrap over answers; None for fewer than two answers. Its only
     noise is the choice of answers, because acceptance is an expectation."""
@@ -169,8 +169,8 @@ class SimulatedAcceptance:
     tokens: int
     """Tokens that all steps commit. The end of an answer truncates its last step."""
     nodes: dict[int, float] | None = None
-    """Share of the steps per tree size, root included: some drafters fill only a part of their tree. None if no drafts
-    were made."""
+    """Share of the steps per tree size, root included: some drafters fill only a part of their tree. None if the sizes
+    are unknown, as from ``simulate_acceptance``."""
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
