@@ -140,7 +140,7 @@ class CombinedDrafter(CompositeDrafter):
         return CombinedSession(self, rows)
 
     def draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
-        """Return a draft config for each drafter: with its own tree, or its share of a dynamic tree's nodes."""
+        """Return each drafter's draft config, with its own tree or a share of a dynamic tree; reject too few nodes."""
         if isinstance(draft_config.tree, DynamicTree):
             share = 1 + (draft_config.nodes - 1) // len(self.drafters)
             if share < 2:

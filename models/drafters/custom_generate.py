@@ -188,7 +188,7 @@ class Replay:
         ]
         self.finished = [False] * count
         self.tokens: list[list[int]] = []
-        """Tokens of all rows, per step."""
+        """[step][row]: the tokens so far; the pad token for rows that have ended."""
         wanted = bool(config.return_dict_in_generate)
         self.scores: list[Tensor] | None = [] if wanted and config.output_scores else None
         self.logits: list[Tensor] | None = [] if wanted and config.output_logits else None

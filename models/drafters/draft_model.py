@@ -56,7 +56,7 @@ class ModelDrafter(LMDrafter):
 
 
 def early_exit(base: BaseModel, layers: int, *, num_tokens: int = 5) -> ModelDrafter:
-    """Return a drafter for ``base`` from its first ``layers`` layers, final norm and output head.
+    """Return a drafter for ``base`` from its first ``layers`` layers (not all), final norm and output head.
 
     It shares all weights with ``base``, but not the cache.
     """

@@ -28,7 +28,7 @@ def all_formats() -> dict[str, Format]:
 
 
 def format_named(name: str) -> Format:
-    """Return the format called ``name``."""
+    """Return the format called ``name``; raise a UserError for an unknown name."""
     if name not in all_formats():
         raise UserError(f"unknown format {name!r}; choose one of {', '.join(all_formats())}")
     return all_formats()[name]
@@ -45,7 +45,7 @@ def format_for(name: str, head_config: type[DraftHeadConfig]) -> Format:
 
 
 def recognise(config: dict[str, Any], source: str) -> Format:
-    """Return the format to which a ``config.json`` belongs; ``source`` is its folder, for messages."""
+    """Return the format of a ``config.json``; raise a UserError, which names the folder ``source``, if none matches."""
     for candidate in all_formats().values():
         if candidate.matches(config):
             return candidate

@@ -135,7 +135,7 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the ``config.json`` of a published folder."""
+    """Return the ``config.json`` of a published folder; raise a UserError if it is not an object."""
     config = read_json(safe_join(folder, CONFIG))
     if not isinstance(config, dict):
         raise UserError(f"{folder}/{CONFIG} holds a {type(config).__name__}, expected an object; copy it again")

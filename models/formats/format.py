@@ -357,7 +357,7 @@ def unsupported_adapter(base: dict[str, Any]) -> Unsupported:
 
 
 def published_name(base: BaseModel) -> str:
-    """Return the name by which engines download the base."""
+    """Return the name by which engines download the base: the Hub id of the embedded one, else ``base.name``."""
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
 
 

@@ -96,7 +96,7 @@ class ExitStates:
 
 
 def check_early_exit(base: BaseModel, first: BaseModel) -> None:
-    """Reject a base whose hidden states differ when its first layers run alone and the others continue from them."""
+    """Reject a base whose states differ if its first layers run alone and the others continue; test each base once."""
     check = f"early exit after {first.num_layers}"
     if base.device.type == "meta" or check_key(base, check) in PASSED:
         return

@@ -42,6 +42,7 @@ class Policy:
     ``retrieval``: per head, the first chunk of ``size`` positions, the latest positions, and the chunks between whose
     mean key matches the last query best."""
     size: int = 0
+    """Number of positions, at least 1; 0 for ``recent``."""
 
     @classmethod
     def parse(cls, text: str) -> "Policy":

@@ -120,7 +120,7 @@ def write_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor])
 
 
 def write_custom_generate(folder: Path) -> None:
-    """Write the files of ``CUSTOM_GENERATE``."""
+    """Write the files of ``CUSTOM_GENERATE`` into ``folder``, which must exist."""
     for name, text in CUSTOM_GENERATE.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_atomic(folder / name, text)

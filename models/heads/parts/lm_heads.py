@@ -38,7 +38,7 @@ class DraftLMHeads(nn.Module):
         self.packed = PackedCopies()
 
     def head(self, k: int) -> LMHead:
-        """Return the projection of draft position k (0-based), with the base's scale and soft-cap."""
+        """Return the projection of position k (0-based), or the base's if none is trained, with scale and soft-cap."""
         if not len(self.weights):
             return self._target_lm_head
         return replace(self._target_lm_head, weight=self.weights[self._index(k)])

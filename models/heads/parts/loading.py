@@ -59,10 +59,10 @@ def load_head(
 def load_base_and_head(
     name: str | Path, base: BaseConfig | None = None, device: torch.device | str | None = None
 ) -> tuple[BaseModel, DraftHead]:
-    """Load a head from a folder or a Hub repository, and its base, onto ``device`` (see :func:`load_base`).
+    """Load a head from a folder or a Hub repository, and its base; return (base, head).
 
-    ``base`` has settings of the base that override those saved with the head. If they name no base, the base that the
-    head was trained for is loaded.
+    Both are on ``device`` (see :func:`load_base`). ``base`` has settings of the base that override those saved with the
+    head. If they name no base, the base that the head was trained for is loaded.
     """
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]

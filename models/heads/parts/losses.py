@@ -299,7 +299,7 @@ class Labels:
     anchor_idx: Tensor | None = None
     """[K, n] int64 flat index of the anchor from which position k predicts each target; only D-PACE needs it."""
     positions: int = 0
-    """Number of tokens in the batch, an upper bound of ``anchor_idx``."""
+    """Number of tokens in the batch, above all of ``anchor_idx``; only D-PACE needs it."""
     target_hidden: Tensor | None
     """[n, D] the base's ``h`` one token before each target, which gives p; None if no term needs p."""
     target_lm_head: LMHead | None

@@ -68,7 +68,7 @@ class DraftTargets:
         )
 
     def subset(self, count: int) -> "DraftTargets":
-        """Return the targets of at most ``count`` anchors, drawn at random."""
+        """Return the targets of at most ``count`` anchors, drawn at random; predictions from others become invalid."""
         if self.host is not None:
             return self.host.subset(count).to(self.target_idx.device)
         anchors = self.anchors
