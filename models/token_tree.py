@@ -1,6 +1,7 @@
 """Shapes of token trees: ``TokenTree`` is one static tree, ``TreeShape`` has the trees of a batch as tensors.
 
-A node is a drafted token. Its rank is its number among the drafter's candidates, 0 for the likeliest.
+A node is the root or a drafted token. A draft's rank is its number among the candidates after its parent, 0 for the
+likeliest.
 
 Shape legend: B rows, R B or 1 (1 if all rows have the same tree), N nodes (root included), S children of a node.
 """
@@ -38,7 +39,8 @@ class TokenTree:
     def from_paths(cls, paths: "list[tuple[int, ...]]") -> "TokenTree":
         """Return the tree whose nodes have these paths of ranks from the root (Medusa's ``choices``).
 
-        Example: (0,) is the likeliest draft, (0, 1) the second likeliest after it.
+        Example: (0,) is the likeliest draft, (0, 1) the second likeliest after it. Nodes are numbered by depth, then by
+        path; the root () may be left out. Any other missing parent raises a ValueError.
         """
         ordered = sorted(set(paths) - {()}, key=lambda p: (len(p), p))
         index: dict[tuple[int, ...], int] = {(): 0}
@@ -89,7 +91,7 @@ class TokenTree:
 
     @lru_cache(maxsize=256)  # noqa: B019
     def first(self, nodes: int) -> "TokenTree":
-        """Return a tree of at most ``nodes`` nodes, root included, with the smallest sums of depth and ranks.
+        """Return the tree of the ``nodes`` nodes, root included, with the smallest depth plus sum of ranks on the path.
 
         The sum is a guess at the likeliest nodes without a drafter.
         """
@@ -124,7 +126,7 @@ class TreeShape:
     """The token trees of a batch, as tensors. Rows with fewer nodes are padded with nodes of parent -1."""
 
     parents: Tensor
-    """[R, N] int64; a parent stands before its children."""
+    """[R, N] int64, -1 for the root and for padding; a parent stands before its children."""
     depths: Tensor
     """[R, N] int64, 0 for the root and for padding."""
     ancestors: Tensor
@@ -179,7 +181,7 @@ class TreeShape:
 
     @property
     def is_chain(self) -> bool:
-        """True if every node is known to follow the node before it."""
+        """True if ``tree`` is set and every node follows the node before it; False for chains without ``tree``."""
         return self.tree is not None and self.depth == len(self) - 1
 
     def to(self, device: torch.device) -> "TreeShape":

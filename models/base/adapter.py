@@ -28,7 +28,7 @@ DIGEST = "drafthead_adapter"
 
 
 def fingerprint(model: Any, digest: str | None = None) -> str:
-    """Return a hash of the sizes and two small weights, which distinguish fine-tunes of one architecture.
+    """Return a hash of sizes, final norm and 64 rows of the output head, which tell fine-tunes of a model apart.
 
     Without an adapter, the model must not be fused or prepacked yet. ``digest`` is that of an adapter to count as
     merged; None: that of the adapter which is merged, if any. The hash then has the digest instead of rows of the
@@ -57,7 +57,7 @@ def digest_of(original: str, folder: Path) -> str:
 
 
 def merge(model: Any, name: str) -> Any:
-    """Merge the adapter in folder ``name`` into a stock model, and return the model."""
+    """Merge the LoRA adapter in folder ``name`` into a stock model in place, and return it; refuse other adapters."""
     folder = Path(name)
     for file_name in (CONFIG, WEIGHTS):
         if not safe_join(folder, file_name).is_file():
@@ -101,7 +101,7 @@ def merge(model: Any, name: str) -> Any:
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy the adapter in ``source`` into ``folder``, unless they are the same folder."""
+    """Copy the adapter's config and weights from ``source`` to ``folder``; do nothing if they are one folder."""
     if folder.exists() and source.resolve() == folder.resolve():
         return
     folder.mkdir(parents=True, exist_ok=True)

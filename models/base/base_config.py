@@ -33,7 +33,7 @@ from drafthead.models.kernels import attention
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
-"""Settings that a saved head stores, so that its base can be loaded again."""
+"""Settings from which a saved head loads its base again; the last four are stored only with ``random``."""
 ADAPTER = "adapter"
 """Name of the folder in a saved head that holds the base's adapter, if any."""
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
@@ -60,7 +60,7 @@ class BaseConfig:
     """Longest context, in tokens. With null, the model's own limit or, if shorter, the longest context that can be
     decoded exactly."""
     prepack: bool = True
-    """Repack the weights of linear layers on a CPU, which speeds up products of a few rows."""
+    """Fuse and repack float32 linear layers on a CPU, which speeds up products of a few rows."""
     kernels: Literal["auto", "packed"] = "auto"
     """Matrix products of 1 to 32 rows on a CPU. ``auto`` uses the fastest kernel, measured once per base and machine;
     ``packed`` uses oneDNN's packed product without measuring."""
@@ -93,7 +93,7 @@ class BaseConfig:
             )
 
     def saved(self) -> dict[str, Any]:
-        """Return the settings by which a saved head finds this base again, without those of device and speed."""
+        """Return ``SAVED_KEYS`` with their values, and adapter and chat template variables if set, for a saved head."""
         only_random = () if self.random else ("random", "seed", "shape", "dtype")
         settings = {key: getattr(self, key) for key in SAVED_KEYS if key not in only_random}
         # Left out if not set, because manifests of older corpora have no such keys.
@@ -101,7 +101,7 @@ class BaseConfig:
         return settings | {key: value for key, value in later.items() if value}
 
     def transformers_config(self) -> PreTrainedConfig:
-        """Return the transformers config, from ``shape`` if given (no network), else from ``name``."""
+        """Return the transformers config, from ``shape`` if given (offline), else from ``name``; or raise UserError."""
         if self.shape:
             kwargs = dict(self.shape)
             model_type = kwargs.pop("model_type", None)
@@ -124,7 +124,7 @@ class BaseConfig:
         return AutoConfig.from_pretrained(folder, **self.hub_options())
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
-        """Return the tokenizer to use with the weights in ``folder`` (or of that hub id)."""
+        """Return the tokenizer that ``tokenizer`` names; if that is None, that of ``folder`` (or Hub id)."""
         if self.tokenizer == "builtin:tiny":
             from drafthead.data.embedded.tiny import tiny_tokenizer  # only tests and examples need it
 
@@ -186,7 +186,7 @@ def _first_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """Longest context in which a token's hidden state does not depend on the final length."""
+    """Longest context, in tokens (``positions``), in which drafts cannot change a base's output."""
 
     positions: int
     why: str
@@ -224,7 +224,7 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
 
 
 def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
-    """Refuse architectures that cannot verify a token tree over a key/value cache, such as recurrent ones."""
+    """Refuse architectures whose output drafts could change, such as recurrent ones, and a too long ``max_context``."""
     kind = config.model_type
     config = text_config(config)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -266,9 +266,9 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
 def load_weights(
     config: BaseConfig, device: torch.device, progress: Callable[[str], None], own_attention: bool = False
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load the stock model that ``config`` names onto ``device``, and its tokenizer.
+    """Load the stock model that ``config`` names (or build a random one) on ``device``; return it and its tokenizer.
 
-    The model uses drafthead's attention function, or with ``own_attention`` the one that transformers chooses. The
+    The model uses drafthead's attention function, or with ``own_attention`` the one that transformers chooses. An
     adapter is merged. ``progress`` is called with a line of text before slow first-time work.
     """
     automatic = automatic_dtype(device)
@@ -290,7 +290,7 @@ def load_weights(
 
 
 def save_merged(config: BaseConfig, folder: Path) -> None:
-    """Save the base with its adapter merged, as a complete model that serving engines load.
+    """Save in ``folder`` the base, with its adapter (if any) merged, and its tokenizer, for serving engines.
 
     ``config.dtype=auto`` is the default dtype of this device.
     """
@@ -302,7 +302,7 @@ def save_merged(config: BaseConfig, folder: Path) -> None:
 
 @contextmanager
 def own_attention_code(kind: str) -> Iterator[None]:
-    """Replace the KeyError of a model that cannot use drafthead's attention function by a clear error."""
+    """Replace the KeyError of a model that cannot use drafthead's attention function by a UserError."""
     try:
         yield
     except KeyError as error:

@@ -62,14 +62,14 @@ TRIAL_CONTEXT = 200
 
 
 def changed_settings(config: Any, keys: Iterable[str]) -> list[str]:
-    """Return the settings of a generation config, among ``keys``, that have an effect, such as ``top_k=50``."""
+    """Return the settings among ``keys`` that have an effect, as text: ``top_k=50`` for a number, else only the key."""
     values = {key: getattr(config, key, None) for key in keys}
     given = {key: value for key, value in values.items() if value not in (None, 0, 1, [])}
     return [f"{key}={value}" if isinstance(value, int | float) else key for key, value in given.items()]
 
 
 class BaseModel:
-    """A frozen causal LM. No method computes gradients or saves the model."""
+    """A frozen causal LM: its weights get no gradients, and no method saves it."""
 
     def __init__(self, model: Any, tokenizer: Any, config: BaseConfig) -> None:
         """Freeze ``model`` in place, and measure its cache sizes and logit scale.
@@ -141,7 +141,8 @@ class BaseModel:
     ) -> "BaseModel":
         """Load or build the base that ``config`` names on ``device``, by default this process's device.
 
-        ``progress`` is called with a line of text before slow first-time work.
+        Reject a base whose logits differ from stock transformers. ``progress`` is called with a line of text before
+        slow first-time work.
         """
         model, tokenizer = load_weights(config, device_of(device), progress)
         base = cls(model, tokenizer, config)
@@ -151,7 +152,7 @@ class BaseModel:
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any) -> "BaseModel":
-        """Wrap a loaded model: freeze it and set drafthead's attention function; its layers are not replaced."""
+        """Wrap a loaded model: freeze it and set drafthead's attention, in place; reject it if its logits change."""
         stock = model.config._attn_implementation
         model.set_attn_implementation(attention.register())
         wrapped = cls(model, tokenizer, BaseConfig(name=model.config.name_or_path, prepack=False))
@@ -194,12 +195,15 @@ class BaseModel:
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
     def ignored_settings(self, keys: Sequence[str] = CHANGE_TEXT) -> list[str]:
-        """Return the settings of the generation config, among ``keys``, that change transformers' greedy output."""
+        """Return the ``changed_settings`` of the generation config; by default those that change greedy output."""
         return changed_settings(self.model.generation_config, keys)
 
     @property
     def unused_token(self) -> int:
-        """Id that never occurs in text: an embedding without a token, or a special token that chats do not use."""
+        """Id that never occurs in text: an embedding without a token, else a special token that chats do not use.
+
+        Without either, the last id, which may occur; without a tokenizer, 0.
+        """
         tokenizer = self.tokenizer
         if tokenizer is None or len(tokenizer) < self.vocab_size:
             return 0 if tokenizer is None else len(tokenizer)
@@ -329,7 +333,7 @@ class BaseModel:
 
     @torch.no_grad()
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
-        """Return the hidden states of packed rows, without gradients; tokens attend to their own document only."""
+        """Return hidden states of packed rows, without gradients; tokens see only earlier ones of their document."""
         if self._limited and (last := int((batch.host or batch).position_ids.max())) >= self.max_context:
             raise UserError(
                 f"a document of {last + 1} tokens exceeds the context of {self.max_context}; shorten the training rows"
@@ -394,9 +398,10 @@ def meta_base(
 
 
 def tune_for_cpu(base: BaseModel) -> None:
-    """Fuse and prepack the base's linear layers in place, and choose their kernels, as far as its config allows.
+    """Fuse and prepack the base's float32 CPU linear layers in place, and choose their kernels.
 
-    This may compile a kernel. With ``kernels=auto``, kernels are timed, or an earlier stored choice is used.
+    Do nothing without ``config.prepack``. This may compile a kernel. With ``kernels=auto``, kernels are timed, or an
+    earlier stored choice is used.
     """
     config, model = base.config, base.model
     if not config.prepack:

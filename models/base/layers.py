@@ -1,6 +1,6 @@
 """Views of a base with other decoder layers: its first layers, copies in another dtype, or layers of a head.
 
-Views share the base's modules and weights; nothing is copied.
+Views share all other modules and weights with the base.
 """
 
 from collections.abc import Sequence
@@ -49,12 +49,12 @@ def with_layers(
 
 
 def first_layers(base: BaseModel, count: int) -> BaseModel:
-    """Return a view of the first ``count`` layers without final norm; its hidden states are their outputs."""
+    """Return a view of the first ``count`` layers without final norm; its final states are the last layer's output."""
     return with_layers(base, nn.ModuleList(list(base.model.model.layers)[:count]), nn.Identity())
 
 
 def reading_copy(base: BaseModel) -> BaseModel:
-    """Return a view that computes hidden states for training, with bfloat16 products if faster on this machine."""
+    """Return ``base``, or a view with bfloat16 copies of its layers if these compute training states faster here."""
     if base.kernels is None or not base.kernels.bfloat16_reads:
         return base
     layers = [inference_copy(layer, torch.bfloat16) for layer in base.model.model.layers]

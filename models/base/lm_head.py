@@ -22,7 +22,7 @@ class LMHead:
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
-        """The weights that may get gradients: ``weight`` and ``low_rank``; a frozen ``weight`` may be listed."""
+        """Weights to train: ``weight``, unless it is frozen and ``low_rank`` exists; then ``low_rank`` if it exists."""
         if self.low_rank is None:
             return (self.weight,)
         return (self.weight, self.low_rank) if self.weight.requires_grad else (self.low_rank,)
@@ -36,13 +36,13 @@ class LMHead:
         return (slice(width), slice(width, None))[-len(self.trained) :]
 
     def at_most(self, dtype: torch.dtype) -> "LMHead":
-        """Return this head with a frozen ``weight`` cast to ``dtype`` if that is smaller, for faster products."""
+        """Return this head, or if ``weight`` is frozen and ``dtype`` smaller, a copy with ``weight`` in ``dtype``."""
         if self.weight.requires_grad or self.weight.itemsize <= dtype.itemsize:
             return self
         return replace(self, weight=self.weight.to(dtype))
 
     def rows(self, ids: Tensor) -> "LMHead":
-        """Return the output head of the draft vocabulary ``ids`` ([W] int64)."""
+        """Return a copy with only the rows of the draft vocabulary ``ids`` ([W] int64), and without ``low_rank``."""
         return LMHead(weight=self.weight[ids].contiguous(), scale=self.scale, softcap=self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class LMHead:
         return self.scale_and_cap(self.product(hidden))
 
     def product(self, hidden: Tensor) -> Tensor:
-        """Return the logits before scaling and soft-capping."""
+        """Return the logits before scaling and soft-capping; the input is that of ``logits``."""
         if self.low_rank is None:
             return hidden @ self.weight.t()
         width = self.weight.shape[1]
@@ -58,7 +58,7 @@ class LMHead:
         return frozen + hidden[..., width:].to(self.low_rank.dtype) @ self.low_rank.t()
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient [n, D] of ``product``'s input from the gradient [n, V] of its output."""
+        """Return the gradient [n, D or D + r] of ``product``'s input from the gradient [n, V] of its output."""
         if self.low_rank is None:
             return gradient @ self.weight
         frozen = gradient.to(self.weight.dtype) @ self.weight

@@ -135,7 +135,7 @@ def measured_sizes(base: Base) -> dict[str, Any]:
 
 
 def logit_scale(base: Base, stock: StockResults) -> float:
-    """Find the factor, among those in config keys, that maps the output head's product to the stock logits."""
+    """Return the factor (1, or from a config key) that maps the head's product to the stock logits; else raise."""
     config = base.model.config
     with torch.inference_mode():
         product = base.output_layer(stock.final).float()

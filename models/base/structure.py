@@ -26,7 +26,7 @@ OWN_NAMES = {
 
 
 def llama_like(model: Any) -> Any:
-    """Give the decoder, layers and final norm of ``model`` Llama's names as well, and return ``model``."""
+    """Return ``model`` with Llama's names for decoder, layers and final norm, set in place; refuse other structures."""
     if names := OWN_NAMES.get(model.config.model_type):
         set_part(model, "model", getattr(model, names["model"]))
         for name in ("layers", "norm"):
@@ -62,7 +62,7 @@ def attention_sizes(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def smallest(config: PreTrainedConfig, key: str) -> int | None:
-    """Return the smallest integer under ``key`` in a config (layers may differ), or None."""
+    """Return the smallest integer under ``key`` in a config (layers may differ); None if there is none."""
     try:
         value = getattr(config, key, None)
     except RuntimeError:  # raised by transformers for sizes that differ by layer
@@ -73,7 +73,7 @@ def smallest(config: PreTrainedConfig, key: str) -> int | None:
 
 @contextmanager
 def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs [B, T, D] of ``layers`` (0 is the embedding, 1 the first layer) while ``model`` runs."""
+    """Yield a dict that gets the outputs [B, T, D] of ``layers`` (0: embedding, 1: first layer) as ``model`` runs."""
     states: dict[int, Tensor] = {}
 
     def store(number: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -114,7 +114,8 @@ def decoder_over(
     """Return a shallow copy of the model's decoder with these ``layers`` and a config to match.
 
     ``norm`` replaces the final norm; None keeps it. ``layers[i]`` has the config of the model's layer ``sources[i]``
-    (index from 0). ``cache_shape`` describes the cache of the whole model.
+    (index from 0). ``cache_shape`` describes the cache of the whole model. Families whose layers cannot run alone are
+    refused.
     """
     config, count = copy(model.config), len(model.model.layers)
     inputs = {"hidden_size_per_layer_input": "a separate embedding", "num_kv_shared_layers": "another layer's keys"}
@@ -148,7 +149,7 @@ class _NoPositions(nn.Module):
 
 
 def shallow_copy(module: Any) -> Any:
-    """Return a module that shares all children and weights with ``module`` but not its hooks."""
+    """Return a module that shares children and weights with ``module``; hooks added later to one are not shared."""
     view = copy(module)
     view.__dict__["_modules"] = dict(module._modules)
     view.__dict__ |= {name: copy(hooks) for name, hooks in module.__dict__.items() if "_hooks" in name}

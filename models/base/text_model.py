@@ -41,7 +41,7 @@ class TextModel:
         self.post_init()  # type: ignore[attr-defined]
 
     def forward(self, input_ids: Tensor | None = None, logits_to_keep: int = 0, **options: Any) -> Any:
-        """Return logits [B, T, V] like transformers' causal LMs, or those of the last ``logits_to_keep`` tokens."""
+        """Return a ``CausalLMOutputWithPast`` with logits [B, T, V], only of the last ``logits_to_keep`` if set."""
         options.pop("labels", None)
         out = self.model(input_ids=input_ids, **options)
         hidden = out.last_hidden_state[:, -logits_to_keep:] if logits_to_keep else out.last_hidden_state

@@ -26,7 +26,7 @@ FULL = "full_attention"
 
 @dataclass(frozen=True)
 class Window:
-    """The positions that a query sees: the last ``size``, or if ``chunked`` its own chunk of ``size`` positions."""
+    """The positions that a query sees: the last ``size`` up to its own, or if ``chunked`` its chunk of ``size``."""
 
     size: int
     chunked: bool
@@ -47,9 +47,9 @@ class Windows:
     """The attention windows of a base's layers. A base without windows has None instead."""
 
     by_kind: dict[str, Window | None]
-    """Layer type -> window. None stands for full attention."""
+    """Layer type -> window. None: full attention, or a window that covers the longest context."""
     single: bool
-    """True if all layers have one type; the decoder then expects a mask instead of a mapping."""
+    """True if the config has no ``layer_types``: all layers are alike, and the decoder expects one mask."""
     by_layer: tuple[int, ...]
     """Number of positions that each layer sees; 0 means all."""
 
@@ -66,7 +66,7 @@ class Windows:
         dtype: torch.dtype,
         held: tuple[Tensor | None, Tensor] | None = None,
     ) -> Masks:
-        """Derive the masks of all layer types from ``mask`` [R, 1, T, K] of full attention (None: causal).
+        """Return a mask per layer type (one if ``single``) from ``mask`` [R, 1, T, K] of full attention (None: causal).
 
         ``queries`` [R, T] and ``keys`` [R, K] are positions. ``dtype`` is that of new masks if ``mask`` is None.
         ``held``: mask and key positions for layers with a window, if a trimmed cache holds fewer keys for them.
@@ -90,7 +90,7 @@ class Windows:
 
 
 def windows_of(config: PreTrainedConfig, context: int) -> Windows | None:
-    """Return the windows shorter than ``context`` positions, by transformers' rules; None if there are none."""
+    """Return the windows shorter than ``context`` positions; None if there are none. Refuse sizes below 2."""
     kinds = getattr(config, "layer_types", None)
     if single := kinds is None:
         kinds = [next((kind for kind, key in SIZES.items() if getattr(config, key, None) is not None), FULL)]

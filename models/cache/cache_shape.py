@@ -32,7 +32,7 @@ class Trim:
     layers: tuple[bool, ...]
     """True for each layer that is trimmed, which means that it holds only the latest positions."""
     window: int
-    """Largest number of positions that a query sees; with chunked attention, the size of a chunk."""
+    """Largest number of positions that a query sees in a trimmed layer; with chunked attention, the size of a chunk."""
     room: int
     """Largest number of pending (not yet committed) positions."""
     held: int
@@ -84,7 +84,7 @@ class CacheShape:
         return tuple(g and Place(stacks[g], groups[:n].count(g), g[1]) for n, g in enumerate(groups))
 
     def zeros(self, rows: int, capacity: int) -> tuple[Tensor, ...]:
-        """Return new stacks of zeros [L, B, H, C, E]: for each kind of layer, one of keys and one of values."""
+        """Return new stacks of zeros [L, B, H, C, E]: per kind of layer, one of keys, then one of values."""
         return tuple(
             torch.zeros(
                 (self._groups.count(group), rows, heads, self.trim.held if group[1] and self.trim else capacity, width),

@@ -115,7 +115,7 @@ class TreeCache:
     # Passes ----------------------------------------------------------------------------------------------------
 
     def begin(self, new: int, committed: bool = False, chain: bool = False) -> None:
-        """Prepare for a forward pass over ``new`` tokens per row, which follow the pending ones.
+        """Add ``new`` pending positions per row, for the next forward pass; refuse more than ``capacity``.
 
         ``committed``: True if all new tokens will be committed. ``chain``: True if each follows the one before.
         """
@@ -133,7 +133,7 @@ class TreeCache:
         self.pending += new
 
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write one layer's new states, and return all its keys and values up to the longest row's end."""
+        """Write one layer's new states; return all keys and values that it holds, up to the longest row's end."""
         layer = self.layers[layer_idx]
         assert layer is not None
         kind, keys, values = layer
@@ -178,7 +178,7 @@ class TreeCache:
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
     def static_mask(self, tree: TokenTree, shape: TreeShape, buffers: dict[TokenTree, Tensor]) -> Tensor:
-        """Return the ``mask`` of a whole static ``tree`` for one row, as a view into the tree's buffer in ``buffers``.
+        """Return the ``mask`` of a whole static ``tree`` for one row: a view into its buffer, added to ``buffers``.
 
         The buffer holds zeros, followed by the tree's ancestor mask. The view that starts n columns before the ancestor
         mask is the mask after n committed positions, so one buffer serves every length and no step writes a mask.
@@ -201,7 +201,7 @@ class TreeCache:
     # Commits ---------------------------------------------------------------------------------------------------
 
     def commit(self, counts: list[int] | None = None) -> None:
-        """Commit every row's pending positions, or only the first ``counts[b]`` of row b."""
+        """Commit the first ``counts[b]`` pending positions of row b (None: all), and drop the others."""
         for row, count in zip(self._rows, counts or [self.pending] * len(self._rows), strict=True):
             row.length += count
         self.pending = 0
@@ -209,14 +209,17 @@ class TreeCache:
             self._sliding.drop()
 
     def commit_path(self, nodes: Tensor, counts: list[int]) -> None:
-        """Commit the path ``nodes[b, :counts[b]]`` ([B, P] int64) of row b's pending nodes, and drop the rest."""
+        """Commit the path ``nodes[b, :counts[b]]`` ([B, P] int64, from 0) of row b's pending nodes; drop the rest."""
         if self.pending > 1 and not self._is_chain:  # else the path is in place
             for kind in self._kinds:
                 kind.move(nodes, counts)
         self.commit(counts)
 
     def crop(self, lengths: list[int] | None = None) -> None:
-        """Drop the pending nodes and, if ``lengths`` is given, all but the first ``lengths[b]`` positions of row b."""
+        """Drop the pending nodes and, if ``lengths`` is given, all but the first ``lengths[b]`` positions of row b.
+
+        Raise a UserError if the next query would see positions that sliding-window layers have dropped.
+        """
         self.pending = 0
         for row, length in zip(self._rows, self.lengths if lengths is None else lengths, strict=True):
             row.dropped = row.dropped if length else 0
@@ -256,7 +259,7 @@ class TreeCache:
             self._bind()
 
     def first_layers(self, count: int) -> "TreeCache":
-        """Return a cache of the first ``count`` layers, with the memory and the committed positions of this cache.
+        """Return a cache of the first ``count`` layers in the memory of this cache, with a copy of its lengths.
 
         Only this cache drops positions of sliding windows, because a drop must move the rest in all layers.
         """

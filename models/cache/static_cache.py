@@ -25,11 +25,11 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 MIN_WINDOW, WINDOW_STEP = 256, 1024
 """Window sizes double from MIN_WINDOW to WINDOW_STEP, then grow by WINDOW_STEP, so few empty positions are read."""
 MAX_STATIC_NODES = 128
-"""Most nodes of a pass with fixed shapes. With more nodes, kernel launches are a small part of the time."""
+"""Most nodes of a pass with fixed shapes. Larger passes run eagerly: kernel launches are a small part of their time."""
 MAX_CAPTURED_PASSES = 64
-"""Most passes that are captured per memory; no two have the same shapes."""
+"""Most captured passes per memory, one per combination of shapes; to capture another, the oldest is dropped."""
 MAX_SPARE_BUFFERS = 2
-"""Most unused memories that are kept for later caches."""
+"""Most unused memories that are kept for later caches; the largest stay."""
 
 
 def window_for(positions: int) -> int:
@@ -64,7 +64,7 @@ class _Memory:
         return self.stacks[0].shape[3]
 
     def clear(self, size: int) -> None:
-        """Zero the first ``size`` positions, because even a masked NaN would make the attention NaN."""
+        """Zero the length and the first ``size`` positions, because even a masked NaN would make the attention NaN."""
         for stack in self.stacks:
             stack[:, :, :, :size].zero_()
         self.length.zero_()
@@ -195,7 +195,7 @@ class StaticKVCache(TreeCache):
         return self.pending == 0 and self.length > 0 and nodes <= MAX_STATIC_NODES
 
     def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
-        """Run a tree [1, N] int64, which stays pending; return hidden states [1, N, D], and logits if requested."""
+        """Run a tree [1, N] int64, which stays pending; return (states [1, N, D],) or (states, logits [1, N, V])."""
         nodes = tokens.shape[1]
         self.begin(nodes, chain=shape.is_chain)
         self._memory.length.fill_(self.length)

@@ -44,7 +44,8 @@ class Acceptance:
     bonus: Tensor
     """[B] int64: the target's own token after the last accepted one."""
     probs: Tensor | None = None
-    """[B, 1 + D, V] float: the target's distributions after ``nodes``, zeros for padding; None unless requested."""
+    """[B, 1 + D, V] float: the target's distributions after ``nodes``, zeros for padding. None unless requested;
+    ``greedy`` and ``typical`` never have them."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class AcceptanceRule:
             )
 
     def verify(self, proposal: Proposal, target: Target, rng: RandomSource, return_probs: bool = False) -> Acceptance:
-        """Return the accepted path of each row; ``return_probs`` adds the target's distributions along the path."""
+        """Return the accepted paths; with ``return_probs`` also the target's distributions, except for ``typical``."""
         if self.name == "block":
             return block(proposal, target, rng, return_probs=return_probs)
         if self.name == "typical":
@@ -250,7 +251,8 @@ def _residual(left: Tensor, dist: Tensor) -> Tensor:
 
 
 def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs: bool = False) -> Acceptance:
-    """Verify a chain as one block (Sun et al., 2403.10444). Lossless; accepts no fewer drafts than ``speculative``.
+    """Verify a chain as one block (Sun et al., 2403.10444). Lossless; accepts on average at least as many drafts
+    as ``speculative``.
 
     Let w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i the sum of the positive part of
     w_i p_{i+1} - q_{i+1}. The prefix of i drafts passes with probability s_i / (s_i + 1 - w_i), the whole chain of n

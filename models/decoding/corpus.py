@@ -42,7 +42,7 @@ def generate_answers(
 
     Args:
         base: the model that answers.
-        prompts: (number, token ids). The number is a part of the answer's seed. Prompts longer than
+        prompts: (number, token ids). The number is a part of the answer's seed. Empty prompts and those longer than
             ``max_prompt_tokens`` are skipped.
         sampler: sampling of the answers; temperature 0 is greedy decoding.
         batch_size: number of prompts that are decoded at once.
@@ -123,13 +123,13 @@ class BuiltInBackend:
         return replace(self, sampler=replace(self.sampler, temperature=temperature))
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Reject prompts and answers longer than the base's context."""
+        """Reject limits of prompt and answer that exceed the base's context; ``prompts`` is not read."""
         check_context(self.base, self.max_prompt_tokens, self.sampler)
 
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield the number and the answers of each block of this process; blocks are assigned to processes in turn.
+        """Yield (number among the unfinished blocks, answers) of this process's blocks, which are assigned in turn.
 
         A block has prompts of similar length, because the cost of a batch depends on its longest row. Blocks are
         shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative. The
@@ -155,7 +155,7 @@ class BuiltInBackend:
             yield number, sorted(answers, key=lambda a: a.prompt_number)
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
-        """Yield answers in the order in which they finish."""
+        """Yield answers, without hidden states, in the order in which they finish."""
         longest = max((len(ids) for _, ids in prompts), default=1)
         return generate_answers(self.base, prompts, sampler, batch_size=self.batch_size, max_prompt_tokens=longest)
 
@@ -209,9 +209,10 @@ def self_prompted_prompts(
     progress: Callable[[str, int, int], None],
     max_tokens: int,
 ) -> list[str]:
-    """Let the base write ``wanted`` different prompts, sampled by ``backend`` at temperature 1 and top-p 0.95.
+    """Return ``wanted`` different prompts that the base wrote, by ``backend`` at temperature 1 and top-p 0.95.
 
-    ``progress`` is called with a description, the number of prompts so far, and ``wanted``.
+    ``progress`` is called with a description, the number of prompts so far, and ``wanted``. Raise a UserError if
+    too few prompts are usable.
     """
     opening = _user_opening(base)
     turns: dict[str, None] = {}

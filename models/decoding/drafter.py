@@ -124,7 +124,7 @@ class DraftConfig:
     rates, so the output stays exact with sampled candidates too. For static trees of drafters with
     ``says_confidence``. 0 turns it off."""
     adaptive: AdaptiveLength | None = None
-    """Truncate the tree to a draft length that follows the acceptance so far, if one row is decoded; None: draft the
+    """Truncate the tree to a draft length that follows the acceptance so far; refused for batches. None: draft the
     whole tree."""
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class DraftConfig:
 
     @property
     def depth(self) -> int:
-        """Drafts on the longest path."""
+        """Drafts on the longest path; for a dynamic tree, the limit."""
         return self.tree.depth
 
     @property
@@ -158,7 +158,7 @@ class DraftConfig:
 
     @property
     def is_chain(self) -> bool:
-        """True if no node has two children."""
+        """True for a static tree in which no node has two children."""
         return isinstance(self.tree, TokenTree) and self.depth == self.nodes - 1
 
     def at_most(self, depth: int) -> "DraftConfig":
@@ -173,7 +173,7 @@ class DraftConfig:
 
 
 class Session(ABC):
-    """State of a drafter for the rows being decoded, from their prompts to the end of their answers.
+    """Base class of the state of a drafter for the rows being decoded, from prompts to ends of answers.
 
     ``commit`` gives the session the committed tokens; it never has to find them by comparing tokens.
     """
@@ -220,7 +220,7 @@ class Session(ABC):
 
 
 class Drafter(ABC):
-    """Anything that drafts token trees after the last committed token of every row."""
+    """Base class of drafters of token trees. A subclass defines ``depth``, ``identity`` and ``open``."""
 
     tree: TokenTree | None = None
     """The default tree, found by calibration; None: a chain over all draft positions."""
@@ -239,9 +239,9 @@ class Drafter(ABC):
     depth: int
     """The most drafts on a path."""
     says_confidence: bool = False
-    """True if ``StepwiseSession.confidence`` estimates the acceptance of a node's children."""
+    """True if ``StepwiseSession.confidence`` predicts the probability that a single child of a node is accepted."""
     vocab_size: int | None = None
-    """Upper bound of the ids that the drafter may propose; None: it proposes only ids that occurred in its rows."""
+    """All proposed ids are below this number; None: the drafter proposes only ids that occurred in its rows."""
     base_fingerprint: str | None = None
     """Fingerprint of the base that the drafter belongs to; None: it drafts for any base."""
 

@@ -23,7 +23,7 @@ class Answer:
     text: str
     tokens: list[int]
     mean_accepted_length: float
-    """Tokens of the answer per step: accepted drafts and the target's own token. 1 for plain decoding."""
+    """Tokens added per step: accepted drafts and the target's own token. 1 for plain decoding and without steps."""
     tokens_per_second: float
     log: DecodeResult
     """The record of every step."""
@@ -41,7 +41,7 @@ def generate(
     seed: int = 0,
     on_tokens: OnTokens | None = None,
 ) -> Answer:
-    """Answer a prompt, by default greedily. A drafter changes the speed, but not the distribution of the answer.
+    """Answer a prompt, by default greedily. With an exact rule, a drafter does not change the answer's distribution.
 
     Args:
         base: the target model, from ``drafthead.load_base`` or ``BaseModel.wrap`` (for a model that is loaded already).
@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 
     text: str
     accepted: bool
-    """True for an accepted draft, False for a token that the base chose."""
+    """True if the last token of the piece is an accepted draft, False if the base chose that token."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def stream(
     rule: AcceptanceRule = EXACT,
     seed: int = 0,
 ) -> TextStream:
-    """Return an iterator over the answer's ``(text, accepted)`` pieces. The arguments are those of ``generate``.
+    """Return an iterable that decodes and yields ``(text, accepted)`` pieces. Arguments are those of ``generate``.
 
     for text, accepted in drafthead.stream(base, head, "Why is the sky blue?"):
         print(text, end="", flush=True)

@@ -74,8 +74,8 @@ class TreeLevel:
 def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int) -> tuple[TreeLevel, ...]:
     """Return the levels of ``tree`` from level 1 on.
 
-    With top-k candidates, a node takes its parent's candidate of the node's rank, at most ``most`` - 1. With sampled
-    candidates, the first child takes the first sample, and so on.
+    With top-k candidates, a node takes its parent's candidate of the node's rank, at most ``most`` - 1 (``most`` is the
+    size of the draft vocabulary). With sampled candidates, the first child takes the first sample, and so on.
     """
     tensor = partial(on_device, device=device)
     levels = []
@@ -121,7 +121,7 @@ class StepwiseDrafter(Protocol):
 
 
 class LogitsSource(ABC):
-    """Gives the logits of one step's tree, one level of nodes after the other."""
+    """Base class of sources of the logits of a step's tree, level by level; a subclass defines ``expand``."""
 
     @abstractmethod
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class LogitsSource(ABC):
 
 
 class StepwiseSession(Session, LogitsSource):
-    """A session whose proposals ``grow`` builds from the logits that ``expand`` returns."""
+    """Base class of sessions whose trees ``grow`` builds; a subclass defines the methods except ``draft``."""
 
     drafter: StepwiseDrafter
 
@@ -186,8 +186,8 @@ def grow(
     """Return the tree that ``draft_config`` asks for, with its tokens.
 
     Every level takes one call of ``source.expand``. Its candidates are chosen first (``_likeliest`` or ``_sampled``),
-    and then ``_Stopping`` decides which of them get children. Drafting ends when no node of any row gets children. An
-    example with five nodes::
+    and then ``_Stopping`` decides which of them get children. On a CPU, drafting ends when no node of any row gets
+    children; on other devices it continues with padding. An example with five nodes::
 
         root -+- 1 -+- 3        level 1: nodes 1, 2 take the root's candidates 0, 1; the next frontier is node 1
               |     +- 4        level 2: nodes 3, 4 take candidates 0, 1 of node 1

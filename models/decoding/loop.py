@@ -56,8 +56,8 @@ class DecodingSequence:
     logits: list[Tensor] = field(default_factory=list)
     """The base's logits [V] for every token of the answer, with ``keep_logits``."""
     hidden: list[Tensor] = field(default_factory=list)
-    """The base's final hidden states, float16, in pieces [T, D], with ``keep_hidden_states``. The answer's last token
-    has none, because the base does not read it."""
+    """The base's final hidden states of prompt and answer, float16, in pieces [T, D], with ``keep_hidden_states``. The
+    answer's last token has none, because the base does not read it."""
     ended: bool = False
     started: float = 0.0
     prefill_s: float = 0.0
@@ -87,7 +87,7 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def run(self, prompts: Iterable[DecodingSequence], every_step: bool = False) -> Iterator[DecodingSequence]:
-        """Yield sequences in the order in which they end; with ``every_step`` also unfinished ones after each step."""
+        """Yield sequences as they end; with ``every_step`` also unfinished ones, after prefill and each step."""
         # Batches are decoded one after the other. Within a batch, each iteration of the inner loop
         # 1. yields the rows that ended, and in plain decoding replaces them by waiting prompts,
         # 2. drops or clears the rows that ended and were not replaced,
@@ -233,7 +233,7 @@ def decode_batch(
     ignore_eos: bool = False,
     timed: bool = False,
 ) -> list[DecodeResult]:
-    """Decode several prompts at once. Each answer equals that of decoding its prompt alone.
+    """Decode ``prompts`` at once; results have their order. Each answer equals that of decoding its prompt alone.
 
     The arguments are those of ``decode``, with a list of ``seeds`` (default: the number of each prompt) and of
     ``on_tokens``. The random numbers of a row depend only on its seed and its length. Sampled answers may nevertheless

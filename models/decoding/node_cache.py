@@ -122,7 +122,8 @@ class NodeCache:
         """Commit the first ``counts`` of ``inputs`` [B, T, ...] in each row, and remove all drafted nodes.
 
         ``slots`` [B, T] int64 has the slot of each input that drafting has read, and -1 for the others. The leading
-        inputs with a slot keep their keys and values; the rest is read later. None: all inputs are read later.
+        inputs with a slot keep their keys and values; the rest is read later. None: no input has a slot. The first
+        commit, of the prompts, is read at once.
 
         Returns:
             The number of inputs of each row that kept their keys and values.
@@ -285,7 +286,7 @@ def model_cache(model: BaseModel, rows: int) -> NodeCache:
 
 
 class LMSession(StepwiseSession):
-    """The session of a causal LM that drafts: it reads every level of the tree in one pass."""
+    """The session of a causal LM that drafts: it reads each level of the tree in one pass."""
 
     def __init__(
         self, drafter: StepwiseDrafter, model: BaseModel, rows: int, logits: Callable[[Tensor], Tensor]

@@ -113,7 +113,7 @@ def stock_sampler(base: BaseModel, ids: list[int], max_new_tokens: int, given: O
     """Return a sampler with the distribution of transformers' ``generate`` for the prompt ``ids``.
 
     ``given`` overrides the base's generation config. To get the processors, transformers' ``generate`` is called
-    without decoding.
+    without decoding. Processors with state (``WITH_STATE``) are left out.
     """
     prompts, call = torch.tensor([ids], device=base.device), dict[str, Any]()
 

@@ -33,7 +33,7 @@ class RandomSource(Protocol):
         """Return a sample of each unnormalised distribution in ``probs`` [B, C, V], [B, C] int64.
 
         A distribution of zeros gives an arbitrary token. With ``offset``, the samples are those of a step that starts
-        this many tokens later in the answer.
+        this many tokens later in the answer; None: of this step.
         """
         ...
 
@@ -75,7 +75,7 @@ class PerRowRng:
         return numbers.clamp_(max=1 - torch.finfo(self._dtype).eps / 2).to(self._device, non_blocking=True)
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """Return ``u * q < p`` for the next number u in [0, 1) of each row; p = 0 is never accepted."""
+        """Return ``u * q < p`` for the next number u in [0, 1) of each active row; inactive rows use no number."""
         if self._calls >= self._decisions.shape[1]:  # some row may have used up its numbers
             self._decisions = torch.cat([self._decisions, self.uniform(0, _BLOCK, 0)], 1)
         u = self._decisions.gather(1, self._used[:, None])[:, 0]
@@ -98,7 +98,7 @@ class PerRowRng:
 
 
 def sampling_point(seed: int, position: int) -> float:
-    """Return the number in [0, 1) by which verification samples the token at ``position`` of an answer."""
+    """Return the number in [0, 1) by which ``naive_sampling`` draws an answer's token at ``position`` (from 0)."""
     return float(_generator(seed, 4 * position + 2 * VERIFY + 1).random())
 
 

@@ -147,7 +147,7 @@ class OutputSampler:
     null, the base's value."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of transformers' ``generate``."""
+        """Return the set values as arguments of ``generate``; at temperature 0, only ``do_sample`` and the penalty."""
         given = {WARPERS.get(key, key): value for key, value in vars(self).items() if value is not None}
         if self.temperature == 0:
             return {"do_sample": False} | {key: value for key, value in given.items() if key == "repetition_penalty"}
@@ -155,7 +155,7 @@ class OutputSampler:
 
 
 def with_own_penalty(sampler: Sampler, config: Any) -> Sampler:
-    """Return ``sampler`` with the repetition penalty of the generation config ``config``, unless it sets its own."""
+    """Return ``sampler`` with the repetition penalty of generation config ``config``, unless ``sampler`` has one."""
     own: float | None = getattr(config, "repetition_penalty", None)
     unchanged = sampler.repetition_penalty is not None or own in (None, 1)
     return sampler if unchanged else replace(sampler, repetition_penalty=own)

@@ -185,7 +185,7 @@ class DecodeState:
         return decoding
 
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
-        """Read the common beginning of all ``prompts`` (a system prompt) once; rows then copy its keys and values.
+        """Read the common beginning of ``prompts`` (two or more) once; rows then copy its keys and values.
 
         The common beginning is shorter than every prompt, because each row must read at least one token itself.
         """
@@ -366,13 +366,13 @@ class DecodeState:
         self._context_lengths = self._context_lengths.index_add(0, index, counts)
 
     def clear(self, rows: list[int]) -> None:
-        """Remove the cached tokens of rows that have ended, so that they do not grow further."""
+        """Remove the cached tokens of ended ``rows``, so that they do not grow; do nothing in a batch of one row."""
         if self.cache.rows > 1 and rows:
             self.cache.crop([0 if n in rows else length for n, length in enumerate(self.cache.lengths)])
             self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 0)
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows."""
+        """Keep only these rows, in this order."""
         self.cache.select(rows)
         if self.session is not None:
             self.session.select(rows)

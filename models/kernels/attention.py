@@ -59,14 +59,14 @@ def grouped_sdpa(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention [B, T, H, F] of queries [B, H, T, E] over keys [B, G, S, E] and values [B, G, S, F].
+    """Return (attention [B, T, H, F] of queries over keys and values, None), as transformers expects.
 
     Args:
         module: the attention layer, whose model type messages name.
         query: [B, H, T, E].
         key: [B, G, S, E].
         value: [B, G, S, F].
-        attention_mask: additive, [B or 1, 1, T, S]; None: causal.
+        attention_mask: additive, [B or 1, 1, T, S]; None: causal, for T = S; a single query (T = 1) sees all keys.
         dropout: probability of dropping an attention weight.
         scaling: factor that multiplies the scores; None: 1 / sqrt(E).
         s_aux: [H] sinks: a logit per head that takes part in the softmax and has no value (gpt-oss).

@@ -30,7 +30,7 @@ from drafthead.models.kernels.linear import (
 WORTH_MEASURING = 2**23
 """Fewest weights of a base for which kernels are measured. Smaller bases fit into the CPU's caches."""
 REPEATS, LONG_SECONDS = 3, 20.0
-"""Measurements of every pass, and seconds after which the measurement of a large base stops with two of them."""
+"""Measurements of every pass after one to warm up. After ``LONG_SECONDS`` have passed, two are enough."""
 COPY_SHARE = 1 / 8
 """If only compiled kernels were chosen, packed copies of the weights are still kept, as long as all copies together
 take less than this share of the machine's memory. For hundreds of rows, the packed product is up to a tenth faster."""
@@ -50,12 +50,12 @@ Pass = Callable[[int], object]
 
 
 def worth_measuring(model: nn.Module) -> bool:
-    """Return True if the base has so many weights that the choice of kernels matters."""
+    """Return True if the base has at least ``WORTH_MEASURING`` weights that can be prepacked."""
     return sum(p.numel() for p in model.parameters() if can_prepack(p)) >= WORTH_MEASURING
 
 
 def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: object) -> None:
-    """Fill ``table`` with the fastest kernel for every number of rows, and free copies of weights for other kernels.
+    """Fill ``table``: the fastest kernel by number of rows, and faster dtypes. Free copies for other kernels.
 
     ``run`` runs the base, and ``shape`` identifies the sizes of its products. The choice is stored on this machine, so
     that a resumed run computes what it did before.

@@ -88,14 +88,14 @@ class CompiledWeight:
         return out
 
     def dense(self) -> Tensor:
-        """Return the weight, float32 [N, K]."""
+        """Return the weight, float32 [N, K]; if stored as int8, as it was rounded."""
         dense = self._packed.transpose(1, 2).reshape(-1, self._inputs) * self._scale[:, None]
         return dense[: self._outputs]
 
 
 @cache
 def skinny_library() -> ctypes.CDLL | None:
-    """Return the compiled library, or None if there is no compiler, the build fails, or a test product is wrong.
+    """Return the compiled library, or None: not on Linux, no compiler, failed build, or wrong test product.
 
     The library is stored on disk for later processes on the same CPU.
     """

@@ -37,7 +37,7 @@ class GraphBackend:
         self._stream: Any = None
 
     def try_record(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs] | None:
-        """Capture ``run`` and return the replay function and the outputs it writes; on failure warn and return None."""
+        """Capture ``run``; return (replay, outputs that it writes). If it fails, warn, disable graphs, return None."""
         try:
             return self._record(run)
         except Exception as error:  # a host read, an operation that cannot be captured, out of memory, ...

@@ -125,7 +125,7 @@ def _can_join(module: nn.Module, *names: str) -> bool:
 
 
 def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
-    """Replace stock attention, MLP and norm modules below ``module`` by fused ones, in place.
+    """Replace stock float32 CPU attention, MLP and norm modules below ``module`` by fused ones, in place.
 
     Their weights are stored as ``dtype`` (None: unchanged), and the original ones are released. Other modules are left
     to ``prepack_linears``. Return the number of ``nn.Linear`` layers that were replaced.

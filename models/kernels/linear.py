@@ -148,7 +148,7 @@ class PrepackedLinear(nn.Module):
         return product.to(x.dtype)
 
     def kernel(self, rows: int) -> Kernel:
-        """Return the kernel for ``rows`` input rows: the table's choice, if the weight is stored for that kernel."""
+        """Return the kernel for ``rows`` input rows: the table's if the weight is stored for it, else another."""
         kernel = self._table.kernel(rows)
         if self._packed is None or (kernel is Kernel.COMPILED and self._compiled is not None):
             return Kernel.COMPILED
@@ -165,7 +165,7 @@ class PrepackedLinear(nn.Module):
         return self._compiled.dense()
 
     def inference(self, dtype: torch.dtype | None) -> nn.Module:
-        """Return this layer, or a copy that computes in ``dtype``."""
+        """Return this layer if it computes in ``dtype`` (or if that is None), else a copy that does."""
         return self if dtype in (None, self._dtype) else inference_linear(self.dense(), self._bias, dtype)
 
     def keep(self, kernels: set[Kernel]) -> None:
@@ -238,7 +238,7 @@ def packs_bfloat16() -> bool:
 
 
 def reads_in(layer: nn.Module) -> torch.dtype:
-    """Return the input dtype of a linear layer: the weight's, or float32 for a packed layer."""
+    """Return the input dtype of a linear layer: the weight's, or float32 for packed layers, which cast inputs."""
     return layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
 
 
@@ -251,7 +251,7 @@ def joined_linear(
 
 
 def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
-    """Replace every ``nn.Linear`` below ``module`` by a prepacked layer, in place, and return their number.
+    """Prepack each ``nn.Linear`` below ``module``, in place, if possible and not in a router; return their number.
 
     The layers compute in ``dtype``, by default float32. Original weights are released unless something else holds
     them, such as a tied embedding.
