@@ -22,7 +22,7 @@ COMMANDS = {
     "engines": ("drafthead.commands.engines", "install serving engines that an evaluation measures (engines=[...])"),
     "push": ("drafthead.commands.push", "upload a head with its card, tree and evaluation to the Hugging Face Hub"),
 }
-"""Per command its module and its line in ``drafthead --help``."""
+"""(module, line in ``drafthead --help``) of each command."""
 HELP = f"""\
 drafthead: train draft heads for speculative decoding on a frozen Hugging Face causal LM, and measure the speedup.
 

@@ -87,7 +87,7 @@ def recipes_page() -> str:
 
 
 def engines_page() -> str:
-    """Return the page of engines: which engine loads which head, and in which format."""
+    """Return the page of engines: the engines that load each head, and the formats that they read."""
     lines = [
         "# Engines, heads and formats",
         "Engines that load each head, with the value of `to=` for `drafthead export`. They refer to the newest version "

@@ -64,7 +64,7 @@ class OnlineConfig:
     steps: Positive = 1
     """Optimiser steps per update."""
     max_tokens: Positive = 8192
-    """Largest number of tokens, including prompts, to keep for an update. The oldest answers are dropped first."""
+    """Largest number of tokens, prompts included, to keep for an update. Old answers are dropped, never the latest."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, schedule="constant"))
 
     def __post_init__(self) -> None:
@@ -80,10 +80,10 @@ class OnlineExample:
     hidden: HiddenStates
     """The base's hidden states [1, n, ...], without a gradient; those of the last token are zeros."""
     rejected: list[tuple[int, int]]
-    """Index of each token that should have been drafted but was not, with its draft position k (1-based)."""
+    """(index in ``text.ids``, draft position from 1) of each token that should have been drafted but was not."""
 
     def batch(self, depth: int, positions: str) -> TrainBatch:
-        """Return a training row. All answer tokens are trained, or only the rejected ones (the others get weight 0)."""
+        """Return one row that trains ``positions``: "all" answer tokens, or "rejected" ones (others get weight 0)."""
         batch = as_batch(self.text)
         if positions == "all":
             return batch
@@ -94,7 +94,7 @@ class OnlineExample:
 
 
 class Recorder(Drafter):
-    """Drafter that drafts like ``head``, one row at a time, and collects every finished answer as an example."""
+    """Drafter that drafts like ``head``, one row at a time, and collects every finished answer in ``lessons``."""
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
@@ -115,7 +115,7 @@ class Recorder(Drafter):
         return self.head.cache_slots(draft_config)
 
     def remember(self, tokens: list[int]) -> None:
-        """Store a finished answer as an example."""
+        """Store a finished answer as an example; ``tokens`` are its prompt and answer. Without states, do nothing."""
         session, self._session = self._session, None
         if session is None or not session.hidden:
             return
@@ -132,7 +132,7 @@ class RecorderSession(Session):
     def __init__(self, inner: Session) -> None:
         self._inner = inner
         self.hidden: list[HiddenStates] = []
-        """Hidden states of the committed tokens, in pieces."""
+        """Hidden states of the committed tokens: [1, T, ...] for each commit, the first for the prompt."""
         self.steps: list[tuple[Proposal, int, int]] = []
         """Proposal of each step, and how many tokens were committed before and in it. The host reads the proposals when
         the answer has ended, so that no step waits for the device."""
@@ -161,7 +161,7 @@ class RecorderSession(Session):
 
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
-    """Join pieces [1, T, ...] to [1, length, ...], padded with zeros, because the last token has no states yet."""
+    """Join pieces [1, T, ...], cut or padded with zeros to [1, length, ...]; the last token has no states yet."""
 
     def joined(pieces: list[Tensor]) -> Tensor:
         """Return the pieces of one kind of states as one tensor."""
@@ -196,7 +196,7 @@ def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tup
 
 
 class OnlineLearner:
-    """A head, its optimiser, and the answers since the latest update."""
+    """A head on a frozen base (others are a ``UserError``), its optimiser, and the answers since the latest update."""
 
     def __init__(self, head: DraftHead, config: OnlineConfig) -> None:
         if head.config.trains_base:
@@ -239,7 +239,7 @@ class OnlineLearner:
         return result, lesson
 
     def learn(self, lesson: OnlineExample) -> None:
-        """Store an answer, and update the head after every ``interval`` answers."""
+        """Store an answer, drop the oldest beyond ``max_tokens``, and update the head every ``interval`` answers."""
         self.buffer.append(lesson)
         while len(self.buffer) > 1 and sum(len(each.text.ids) for each in self.buffer) > self.config.max_tokens:
             self.buffer.popleft()
@@ -248,7 +248,7 @@ class OnlineLearner:
             self.update()
 
     def update(self) -> None:
-        """Take optimiser steps on the stored answers and discard them."""
+        """Take optimiser steps on the stored answers, if they have trained positions, and discard the answers."""
         started = perf_counter()
         with torch.inference_mode(False), torch.enable_grad():
             positions = self.config.positions
@@ -310,10 +310,10 @@ class OnlineLearner:
 def replayed(
     head: DraftHead, tree: TokenTree, text: FinishedAnswer, hidden: HiddenStates
 ) -> tuple[float, OnlineExample]:
-    """Return the steps and the example that greedy decoding with ``head`` would give on a finished answer.
+    """Return the number of steps of greedy decoding with ``head`` and ``tree`` on a finished answer, and the example.
 
     ``hidden`` [1, n, ...] are the base's hidden states. This takes one pass of the head over the answer and no
-    decoding.
+    decoding. An answer too short for a draft has 0 steps.
     """
     batch = as_batch(text).to(head.base.device)
     document_ranks = answer_ranks(head, batch, hidden)
@@ -328,7 +328,7 @@ def replayed(
 
 
 def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
-    """Return the rejected positions of a greedy replay; a path that ends in a leaf of the tree rejects nothing."""
+    """Return ``OnlineExample.rejected`` of a greedy replay; a path that ends in a leaf of the tree rejects nothing."""
     rejected, t = [], 0
     inner = {path[:-1] for path in tree.paths[1:]}
     while t < len(ranks):
@@ -342,7 +342,7 @@ def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: Toke
 
 
 def frozen_copy(head: DraftHead) -> DraftHead:
-    """Return a copy of the head with its own weights, on the same base."""
+    """Return a copy of the head with its own weights, on the same base, in eval mode and without ``batch_trees``."""
     whole = len(head.d2t) == head.base.vocab_size
     copy = head.config.build(head.base, None if whole else head.d2t)
     copy.load_state_dict(head.state_dict())

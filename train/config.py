@@ -40,7 +40,7 @@ class BoostConfig:
     head: str = ""
     """Folder or repository of the first head, whose misses the new head learns. Empty turns boosting off."""
     floor: Share = 0.1
-    """Weight of the target tokens that the first head's tree contains. Tokens that it misses have weight 1."""
+    """Weight of targets that the first head ranks within its tree's width at their depth. Others have weight 1."""
 
 
 @settings(kw_only=True)
@@ -66,8 +66,8 @@ class PhaseConfig:
     """Train on a random subset of the corpus with about this many trained tokens. A larger subset contains every
     smaller one. Null trains on the whole corpus."""
     store_hidden_states: bool = False
-    """Store the base's hidden states on disk instead of computing them in every step. Answers are stored with their
-    final states during generation; the base computes all other states once per row. Held-out answers are included."""
+    """Store the base's hidden states on disk instead of computing them in every step. The built-in decoding stores an
+    answer's final states with it; the base computes all other states once per row. Held-out answers are included."""
     train_base: bool = False
     """Also train the base through LoRA adapters (``head=medusa2``). Stored hidden states stay those of the original
     base."""
@@ -97,7 +97,7 @@ class PhaseConfig:
 
 @settings(kw_only=True)
 class CheckpointConfig:
-    """Settings of checkpoints. The end of each phase and every new best are also saved."""
+    """Settings of checkpoints. The end of each phase, every new best, and a stop by a signal are also saved."""
 
     every_steps: Positive = 200
     """Optimiser steps between two checkpoints."""
@@ -121,12 +121,13 @@ class RunConfig:
     hours: PositiveFloat | None = None
     """With ``mode=estimate``, also print how many steps of the last phase fit this many hours."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
-    """Stages to run, in order. Each stage reads what it needs from the run folder. Choices: ``corpora``, ``train``,
-    ``quality``, ``tree``, ``evaluate``, ``card``, ``push``."""
+    """Stages to run, always in the order of the choices. Each stage reads what it needs from the run folder. Choices:
+    ``corpora``, ``train``, ``quality``, ``tree``, ``evaluate``, ``card``, ``push``."""
     out: str
     """Folder of the run."""
     resume: bool = True
-    """Resume from the newest checkpoint of the run folder. With false, the run starts over; corpora are kept."""
+    """Resume from the newest checkpoint of the run folder. With false, the results of ``stages`` are removed and made
+    again; corpora are kept."""
     base: BaseConfig = field(default_factory=BaseConfig)
     head: dict[str, Any] = field(default_factory=dict)
     """Head to train: ``head=NAME`` chooses a type, ``head.KEY=VALUE`` sets its settings. The keys of each type are in
@@ -153,11 +154,11 @@ class RunConfig:
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
     """Conditions for skipping an update, and the number of skipped updates that ends the run."""
     heartbeat_timeout_s: Annotated[float, Field(ge=1)] = 120.0
-    """Seconds without a heartbeat after which a process counts as failed and the other processes end."""
+    """Seconds without a heartbeat after which a process counts as failed, and the other processes of the run end."""
     log_every: Positive = 20
     """Optimiser steps between two console lines."""
     validate_every: Positive = 200
-    """Optimiser steps between two measurements of acceptance on held-out answers."""
+    """Optimiser steps between two measurements of acceptance on held-out answers. A phase's end is also measured."""
     tree_search: Literal["greedy", "sequoia"] = "greedy"
     """Search for the head's tree. ``greedy`` uses joint counts of whole paths; ``sequoia`` is Sequoia's dynamic
     program."""
@@ -200,7 +201,7 @@ class RunConfig:
 
     @property
     def stores_answer_states(self) -> bool:
-        """Return True if answers are stored with their final hidden states while they are generated."""
+        """Return True if a phase needs stored states of answers, and the built-in decoding stores the final ones."""
         stored = any(p.corpus == "answers" and p.store_hidden_states for p in self.phases.values())
         return stored and self.data.answers.decoded_here and not self.data.transcripts
 
@@ -218,7 +219,7 @@ ConfigStore.instance().store(name="train_schema", node=schema(RunConfig))
 
 
 def composed(overrides: Sequence[str]) -> RunConfig:
-    """Return the checked settings of ``drafthead train`` with these overrides."""
+    """Return the checked settings of ``drafthead train`` with these overrides. Hydra's global state is cleared."""
     GlobalHydra.instance().clear()  # inside a command, it holds the command's own settings
     try:
         with initialize_config_module("drafthead.recipes", version_base="1.3"):
@@ -228,7 +229,7 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 
 
 def parse_run(cfg: DictConfig) -> RunConfig:
-    """Return the settings of a run, after all checks that need no model and no data."""
+    """Return a run's settings, checked without model and data; null ``data.answers.fresh`` and limits are resolved."""
     run = parse(cfg, RunConfig)
     answers = run.data.answers
     if answers.fresh is None:  # packaged answers are those of the embedded base

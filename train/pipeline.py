@@ -52,9 +52,9 @@ from drafthead.train.trainer.batches import open_held_out, unseen_text
 from drafthead.train.trainer.trainer import Trainer
 
 MAX_HELD_OUT_ANSWERS = 64
-"""Largest number of held-out answers on which a head with continued training (``init_from``) is measured."""
+"""Largest number of held-out answers per corpus on which a head with continued training (``init_from``) is measured."""
 SHOWN_TOKENS = 96
-"""Number of tokens of the answer that the run shows at its end."""
+"""Largest number of tokens of the answer that the stage evaluate shows at its end."""
 
 
 class RunContext:
@@ -100,7 +100,7 @@ class RunContext:
 
     @cached_property
     def development_answers(self) -> list[FinishedAnswer] | None:
-        """The base's answers to the suite's dev half; None if the run evaluates the whole suite."""
+        """The base's answers to the suite's dev half; None unless ``eval.split=test`` and ``tree_prompts`` > 0."""
         run = self.run
         if run.eval.split != "test" or not run.tree_prompts:
             return None
@@ -113,7 +113,7 @@ class RunContext:
         return agreement_line(read_json(path)) if path.exists() else None
 
     def new_head(self) -> DraftHead:
-        """Build the head to train: an untrained or the ``init_from`` head, with adapters if the base is trained."""
+        """Build the head to train: the ``init_from`` head without its tree, or a new one (with adapters if trained)."""
         config, base = self.run.head_config(), self.corpora.base
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base)
@@ -127,14 +127,14 @@ class RunContext:
         return head
 
     def load_head(self) -> DraftHead:
-        """Load the trained head onto its base."""
+        """Load the trained head onto its base; a run folder without a head is a ``UserError``."""
         if not (self.head_folder / "config.json").exists():
             raise UserError(f"{self.head_folder} holds no head yet; run the stage train first")
         return load_head(self.head_folder, self.base)
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
-    """Run the stages of the recipe. ``resolved`` is the recipe as YAML, to store in the run folder."""
+    """Run the stages ``run.stages``. ``resolved`` is the recipe as YAML, to store in the run folder."""
     with launched(run) as launch:
         context = RunContext(run, launch)
         if launch.is_main:
@@ -152,7 +152,7 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
 
 
 def corpora(context: RunContext) -> None:
-    """Generate the base's answers and pack text into rows. All processes share the work."""
+    """Make the answers or transcripts, and pack text that is not streamed into rows. All processes share the work."""
     corpora, display, run = context.corpora, context.display, context.run
     if context.launch.is_main:
         corpora.check_base()
@@ -206,7 +206,10 @@ def train(context: RunContext) -> None:
 
 
 def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
-    """Record the mean accepted length of greedy chains on held-out answers of the new data and of ``init_data``."""
+    """Record the mean accepted length of greedy chains on held-out answers of the new data and of ``init_data``.
+
+    ``when`` is "before" training (kept if recorded already) or "after" it (both are then printed).
+    """
     path, run, display = context.folder / CONTINUED, context.run, context.display
     lengths = read_json(path) if path.exists() else {}
     if when not in lengths or when == "after":
@@ -223,7 +226,7 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
 
 
 def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
-    """Return the simulated mean accepted length of chains over all positions, on a corpus's held-out answers."""
+    """Return the simulated mean accepted length of greedy chains over all positions, on a corpus's held-out answers."""
     stored = store.read(with_hidden_states=False)
     answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in stored if is_held_out(a.prompt_number)]
     if not answers:
@@ -233,7 +236,7 @@ def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
 
 
 def _save_trained_head(context: RunContext) -> None:
-    """Write the head of the best or the last checkpoint to the run folder."""
+    """Write the head of the best or the last checkpoint (``checkpoint.final``) to the folder ``head``."""
     last, best = checkpoint.load_latest(context.checkpoints), checkpoint.load_best(context.checkpoints)
     assert last is not None
     chosen = last
@@ -251,7 +254,7 @@ def _save_trained_head(context: RunContext) -> None:
 
 
 def quality(context: RunContext) -> None:
-    """Compare a trained base with the original one on unseen text and answers."""
+    """Compare a trained base with the original one on unseen text and answers; do nothing for a frozen base."""
     run, display, corpora = context.run, context.display, context.corpora
     if not run.trains_base:
         return
@@ -279,7 +282,7 @@ def quality(context: RunContext) -> None:
 
 
 def tree(context: RunContext) -> None:
-    """Measure the costs of a step on this machine, and choose the tree with the highest expected speedup."""
+    """Measure step costs, or reuse ``calibration.json``; save the tree of highest expected speedup with the head."""
     run, display, head = context.run, context.display, context.load_head()
     path = context.folder / CALIBRATION
     with display.stage("tree: step costs on this machine, accuracies on held-out answers"):
@@ -362,7 +365,7 @@ def evaluate(context: RunContext) -> None:
 
 
 def card(context: RunContext) -> None:
-    """Write the model card; raise an error if the run changed its base more than ``quality_limits`` allows."""
+    """Write the model card; then raise ``UserError`` if the base changed more than ``quality_limits`` allows."""
     run, folder, path = context.run, context.folder, context.folder / "eval.json"
     if not path.exists():
         raise UserError(f"{path} is missing; run the stage evaluate first")
@@ -388,7 +391,7 @@ def card(context: RunContext) -> None:
 
 
 def push(context: RunContext) -> None:
-    """Upload the head to the Hub, if the recipe asks for it."""
+    """Upload the head to the Hub, if ``push=true``."""
     run, display = context.run, context.display
     if run.push:
         with display.stage("upload to the Hub"):

@@ -15,12 +15,12 @@ from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpus_config import COMPLETE
 
 WHOLLY_READ = ("jsonl", "text")
-"""Kinds of sources that are read to their end before a run starts, to find broken lines. Streamed sources are not read,
-because they may be large."""
+"""Kinds of sources that are read to their end before a run starts, to find broken lines. Of other and of streamed
+sources only the first entry is read, because they may be large."""
 
 
 def preflight(run: RunConfig, processes: int = 1) -> None:
-    """Check the inputs of a run: batch size, login, suite, baselines, other heads, answer server, and sources."""
+    """Raise ``UserError`` for bad inputs: batch size, login, suite, baselines, other heads, answer server, sources."""
     if run.push:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)

@@ -28,12 +28,12 @@ RESULTS = {
     "tree": (CALIBRATION,),
     "evaluate": ("eval.json", "eval-log-*.jsonl"),
 }
-"""Results that each stage writes into the run folder, and that ``resume=false`` removes."""
+"""Results of each stage in the run folder, as file patterns. ``resume=false`` removes those of the run's stages."""
 _ABSENT = object()
 
 
 def open_folder(run: RunConfig) -> None:
-    """Write the run's training settings into its folder; reject a folder of a run with other settings."""
+    """Clear the run's folder if ``resume=false``; reject a folder trained with other settings; write the settings."""
     path = Path(run.out) / SETTINGS
     if not run.resume:
         _clear(run)
@@ -54,7 +54,7 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
 
 
 def check_settings(path: Path, run: RunConfig) -> None:
-    """Reject a continuation whose settings differ from those saved in ``path``."""
+    """Reject a continuation whose settings differ from those in ``path``, if its folder has a checkpoint or a head."""
     saved, folder = read_json(path), path.parent
     if not isinstance(saved, dict):
         raise UserError(f"{path} holds a {type(saved).__name__}, expected an object; restore it, or use resume=false")
@@ -78,7 +78,7 @@ def check_settings(path: Path, run: RunConfig) -> None:
 
 
 def _defaults(settings: Any) -> dict[str, Any]:
-    """Return the default of every field of a settings object, nested as its fields are."""
+    """Return the defaults of a settings object, nested as its fields are. Fields without a default are left out."""
     defaults: dict[str, Any] = {}
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -107,7 +107,7 @@ def _plain(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clear(run: RunConfig) -> None:
-    """Remove the results of the run's stages from its folder; last the settings file, which marks a run folder."""
+    """Remove the results of the run's stages; last, for the stage train, the settings file that marks a run folder."""
     folder = Path(run.out)
     settings = folder / SETTINGS
     results = [path for stage in run.stages for name in RESULTS.get(stage, ()) for path in folder.glob(name)]

@@ -56,7 +56,7 @@ class AdaptConfig(OnlineConfig, SuiteConfig):
 
 @command("adapt", AdaptConfig, __doc__)
 def main(config: AdaptConfig) -> None:
-    """Answer the suite, train the head on its answers meanwhile, and save it."""
+    """Answer the suite, train the head on its answers meanwhile, and save the head, the log and the figure."""
     prompts = load_suite(config.suite, config.limit, config.seed, config.tasks)
     display = Display()
     with display.stage(f"head {config.head}"):
@@ -148,7 +148,7 @@ def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]
 
 @styled
 def draw(rows: Sequence[dict[str, Any]], path: Path, interval: int) -> None:
-    """Draw the mean accepted length per ``interval`` answers, for the learning head and the original head."""
+    """Draw the mean accepted length per ``interval`` answers, of the learning head and, if simulated, the original."""
     figure, axes = new_axes(height=3.2)
     groups = [rows[start : start + interval] for start in range(0, len(rows), interval)]
     centres = [start + len(group) / 2 for start, group in zip(range(0, len(rows), interval), groups, strict=True)]

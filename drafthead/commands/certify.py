@@ -74,7 +74,7 @@ class CertifyConfig:
 
 @command("certify", CertifyConfig, __doc__)
 def main(config: CertifyConfig) -> None:
-    """Enumerate all rows and print them; exit with code 1 if a row failed."""
+    """Enumerate all rows, or ``callable``, and print the results; exit with code 1 if a row failed."""
     torch.set_num_threads(1)  # the tensors are small
     display = Display()
     if config.callable:

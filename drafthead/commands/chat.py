@@ -60,7 +60,7 @@ class ChatConfig(DrafterConfig):
     sampler: OutputSampler = field(default_factory=OutputSampler)
     """Distribution of the output, by default that of transformers' ``generate``."""
     seed: int = 0
-    """Seed of sampled answers. It rises by 1 with each message."""
+    """Seed of the first sampled answer. It rises by 1 with each answer."""
     record: Path | None = None
     """SVG file to which the whole chat is written at the end, with accepted drafts in colour."""
 
@@ -107,7 +107,7 @@ class Chat:
     def __init__(
         self, config: ChatConfig, base: BaseModel, drafter: Drafter, draft_config: DraftConfig, console: Console
     ) -> None:
-        """Measure decoding without drafts, the reference for speedups."""
+        """Measure and print the speed of decoding without drafts, the reference for speedups."""
         self.config, self.console = config, console
         self.base, self.drafter, self.draft_config = base, drafter, draft_config
         self.transcript = Text()
@@ -137,7 +137,7 @@ class Chat:
             self._note(line)
 
     def say(self, message: str) -> None:
-        """Answer ``message`` and add both to the conversation; start a new conversation if it is /reset."""
+        """Answer ``message`` if the context has room, and add both to the conversation; /reset starts a new one."""
         self.transcript.append(f"> {message}\n", style="bold")
         if message == "/reset":
             self.messages = list(self._system)
@@ -190,7 +190,7 @@ class Chat:
         self.transcript.append(f"{recorded or line}\n", style="dim")
 
     def end(self) -> None:
-        """Report the CPU use of other processes, and write the recording."""
+        """Report the CPU use of other processes, and write the recording if ``record`` is set."""
         self._note(other_processes_line(self.others.cores))
         if self.config.record is None:
             return

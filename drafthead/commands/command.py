@@ -46,7 +46,7 @@ def command(
         cls: settings class of the command. If it has a field ``base``, ``base=NAME`` sets the base's name.
         usage: text that ``--help`` prints before the settings: the docstring of the command's module.
         spelled: typed keys mapped to fields, for keys that cannot be field names, such as ``from``.
-        words: field that receives all arguments that are not settings, joined by spaces.
+        words: field that receives all arguments that are not settings, joined by spaces; "": they are errors.
     """
     keys = spelled or {}
     REGISTERED[name] = Registered(cls, {field: key for key, field in keys.items()}, usage)
@@ -82,7 +82,7 @@ def command(
 
 
 def required(cls: type[Any]) -> list[str]:
-    """Return the fields of a settings class that have no default."""
+    """Return the names of a settings class's fields that have no default."""
     return [f.name for f in fields(cls) if default_of(f) is MISSING]
 
 

@@ -92,7 +92,7 @@ def main(config: DoctorConfig) -> None:
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Stop the block with a ``TimeoutError`` after ``seconds``. On Windows, which has no alarms, it is not stopped."""
+    """Stop the block with a ``TimeoutError`` after ``seconds`` (if <= 0, at once). Windows has no alarm to stop it."""
 
     def stop(*_: object) -> None:
         """Raise the error."""
@@ -167,7 +167,7 @@ def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
 
 
 def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> tuple[RunConfig, BaseModel, DraftHead]:
-    """Return a recipe's settings, base and untrained head. If the base's weights are not on disk, they are random."""
+    """Return a recipe's settings, base (random if it has a ``shape``, except the stored SmolLM2) and untrained head."""
     run = composed(overrides)
     stored = run.base.name == EMBEDDED and any(cache_dir().glob("smollm2-*/manifest.json"))
     if run.base.shape and not stored:  # times do not depend on the weights
@@ -190,7 +190,10 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
 
 
 def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
-    """Train a tiny head; compare answers with and without drafts: greedy and sampled, by chain, tree and batch."""
+    """Train a tiny head; compare answers with and without drafts: greedy and sampled, by chain, tree and batch.
+
+    Return "ways", an ``equality_rate`` per way, and "accepted", the share of drafts that were accepted.
+    """
     run, base, head = loaded([f"recipe={recipe}", "debug=tiny", "head.draft_vocab_size=null"], graphs)
     text = list(range(10, 19))
     text += decode(base, None, text, max_new_tokens=96, ignore_eos=True).tokens
@@ -246,7 +249,7 @@ def checklist(config: DoctorConfig) -> list[Step]:
 
 
 def run_steps(path: Path, steps: Sequence[Step]) -> None:
-    """Run the steps that ``path`` does not have yet, and append a line for each. Failed steps are tried again."""
+    """Run the steps that ``path`` lacks or that failed, and append a line for each; then raise if any failed."""
     device = accelerator_name() or hardware()["cpu"]
     rows = [row for row in read_json_lines(path) if row.get("device") == device]
     done = {(row["step"], row.get("skipped", "")) for row in rows if "error" not in row}
@@ -296,7 +299,10 @@ def python(*arguments: str) -> str:
 
 
 def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
-    """Return a step's costs, the shares of drafting and of the loop, and each pass's share of the memory bandwidth."""
+    """Return a chain step's costs, the shares of drafting and of the loop in its time, and each pass's bandwidth share.
+
+    The share of the memory bandwidth is by the pass's number of tokens; None on devices that ``BANDWIDTH`` lacks.
+    """
     _, base, head = loaded(overrides)
     costs = measure_costs(base, head, context)
     size_read = sum(p.numel() * p.element_size() for p in base.model.parameters())

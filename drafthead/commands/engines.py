@@ -50,7 +50,7 @@ class EnginesCommandConfig:
     __doc__.format(version=VLLM_VERSION, package=VLLM_PACKAGE, folder=environment()),
 )
 def main(config: EnginesCommandConfig) -> None:
-    """Install an engine, and report which engines are installed."""
+    """Install the engine ``install``, if any, and report which engines are installed."""
     display = Display()
     folder = Path(config.folder) if config.folder else environment()
     if config.install == "vllm":
@@ -78,7 +78,7 @@ def main(config: EnginesCommandConfig) -> None:
 
 
 def vllm_build() -> tuple[str, str]:
-    """Return the package of vLLM for this machine's device, and the reason."""
+    """Return the package of vLLM for this machine's device, and the reason; ``UserError`` if there is none."""
     device = device_of(None)
     if device.type == "cpu":
         return f"{VLLM_PACKAGE}=={VLLM_VERSION}", "torch finds no accelerator here"

@@ -52,7 +52,7 @@ class ExportConfig(SuiteConfig):
     to: str
     """Format of the exported head; ``drafthead export --help`` lists all formats."""
     out: str
-    """Folder to write; it must not exist yet."""
+    """Folder to write; it must be empty or not exist yet."""
     dtype: Dtype = "auto"
     """Dtype of the exported weights. ``auto`` keeps the head's."""
     base: BaseConfig = field(default_factory=BaseConfig)

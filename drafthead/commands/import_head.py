@@ -35,7 +35,7 @@ class ImportConfig:
     source: str
     """Published head: a folder or Hub repository (``user/name``) with safetensors. Pickle files are never loaded."""
     out: str
-    """Folder to write; it must not exist yet."""
+    """Folder to write; it must be empty or not exist yet."""
     base: BaseConfig = field(default_factory=BaseConfig)
     format: str = "auto"
     """Format of the published head; ``drafthead import --help`` lists all formats. ``auto`` recognises it from

@@ -96,7 +96,7 @@ class ReplayConfig(SuiteConfig):
 
 @command("replay", ReplayConfig, __doc__)
 def main(config: ReplayConfig) -> None:
-    """Simulate all drafts and print them as a table."""
+    """Simulate all drafts and print a table; write answers and figure if ``save`` and ``plot`` are set."""
     texts = read_texts(Path(config.texts), config.limit) if config.texts else []
     save = Path(config.save) if config.save else None
     if save:
@@ -146,7 +146,7 @@ def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float
 def head_rows(
     base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
 ) -> list[dict[str, Any]]:
-    """Return the table's rows for chains, trees and the head's own tree, from one pass over the answers."""
+    """Return rows for chains, trees (not with ``rule=block``), and the own tree of a head with a threshold (top-k)."""
     probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
         sampler=Sampler(temperature=config.draft_temperature),

@@ -77,7 +77,7 @@ class StudyConfig(SuiteConfig):
 
 @command("study", StudyConfig, __doc__)
 def main(config: StudyConfig) -> None:
-    """Train every shape, then measure all in one interleaved run."""
+    """Train every shape, measure all in one interleaved run, and write ``study.json`` and ``study.png``."""
     out = Path(config.out)
     make_folder(out, "out=...")
     display = Display()
@@ -116,7 +116,7 @@ def main(config: StudyConfig) -> None:
 
 
 def equal_width(base: BaseModel, reference: int, depth: int) -> int:
-    """Return the number of MLP channels for ``depth`` layers to be as large as ``reference`` layers of the base."""
+    """Return the MLP channels, a multiple of 16, with which ``depth`` layers equal ``reference`` layers of the base."""
     layer: Any = meta_base(base.model.config).model.model.layers[0]
     layer_parameters: int = sum(parameter.numel() for parameter in layer.parameters())
     per_channel: int = 3 * base.hidden_size  # a column of gate, up and down projection

@@ -63,7 +63,7 @@ class PromptTable:
         return prompts
 
     def temperature(self, number: int) -> float:
-        """Return the temperature of an answer. It is equal in all turns of a conversation."""
+        """Return the temperature of the answer to prompt ``number``. It is equal in all turns of a conversation."""
         temperature = self._draw("temperature", number % TURN_STRIDE, self.config.temperatures)
         return self.config.sampler.temperature if temperature is None else temperature
 
@@ -92,10 +92,10 @@ class AnswerGenerator:
     progress: Progress
     log: Log = lambda line: None
     store_states: bool = False
-    """Store final hidden states, unless earlier answers have none."""
+    """Store final hidden states with the built-in decoding. If the folder has answers already, they decide instead."""
 
     def complete(self) -> AnswerStore:
-        """Generate the missing answers; return the complete corpus."""
+        """Generate the missing answers and return the complete corpus; a corpus without any is a ``UserError``."""
         first = self.group.rank == 0
         with files.exclusive(self.folder, self.progress) if first else nullcontext():
             if first:
@@ -194,7 +194,7 @@ class AnswerGenerator:
         store.remove_leftovers()
 
     def _check_template(self) -> None:
-        """Reject variables that the chat template does not read; log those of the base that it ignores."""
+        """Reject answer variables that the chat template does not read; log the base's settings without effect."""
         tokenizer, mixed = self.base.tokenizer, self.config.chat_template_kwargs
         if unread := unread_variables(tokenizer, [name for entry in mixed for name in entry]):
             known = [name for name in SWITCHES if not unread_variables(tokenizer, [name])]
@@ -270,7 +270,7 @@ class AnswerGenerator:
 
 
 def resembles_suites(suites: Sequence[str]) -> Callable[[Iterable[str]], bool]:
-    """Return a function that is True if one of the given user turns nearly repeats a prompt of ``suites``."""
+    """Return a function of user turns that returns True if one of them nearly repeats a prompt of ``suites``."""
     if not suites:
         return lambda turns: False
     # Imported here, so that training does not load the evaluation.

@@ -34,9 +34,9 @@ from drafthead.train.corpora.precomputed import copy_precomputed
 
 ALONE = ProcessGroup()
 HELD_OUT_EVERY = 20
-"""Every 20th answer is held out from training, to measure acceptance and to calibrate the tree."""
+"""Every 20th conversation is held out from training, to measure acceptance and to calibrate the tree."""
 HELD_OUT_MOST = 512
-"""Largest number of held-out answers; more would cost memory and time without measuring better."""
+"""Largest number of held-out conversations; more would cost memory and time without measuring better."""
 _CHARACTERS_PER_TOKEN = 6
 """Characters to read per token: more than any text has, so that there is enough text."""
 
@@ -45,8 +45,8 @@ _CHARACTERS_PER_TOKEN = 6
 class Corpora:
     """The corpora of one run, generated on first use; every method is idempotent.
 
-    All processes of ``group`` must call ``answers``, which shares the work among them. The other methods can be called
-    on one process.
+    All processes of ``group`` must call ``answers``, which shares the work among them. Afterwards the other methods can
+    be called on one process.
     """
 
     base: BaseModel
@@ -56,9 +56,9 @@ class Corpora:
     group: ProcessGroup = ALONE
     log: Log = lambda line: None
     store_states: bool = False
-    """Built-in decoding also stores the answers' final hidden states."""
+    """Built-in decoding also stores the answers' final hidden states, unless transcripts are used."""
     longest: int | None = None
-    """Largest number of tokens of a transcript. Longer transcripts are cut at the end."""
+    """Largest number of tokens of a transcript. Longer ones are cut at the end; with None, no transcript is cut."""
     manifests: dict[str, Any] = field(default_factory=dict, init=False)
     """Manifests of the opened corpora by name. Checkpoints store them."""
     _store: AnswerStore | None = field(default=None, init=False)
@@ -72,7 +72,7 @@ class Corpora:
         return {"base": self.base.identity(), "seed": self.seed, **rows, **self.config.text.manifest()}
 
     def text_rows(self, seq_len: int) -> datasets.Dataset:
-        """Return the pretraining text packed into rows of ``seq_len``.
+        """Return the pretraining text packed into rows of ``seq_len`` tokens.
 
         Rows on disk are used even if a source has changed since, so that a run resumes with the same rows.
         """
@@ -133,7 +133,7 @@ class Corpora:
                 files.check_manifest(folder, {**manifest, "base": base}, REMEDY)
 
     def answers(self) -> AnswerStore:
-        """Return the complete corpus of answers: the transcripts, the base's own answers, or both."""
+        """Return the complete corpus of answers: the transcripts, the base's own answers, or both evenly mixed."""
         if self._store is None:
             stores = [self._transcripts()] if self.config.transcripts else []
             stores += [self._own_answers()] if self.config.uses_answers else []
@@ -186,7 +186,10 @@ class Corpora:
         return store
 
     def answer_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
-        """Return the answers for training, or the held-out ones, as packed rows; and each document's prompt number."""
+        """Return the answers for training, or the held-out ones, as packed rows, and each document's prompt number.
+
+        With transcripts, a document for training is a whole conversation, and the list of prompt numbers is empty.
+        """
         answers = self.answers().read(with_hidden_states=False)
         chosen = [answer for answer in answers if is_held_out(answer.prompt_number) == held_out]
         if not chosen:
@@ -201,7 +204,7 @@ class Corpora:
         return pack(documents, seq_len, split=False), [answer.prompt_number for answer in chosen]
 
     def draft_vocabulary(self, size: int) -> Tensor:
-        """Return [W] int64: the ``size`` most frequent ids in the answers; ids that end a turn are always included."""
+        """Return up to ``size`` ids, [W] int64 ascending: those that end a turn, and the most frequent in answers."""
         counts = self.answers().token_counts(self.base.vocab_size)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
@@ -246,6 +249,6 @@ class Corpora:
 
 
 def is_held_out(prompt_number: int) -> bool:
-    """Return True if an answer is held out from training. All turns of a conversation give the same result."""
+    """Return True if the answer to a prompt is held out from training. All turns of a conversation are alike."""
     group, index = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)
     return index == HELD_OUT_EVERY - 1 and group < HELD_OUT_MOST

@@ -24,7 +24,7 @@ class TextConfig:
     """Sources of text: a list of ``{kind, name, ...}``. Keys: see "Sources of text and prompts" in
     docs/reference/settings.md."""
     max_tokens: Annotated[int, Field(ge=64)] = 100_000
-    """Number of tokens of packed text on disk. A stream ignores it."""
+    """Largest number of tokens of packed text on disk. A stream ignores it."""
     stream: bool = False
     """Read and pack text during training instead of storing rows on disk. Use it for text larger than the disk. The
     sources are repeated as needed, and near-duplicates are not removed."""
@@ -48,7 +48,7 @@ class AnswersConfig:
     """Sources of prompts: a list of ``{kind, name, ...}``. Keys: see "Sources of text and prompts" in
     docs/reference/settings.md."""
     prompts: NonNegative = 1000
-    """Number of prompts to take from the sources."""
+    """Largest number of prompts to take from the sources."""
     self_prompted: NonNegative = 0
     """Number of additional prompts that the base writes itself. It continues its chat template at the user's turn."""
     exclude_suites: list[str] = field(default_factory=list)
@@ -65,11 +65,11 @@ class AnswersConfig:
     ``[{reasoning_effort: low}, {reasoning_effort: high}]`` or ``[{tools: tools.json}, {}]``."""
     precomputed: str | None = None
     """Existing answers to use instead of generating them. Give ``embedded:smollm2``, ``embedded:smollm2_large``, or the
-    folder ``answers`` of another corpus. As a check, the base must first repeat some of them. ``prompts`` limits the
-    number of answers."""
+    folder ``answers`` of another corpus. If they are greedy, the base must first repeat some of them. ``prompts``
+    limits the number of answers."""
     fresh: bool | None = None
-    """Generate the answers even if ``precomputed`` names existing ones. With null, a base other than the embedded
-    SmolLM2 generates its own answers instead of using the packaged ones."""
+    """Generate the answers even if ``precomputed`` names existing ones. With null, only packaged answers are replaced,
+    for a base that is not the embedded SmolLM2 or has an adapter."""
     batch_size: Positive = 64
     """Number of answers that each process generates at once with the built-in decoding."""
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -90,7 +90,7 @@ class AnswersConfig:
 
     @property
     def decoded_here(self) -> bool:
-        """Return True if the built-in decoding generates the answers; their final states are then available."""
+        """Return True if own answers come from the built-in decoding, which can store their final states."""
         return not self.copied and self.server.url is None
 
     def manifest(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class DataConfig:
     ``ultrachat``, ``sharegpt``, ``open_perfectblend``, ``magpie``, ``hermes_fc``, each optionally with ``:LIMIT``; or a
     list of these."""
     bad_transcripts: Literal["reject", "skip"] = "reject"
-    """Treatment of broken transcripts. ``reject`` ends the run before any work; ``skip`` trains on the other
+    """Treatment of broken transcripts. ``reject`` ends the run before training; ``skip`` trains on the other
     transcripts."""
     own_answers: bool = False
     """With transcripts, also train on the base's own answers (``answers``)."""

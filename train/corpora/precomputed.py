@@ -16,13 +16,17 @@ FOLDERS = {
     for name in ("smollm2", "smollm2_large")
 }
 COMPARED = 4
-"""Number of answers that the base must repeat."""
+"""Number of greedy answers that the base must repeat."""
 MIN_MATCH_RATE = 0.98
 """Smallest share of these answers' tokens that the base must choose. Not 1: another CPU may differ at near-ties."""
 
 
 def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: Log) -> None:
-    """Copy the answers of ``config.precomputed`` to ``folder`` once the base has repeated some of them."""
+    """Copy the answers of ``config.precomputed``, without hidden states, to ``folder`` unless it has answers.
+
+    Raises:
+        UserError: They are of another base or sampler, or the base does not repeat some of them (checked if greedy).
+    """
     assert config.precomputed is not None
     source = FOLDERS.get(config.precomputed, Path(config.precomputed))
     made_by = read_manifest(source)

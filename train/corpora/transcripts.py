@@ -30,14 +30,14 @@ from drafthead.train.corpora.corpus_config import DataConfig
 AGREEMENT = "agreement.json"
 """File that is written last. A folder with this file holds a complete corpus."""
 COMPARED = 32
-"""Number of assistant turns whose tokens are compared with the base's choices."""
+"""Largest number of assistant turns whose tokens are compared with the base's choices."""
 LOW_AGREEMENT = 0.5
 PER_SHARD = 1000
 """Number of conversations per shard."""
 
 
 def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None) -> Path:
-    """Return the folder of the corpus with these settings and the present contents of local files."""
+    """Return the folder of the corpus with these settings and the present local files; create it with its manifest."""
     files = [file_digest(path) for s in config.transcripts if s.kind != "hf" for path in files_of(s)]
     manifest = {
         "base": base.identity(),
@@ -57,7 +57,7 @@ def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None)
 def write_transcripts(
     base: BaseModel, config: DataConfig, folder: Path, longest: int | None, progress: Progress, log: Log
 ) -> None:
-    """Write the corpus to ``folder``, unless it is complete, and report its agreement with the base."""
+    """Write the corpus to ``folder``, unless it is complete, and log its agreement with the base in either case."""
     if not (folder / AGREEMENT).exists():
         for path in folder.glob("shard-*"):  # of an interrupted run
             path.unlink()
@@ -137,7 +137,7 @@ def conversation_documents(answers: Iterable[Answer]) -> Iterator[Document]:
 
 
 def write_mixture(parent: Path, transcripts: AnswerStore, own: AnswerStore) -> AnswerStore:
-    """Write a corpus with the conversations of both stores, evenly mixed, without hidden states; return it."""
+    """Return a corpus with the conversations of both stores, evenly mixed, without hidden states; write it if new."""
     sources = (transcripts, own)
     manifest = {"mixture": [{**read_manifest(source.folder), "answers": len(source.done)} for source in sources]}
     store = AnswerStore(folder_of_manifest(parent, manifest, "mixture-"), manifest)

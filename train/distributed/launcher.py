@@ -69,7 +69,7 @@ class Launch:
         return bool(self.accelerator.is_main_process)
 
     def main_process_first(self, per_node_data: bool) -> AbstractContextManager[None]:
-        """Run the block first on the process that writes corpora and caches, so that the others find them on disk."""
+        """Run the block first on the main process (``per_node_data``: of each node), so that others find its files."""
         first = self.accelerator.local_main_process_first if per_node_data else self.accelerator.main_process_first
         return cast(AbstractContextManager[None], first())
 
@@ -90,7 +90,7 @@ def launched(run: RunConfig) -> Iterator[Launch]:
 
 
 def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
-    """Return the processes that share a corpus: all processes, or with ``per_node_data`` those of this node."""
+    """Return the processes that share a corpus: all, or with ``per_node_data`` this node's; ``wait`` waits for all."""
     if not per_node_data:
         return ProcessGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
@@ -98,9 +98,9 @@ def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
 
 
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` with accelerate's settings applied, and remove these variables from the environment.
+    """Return ``shard`` with accelerate's settings applied, and turn FSDP and mixed precision off in the environment.
 
-    transformers reads them too, and would load weights on the first process only.
+    transformers reads these variables too, and would load weights on the first process only.
     """
     followed = with_launcher_settings(os.environ, shard)
     os.environ["ACCELERATE_USE_FSDP"] = "false"
@@ -109,7 +109,7 @@ def follow_launcher(shard: ShardConfig) -> ShardConfig:
 
 
 def with_launcher_settings(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` with the changes that accelerate's settings in ``environment`` ask for."""
+    """Return ``shard`` changed by accelerate's settings in ``environment``; reject settings that cannot be followed."""
     for switch, (name, advice) in REJECTED.items():
         if _is_on(environment, switch):
             raise UserError(f"accelerate is set to {name}, which training cannot follow; turn it off and {advice}")

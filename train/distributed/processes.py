@@ -40,7 +40,7 @@ class Processes:
         self._group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if is_group else None
 
     def all_reduce_max(self, value: int) -> int:
-        """Return the largest ``value`` of all processes. Processes use it to agree on stopping."""
+        """Return the largest ``value`` of all processes, which must all call this. They use it to agree on stopping."""
         if self._group is None:
             return value
         largest = torch.tensor([value])
@@ -57,7 +57,7 @@ class Processes:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """End this process if another one fails while the block runs, after at most the timeout and a few seconds."""
+        """End this process a few seconds after another fails, or is silent for the timeout, while the block runs."""
         if self._group is None:
             yield
             return
@@ -91,7 +91,7 @@ class _Peer:
 
 
 class _Heartbeat:
-    """A thread that writes this process's state to the store every second and reads the states of the others.
+    """A thread that writes this process's state to the store at least every second and reads the states of the others.
 
     torchrun cannot replace this thread. It reports a process that died. For a process that hangs, it reports the
     healthy process that gave up waiting (docs/dev/log.md).
@@ -168,7 +168,7 @@ class _Heartbeat:
                     _, peer.name, peer.ending = json.loads(message)
 
     def _cause(self, silence: float) -> tuple[int, str] | None:
-        """Return exit code and error line of the first process that failed or sent nothing for ``silence`` seconds."""
+        """Return (exit code, line) of a process that failed or was silent for ``silence`` seconds; None without any."""
         now = time.monotonic()
         for rank, peer in self._peers.items():
             if peer.ending is not None and peer.ending[0]:

@@ -74,7 +74,7 @@ def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> 
 
 
 def checkpoint_activations(head: DraftHead) -> None:
-    """Recompute the activations of the head's ``checkpointable`` methods in the backward pass."""
+    """Replace the head's ``checkpointable`` methods, so that the backward pass recomputes their activations."""
     for owner, method in head.checkpointable():
         setattr(owner, method, partial(_checkpointed, getattr(owner, method)))
 
@@ -85,10 +85,10 @@ def _wraps_heads() -> bool:
 
 
 class Sharding:
-    """The sharding of one run's base and head over the processes. Every method is collective."""
+    """The sharding of one run's base and head over the processes. All processes must call ``shard``."""
 
     def __init__(self, config: ShardConfig, device: torch.device) -> None:
-        """Shard by ``config``; ``device`` holds the weights."""
+        """Check that this torch can do what ``config`` asks for; ``shard`` does it. ``device`` holds the weights."""
         self.config, self.device = config, device
         self._made_group = False
         needs_wrapping = config.mode != "none" or config.precision == "bfloat16"
@@ -104,7 +104,7 @@ class Sharding:
         return self.config.mode == "full"
 
     def precision(self, base: BaseModel) -> torch.dtype:
-        """Return the dtype in which the head computes. ``auto`` takes the dtype that multiplies faster on this CPU."""
+        """Return the dtype in which the head computes. ``auto``: bfloat16 on a CPU where it is faster, else float32."""
         if self.config.precision != AUTO:
             return PRECISIONS[self.config.precision]
         faster = base.kernels is not None and base.kernels.bfloat16_reads
@@ -141,7 +141,7 @@ class Sharding:
         _shard_head(head, mesh, precision, frozen)
 
     def reshard(self, head: DraftHead) -> None:
-        """Free the weights that forward passes gathered. Call it after passes without a backward pass."""
+        """Free the weights that forward passes of a sharded head gathered. Call it after passes without a backward."""
         if isinstance(head, fsdp.FSDPModule):
             head.reshard()
 
@@ -168,7 +168,7 @@ class Sharding:
 
 
 def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, frozen: set[nn.Parameter]) -> None:
-    """Apply ``fully_shard`` to the head as one unit, because its loss uses all projections in turn, chunk by chunk."""
+    """Apply ``fully_shard`` to the head as one unit, because its loss uses all projections; replace ``head.loss``."""
     policy = fsdp.MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass follows at once, so gathered weights stay.
     fsdp.fully_shard(head, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
@@ -201,7 +201,8 @@ def full_state_dict(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
 def load_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state of ``full_state_dict``, saved by any number of processes; each process takes its shard.
 
-    Learning rates and other settings of ``optimizer`` do not change.
+    An empty state, from updates that were all skipped, is ignored. Learning rates and other settings of ``optimizer``
+    do not change.
     """
     if not state["state"]:  # every update so far was skipped
         return

@@ -46,7 +46,7 @@ def stop_signal() -> int:
 
 @contextmanager
 def install_handlers(log: Callable[[str], None]) -> Iterator[None]:
-    """Handle signals inside the block, which spans the whole program. Call it on the main thread.
+    """Handle SIGTERM and SIGINT inside the block, which spans the whole program. Call it on the main thread.
 
     ``log`` receives one line for the user.
     """
@@ -64,7 +64,7 @@ def install_handlers(log: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Delay signals that arrive inside the block until its end."""
+    """Delay a signal until the end of the outermost block, which then raises ``Stopped``."""
     _state.deferring += 1
     try:
         yield

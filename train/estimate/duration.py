@@ -39,7 +39,7 @@ class StageDurations:
     def __init__(
         self, run: RunConfig, base: BaseModel, devices: int, measured: Mapping[str, float] | None = None
     ) -> None:
-        """Time a few passes. ``measured``: known seconds of a micro-batch, by phase."""
+        """Time a few passes. ``measured``: seconds of a step of one micro-batch by phase; None: predicted by passes."""
         self.run, self.base, self.devices, self.measured = run, base, devices, measured
         self.read_s = _pass_seconds(base, LONG_PASS) / LONG_PASS
         """Seconds per token of a long pass."""
@@ -50,7 +50,7 @@ class StageDurations:
         self.costs = Estimate(run, devices, device=base.device.type)
 
     def rows(self) -> list[tuple[str, str, float]]:
-        """Name, description and seconds of every stage that will run."""
+        """Return (name, work, seconds) of corpora, each phase, tree and evaluate, if they will run; nan is unknown."""
         known = {"corpora": self._corpora, "tree": self._tree, "evaluate": self._evaluate}
         rows = []
         for stage in self.run.stages:

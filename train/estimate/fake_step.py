@@ -151,7 +151,7 @@ class StepMemory:
         self.operations = memory.operations
         """Operations of all matrix products and attention, two per multiplied pair."""
         self.loss = peaks["head"]
-        """Hidden states, activations and gradients, at the peak of the forward and backward passes."""
+        """Bytes of hidden states, activations and gradients, at the peak of the forward and backward passes."""
         self.step = memory.peak - held
         """Bytes at the peak of the whole step, which includes the optimiser's temporary tensors."""
 
@@ -171,7 +171,7 @@ def _make_gradients(head: nn.Module) -> None:
 
 
 def micro_batches(head: DraftHead, phase: PhaseConfig, share: float = 1.0) -> Iterator[tuple[TrainBatch, HiddenStates]]:
-    """Yield full rows of one document each, whose last ``share`` of tokens is trained, and their hidden states."""
+    """Yield one micro-batch of full rows with random tokens, the last ``share`` trained, and their hidden states."""
     base, shape = head.base, (phase.micro_batch_size, phase.seq_len)
     batch = TrainBatch(
         input_ids=torch.randint(0, base.vocab_size, shape, device="cpu"),

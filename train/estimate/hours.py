@@ -34,7 +34,7 @@ class Gpu(NamedTuple):
     bandwidth: float
     """Memory bandwidth in bytes per second, in units of 10**9."""
     gigabytes: int
-    """Memory size."""
+    """Memory in units of 10**9 bytes."""
 
 
 GPUS = {
@@ -59,14 +59,15 @@ STEPS = 3
 
 
 def fits(needed: int, gigabytes: int) -> bool:
-    """Return True if a device has room for ``needed`` bytes, with 10 % and 1 GiB free."""
+    """Return True if ``gigabytes`` (10**9 bytes) have room for ``needed`` bytes, with 10 % and 1 GiB free."""
     return needed < 0.9 * gigabytes * 10**9 - 2**30
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
     """Return a lower bound on the seconds for the answers and for each phase, on ``plan.devices`` GPUs of this kind.
 
-    Training is bound by matrix products. A decoding step is bound by its products, and by reading all weights once.
+    The keys are "answers", if the built-in decoding makes them, and the phases' names. Training is bound by matrix
+    products. A decoding step is bound by its products, and by reading all weights once.
     """
     speed, seconds = gpu.tera_operations * 1e12 * SHARE * plan.devices, {}
     config = plan.data.answers
@@ -89,7 +90,7 @@ def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> i
 
 
 def gpu_table(plan: Estimate, hours: float | None) -> Table:
-    """Return a table with the time of a run on each known GPU whose memory is large enough."""
+    """Return a table of a run's time on each known GPU with enough memory, and the steps in ``hours`` if given."""
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     rows = {name: gpu_seconds(plan, gpu) for name, gpu in GPUS.items()}
@@ -157,7 +158,7 @@ def _is_at_hand(base: BaseConfig) -> bool:
 
 
 def print_estimate(run: RunConfig) -> None:
-    """Print the costs of a run on the number of processes that the launcher started."""
+    """Print the costs of a run on the processes that the launcher started; only the process of rank 0 prints."""
     if os.environ.get("RANK", "0") != "0":
         return
     console = Console(highlight=False)

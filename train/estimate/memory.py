@@ -22,7 +22,7 @@ GATHERED_LAYERS = 2
 TOKEN_ID = 4
 """Bytes of a token id on disk (int32)."""
 CACHED = 2
-"""Bytes of one value of a cached hidden state (float16)."""
+"""Bytes of one value of a cached hidden state (float16 or bfloat16)."""
 
 
 class Estimate:
@@ -51,7 +51,7 @@ class Estimate:
         self.trained = sum(p.numel() for p in self.head.parameters() if p.requires_grad)
         """Trained parameters of the head and of the base's adapters."""
         self.precision = PRECISIONS["float32" if run.shard.precision == AUTO else run.shard.precision]
-        """Dtype that the head computes in."""
+        """Dtype in which the head computes; ``auto`` is taken as float32."""
         self._steps: dict[tuple[str, bool], StepMemory] = {}
         self._fake = FakeFloats()
         for tensor in (*self.base.model.state_dict().values(), self.head.target_lm_head.weight):
@@ -102,7 +102,7 @@ class Estimate:
         return of_micro_batch * phase.steps * self.rows_per_step(name) / phase.micro_batch_size
 
     def steps(self) -> dict[str, StepMemory]:
-        """The memory of a step of one micro-batch, by phase."""
+        """Return the memory of a step of one micro-batch, by phase."""
         return {name: self._step(name, accumulates=False) for name in self.phases}
 
     def total(self, name: str, mode: str | None = None) -> int:
@@ -159,7 +159,7 @@ class Estimate:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Bytes on disk by purpose: 4 per token id, 2 D per token and layer of hidden states, one checkpoint."""
+        """Bytes on disk by purpose: 4 per token id of answers, 2 D per token and layer of states, one checkpoint."""
         width = self.base.hidden_size * CACHED
         sizes = {"answers": self.answer_tokens * TOKEN_ID}
         storing = {name: phase for name, phase in self.phases.items() if phase.store_hidden_states}

@@ -41,11 +41,11 @@ def write_card(
     processes: int,
     agreement: str | None = None,
 ) -> None:
-    """Write ``README.md``, ``eval.json`` and the loss curve into ``folder/head``.
+    """Write ``README.md``, ``eval.json`` and, if the run drew it, the loss curve into ``folder/head``.
 
     ``evaluation`` is the contents of ``eval.json``. ``quality``, of ``quality.json``, compares a trained base with the
-    original one. ``processes`` is the number of processes with which the run started. ``agreement`` is a line about the
-    transcripts' agreement with the base.
+    original one (None: frozen). ``processes`` is the number of processes with which the run started. ``agreement`` is a
+    line about the transcripts' agreement with the base (None: no transcripts).
     """
     # Prompt and tree files are named without this machine's folders.
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}

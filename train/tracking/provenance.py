@@ -17,7 +17,7 @@ PACKAGES = ("datasets", "accelerate", "peft", "safetensors", "numpy", "hydra-cor
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """Environment variables that change the results of a run. Only these are recorded, because others may hold secrets."""
 MAX_DIFF_BYTES = 2_000_000
-"""Largest size of the recorded diff. A larger diff is cut, because it comes from a data file and not from code."""
+"""Largest number of characters of the recorded diff. A larger one is cut, because it comes from data, not from code."""
 
 
 def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:

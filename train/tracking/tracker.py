@@ -188,7 +188,7 @@ def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
 
 
 def wandb_run_id(folder: Path) -> str:
-    """Return the id of the folder's wandb run: the saved id if ``metrics.jsonl`` has rows to resume, else a new one."""
+    """Return the id of the folder's wandb run: the saved id if ``metrics.jsonl`` exists, else a new one, saved now."""
     file = folder / "wandb-run-id"
     if not ((folder / "metrics.jsonl").exists() and file.exists()):
         write_checksummed_json(file, uuid.uuid4().hex[:12])

@@ -35,10 +35,10 @@ class PhaseData:
         cache: StoredHiddenStates | None,
         subset: np.ndarray | None = None,
     ) -> None:
-        """Use only the rows with the numbers ``subset``, by default all rows."""
+        """Use only the rows numbered ``subset``, by default all. Without ``cache`` the base computes hidden states."""
         self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
         self.waited_s = 0.0
-        """Seconds that ``stream`` has waited for the reading thread."""
+        """Seconds that ``stream`` has waited for the reading thread since the trainer last set this to 0."""
         self._order = RowOrder(0 if isinstance(rows, StreamedRows) else len(rows) if subset is None else subset)
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class PhaseData:
         return self.with_hidden_states(*self.read(numbers))
 
     def stream(self, batches: Iterable[list[int]]) -> Iterator[Batch]:
-        """Yield ``load`` of each list of row numbers, while a thread reads the next list from disk."""
+        """Yield ``load`` of each list of row numbers in order, while a thread reads the next list from disk."""
         with ThreadPoolExecutor(1, thread_name_prefix="rows") as reader:
             upcoming: Future[tuple[TrainBatch, Tensor | None]] | None = None
             for numbers in chain(batches, [None]):
@@ -62,7 +62,7 @@ class PhaseData:
                     yield self.with_hidden_states(batch, cached)
 
     def read(self, numbers: list[int]) -> tuple[TrainBatch, Tensor | None]:
-        """Return the rows ``numbers`` and their cached hidden states, if any, in host memory."""
+        """Return the rows ``numbers`` and their cached hidden states (None without a cache), in host memory."""
         if isinstance(self.rows, StreamedRows):
             return self.rows.batch(numbers), None
         batch = collate(self.rows, numbers)
@@ -80,7 +80,7 @@ class PhaseData:
         return batch, HiddenStates.split(cached.to(self.base.device, non_blocking=True), self.base.hidden_size)
 
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
-        """Return row numbers ``first`` to ``first + count`` of the endless stream of reshuffled epochs."""
+        """Return ``RowOrder.numbers``; for a text stream, whose rows have no end, the positions themselves."""
         if isinstance(self.rows, StreamedRows):  # it shuffles its rows itself
             return list(range(first, first + count))
         return self._order.numbers(seed, first, count)
@@ -95,7 +95,7 @@ class RowOrder:
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
-        """Return row numbers ``first`` to ``first + count`` of the stream."""
+        """Return the row numbers at positions ``first`` to ``first + count - 1`` (from 0) of the shuffled epochs."""
         numbers = []
         for index in range(first, first + count):
             epoch, position = divmod(index, len(self._rows))
@@ -108,9 +108,9 @@ class RowOrder:
 def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: int) -> list[list[int]]:
     """Return the micro-batches of process ``rank`` in a step that trains on the rows ``numbers``.
 
-    Every process gets the same number of micro-batches, each with 1 to ``micro_batch_size`` rows. The rows of a step do
-    not depend on the number of processes. Example: 8 rows in micro-batches of 2 on 2 processes are [0 1] [4 5] on rank
-    0 and [2 3] [6 7] on rank 1.
+    Every process gets the same number of micro-batches, each with 1 to ``micro_batch_size`` rows; too few rows raise a
+    ``UserError``. The rows of a step do not depend on the number of processes. Example: 8 rows in micro-batches of 2 on
+    2 processes are [0 1] [4 5] on rank 0 and [2 3] [6 7] on rank 1.
     """
     count = -(-len(numbers) // (micro_batch_size * processes)) * processes
     if count > len(numbers):
@@ -124,9 +124,9 @@ def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: 
 def open_phase(
     corpora: Corpora, name: str, phase: PhaseConfig, spec: HiddenStatesSpec, seed: int = 0, num_rows: int | None = None
 ) -> PhaseData:
-    """Open the rows of a phase's corpus, with cached hidden states if the phase asks for them.
+    """Open the rows of a phase's corpus. With ``store_hidden_states``, compute and store missing hidden states now.
 
-    The cache holds the first ``num_rows`` rows in the order of ``seed``; by default all rows.
+    They are stored for the first ``num_rows`` rows in the order of ``seed``; by default for all rows of the phase.
     """
     if phase.corpus == "text" and corpora.config.text.stream:
         return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec, None)
@@ -151,7 +151,7 @@ def open_phase(
 def open_held_out(
     corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, cached: bool, base: BaseModel | None = None
 ) -> PhaseData:
-    """Open the held-out answers with hidden states of the corpora's base, on disk if ``cached``.
+    """Open the held-out answers with hidden states of the corpora's base, computed and stored now if ``cached``.
 
     Hidden states of another ``base``, such as a trained one, are always computed.
     """
@@ -163,7 +163,7 @@ def open_held_out(
 
 
 def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets.Dataset | None:
-    """Return rows of the text corpus on which no phase has trained the base; None for a run without text.
+    """Return the last rows of the text corpus, on which no phase trains the base; None for a run without text.
 
     Phases that train only the head may have used them. ``phases`` are those of the run, by name.
     """
@@ -177,5 +177,5 @@ def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets
 
 
 def _rows_left_out(rows: datasets.Dataset) -> int:
-    """Return the number of text rows that phases with ``train_base`` do not use: the last tenth."""
+    """Return the number of last rows that ``train_base`` phases leave out: a tenth, 1 to ``MAX_UNSEEN_ROWS``."""
     return min(MAX_UNSEEN_ROWS, max(1, len(rows) // 10))

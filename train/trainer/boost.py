@@ -1,8 +1,8 @@
 """Boosting of drafters (SpecInfer, 2305.09781): a second head learns the tokens that the first head misses.
 
 SpecInfer trains its second draft model on the samples that the first one gets wrong. Here every target token has a
-weight: ``floor`` if the first head's tree contains it, else 1. Both heads then draft one combined tree, in which a
-token is accepted if either head drafts it.
+weight: ``floor`` if the first head ranks it within its tree's width at that depth, else 1. Both heads then draft one
+combined tree, in which a token is accepted if either head drafts it.
 
 Shape legend: B rows, T tokens, K draft positions.
 """
@@ -24,8 +24,8 @@ from drafthead.train.trainer.batches import Batch
 def load_first(name: str, head: DraftHead) -> DraftHead:
     """Load the first head, a folder or Hub repository, onto the base of ``head``.
 
-    The first head must read the same layers of the base as ``head``, or only the final hidden state. It must have been
-    trained on a frozen base.
+    It is in eval mode. A ``UserError`` rejects a head that was trained with its base, or that reads other layers of the
+    base than ``head`` (reading only the final hidden state is allowed).
     """
     first = load_head(name, head.base)
     if first.config.trains_base:
@@ -39,7 +39,7 @@ def load_first(name: str, head: DraftHead) -> DraftHead:
 
 
 def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float) -> Iterator[Batch]:
-    """Yield ``batches`` with target weights to train a head of ``depth`` positions that complements ``first``."""
+    """Yield ``batches`` with the ``target_weights`` for a head of ``depth`` positions that complements ``first``."""
     tree = first.tree or TokenTree.chain(first.depth)
     for batch, hidden in batches:
         ranks = first.candidate_ranks(batch, hidden, top=WIDTH)
@@ -47,10 +47,12 @@ def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float
 
 
 def target_weights(ranks: Tensor, tree: TokenTree, depth: int, floor: float) -> Tensor:
-    """Return the weights [B, T, depth] of every token as a target: ``floor`` if ``tree`` drafts its rank, else 1.
+    """Return the weights [B, T, depth] of every token as a target: ``floor`` or 1.
 
-    ``ranks`` [B, T, K] come from ``candidate_ranks``; -1 means no rank. Draft positions k count from 1: position k of
-    anchor t predicts token t + 1 + k, so ``ranks[b, t, k - 1]`` determines ``weights[b, t + 1 + k, k - 1]``.
+    ``floor``: its rank (from 0) is at most the largest rank in ``tree`` at this depth. ``ranks`` [B, T, K] come from
+    ``candidate_ranks``; -1 means no target. Tokens without a rank have weight 1. Draft positions k count from 1:
+    position k of anchor t predicts token t + 1 + k, so ``ranks[b, t, k - 1]`` determines
+    ``weights[b, t + 1 + k, k - 1]``.
     """
     widths = [1 + max((path[-1] for path in tree.paths if len(path) == k), default=-1) for k in range(1, depth + 1)]
     weights = torch.ones(*ranks.shape[:2], depth, device=ranks.device)

@@ -57,8 +57,8 @@ from drafthead.train.trainer.step import TrainProgress
 def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Return ``value`` as JSON with each tensor replaced by its name, and the tensors by name.
 
-    ``value`` nests dictionaries, lists and tuples. Example: ``{"a": (1, t)}`` becomes
-    ``{"map": [["a", {"tuple": [1, {"tensor": "a.1"}]}]]}`` and ``{"a.1": t}``.
+    ``value`` nests dictionaries, lists and tuples; names start with ``name``. Tensors are moved to the CPU. Example:
+    ``{"a": (1, t)}`` becomes ``{"map": [["a", {"tuple": [1, {"tensor": "a.1"}]}]]}`` and ``{"a.1": t}``.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -85,7 +85,7 @@ def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def join_tensors(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Invert ``split_tensors``."""
+    """Return the value of which ``split_tensors`` made ``plain`` and ``tensors``."""
     if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()
@@ -100,7 +100,7 @@ def join_tensors(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the states of this process's random generators, as tensors and plain values."""
+    """Return the states of this process's generators in Python, NumPy and torch, as tensors and plain values."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -112,7 +112,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore a state of ``capture_rng``; accelerators only if their number is the same."""
+    """Restore a result of ``capture_rng``; the accelerators' states only if their number has not changed."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -123,7 +123,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def undisturbed_rng() -> Iterator[None]:
-    """Restore the random generators after the block. Use it for work that a resumed run may repeat or skip."""
+    """Restore the random generators' states after the block. Use it for work that a resumed run may repeat or skip."""
     state = capture_rng()
     try:
         yield
@@ -142,17 +142,17 @@ class TrainState:
     """The progress of a run. Counters give finished items, so they are also the index of the next phase or step."""
 
     phase: NonNegative
-    """Index in the recipe's list of phases."""
+    """Index (from 0) of the phase that continues; the number of phases if all are finished."""
     step: NonNegative
-    """Optimiser steps finished in the phase. They give the position in its schedule and in its data."""
+    """Optimiser steps finished in the phase: the position in its schedule and data. In ``adapt``: finished updates."""
     global_step: NonNegative
-    """Optimiser steps finished over all phases, as in the checkpoint's name."""
+    """Optimiser steps finished over all phases, as in the checkpoint's name. In ``adapt``: finished answers."""
     processes: Positive = 1
     """Number of processes with which the run started; it sets the rows of a step. Another number may resume the run."""
     score: float | None = None
-    """Held-out mean accepted length, if it was measured at this step."""
+    """Held-out mean accepted length; None if it was not measured at this step."""
     losses: list[float | None] = field(default_factory=list)
-    """Losses of the phase's latest steps; None for a skipped update."""
+    """Losses of the phase's latest ``loss_spikes.window`` steps, oldest first; None for a skipped update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +181,11 @@ def save_checkpoint(
     manifests: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write ``folder/step-<global_step>``, then remove all but the newest ``keep`` checkpoints and the best one.
+    """Write ``folder/step-<global_step>`` and return it; remove all but the newest ``keep`` checkpoints and the best.
 
-    Call it on one process only. Checkpoints of later steps are also removed: since the run did not resume from them,
-    they are damaged or belong to an earlier run. ``head`` and ``optimizer`` hold full tensors, not shards;
-    ``Checkpoint`` describes the other arguments.
+    Call it on one process only. The link ``best`` is updated. Checkpoints of later steps are also removed: since the
+    run did not resume from them, they are damaged or belong to an earlier run. ``head`` and ``optimizer`` hold full
+    tensors, not shards; ``Checkpoint`` describes the other arguments.
     """
     plain_optimizer, optimizer_tensors = split_tensors(optimizer)
     plain_rng, rng_tensors = split_tensors(list(rng), "rank")
@@ -248,7 +248,10 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load_best(folder: Path) -> Checkpoint | None:
-    """Return the latest checkpoint among those with the largest held-out mean accepted length; None without any."""
+    """Return the checkpoint with the largest held-out mean accepted length, of equal ones the latest.
+
+    The result is None if none was measured. A damaged best checkpoint is a ``UserError``.
+    """
     best = best_of(checkpoints(folder))
     return None if best is None else _load(best, ())
 
@@ -284,20 +287,20 @@ def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints of ``folder``, oldest first."""
+    """Return the folders of the completely written checkpoints in ``folder``, by ascending step."""
     names = {path: NAME.fullmatch(path.name) for path in folder.glob("step-*")}
     return [path for _, path in sorted((int(match[1]), path) for path, match in names.items() if match)]
 
 
 def best_of(paths: list[Path]) -> Path | None:
-    """Return the best of the checkpoints ``paths`` (oldest first); None if none was measured."""
+    """Return the latest of ``paths`` (oldest first) with the largest ``score``; None if none was measured."""
     scores = {path: saved_state(path).get("score") for path in paths}
     measured = [path for path in reversed(paths) if isinstance(scores[path], int | float)]
     return max(measured, key=lambda path: float(scores[path] or 0), default=None)
 
 
 def saved_state(path: Path) -> dict[str, Any]:
-    """Return the counters and the score of the checkpoint ``path`` without verifying its files; empty if unreadable."""
+    """Return a checkpoint's ``TrainState`` as a dictionary, without verifying its files; empty if it is unreadable."""
     try:
         state = json.loads((path / STATE).read_bytes())["content"]["state"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -353,21 +356,21 @@ class CheckpointManager:
         self.checkpoints = folder / "checkpoints"
         self.progress = progress
         self.initial_world_size = processes.count
-        """Number of processes with which the run started; it sets the rows of a step."""
+        """Number of processes with which the run started; it sets the rows of a step. ``restore`` replaces it."""
         best = best_of(checkpoints(self.checkpoints))
         self.best_score: float | None = processes.gather(saved_state(best)["score"] if best else None)[0]
         self._trained_on: dict[str, Any] = {}
-        """Manifests of the corpora, from the checkpoint from which the run resumed."""
+        """Manifests of the corpora in the checkpoint from which the run resumed; empty if it did not resume."""
 
     def record_score(self, score: float) -> bool:
-        """Record the held-out mean accepted length after the latest step; return True if it is the largest so far."""
+        """Record rank 0's ``score``, on every process at once; return True if it is the largest of the run so far."""
         self.progress.score = score = self.processes.gather(score)[0]  # either all processes save or none
         is_best = self.best_score is None or score > self.best_score
         self.best_score = score if is_best else self.best_score
         return is_best
 
     def save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
-        """Save a checkpoint from which the run can resume. Every process takes part; the main process writes."""
+        """Save a checkpoint on the main process; all processes call it. Weights that are not finite raise an error."""
         weights, optimizer_state = full_state_dict(self.head, optimizer)
         rng = self.processes.gather(capture_rng())
         if self.processes.rank:
@@ -395,7 +398,10 @@ class CheckpointManager:
         )
 
     def restore(self) -> Checkpoint | None:
-        """Restore head, progress and random generators from the newest intact checkpoint, on every process."""
+        """Restore head, progress and random generators from the newest intact checkpoint, on every process.
+
+        Return the checkpoint, whose optimiser and losses are left to the caller; None if there is none.
+        """
         checkpoint, processes = load_latest(self.checkpoints), self.processes
         names = processes.gather(None if checkpoint is None else checkpoint.path.name)
         odd = next((rank for rank, name in enumerate(names) if name != names[0]), None)
@@ -428,7 +434,7 @@ class CheckpointManager:
         return checkpoint
 
     def check_corpora(self) -> None:
-        """Reject corpora that differ from those of the checkpoint's manifests."""
+        """Reject opened corpora that differ from those of the checkpoint from which the run resumed, if it did."""
         for name, manifest in self.corpora.manifests.items():
             changed = difference(update_names(self._trained_on[name]), manifest) if name in self._trained_on else None
             if changed is not None:

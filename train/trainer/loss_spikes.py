@@ -11,7 +11,7 @@ from pydantic import Field
 from drafthead.data.utils.settings import require, settings
 
 HISTORY = 16
-"""Number of losses needed before the median is used. Until then an update is skipped only if it is not finite."""
+"""Number of losses needed to use their median. Before, only a loss or gradient that is not finite is skipped."""
 
 
 @settings(kw_only=True)
@@ -19,13 +19,13 @@ class LossSpikeConfig:
     """Limits on the updates that a phase may skip."""
 
     spike: float = 5.0
-    """Skip an update if its loss exceeds this multiple of the recent median. 0 skips only updates whose loss or
-    gradient is not finite."""
+    """Skip an update if its loss exceeds this multiple of the recent median. 0 turns this off. An update whose loss or
+    gradient is not finite is always skipped."""
     window: Annotated[int, Field(ge=HISTORY)] = 100
     """Number of latest steps over which the median is taken and skipped updates are counted."""
     limit: int = 10
-    """Largest number of updates that may be skipped within the window. One more ends the run with an error; the
-    weights of the last good update are saved."""
+    """Largest number of updates that may be skipped within the window. One more ends the run with an error; earlier
+    checkpoints stay, but no new one is saved."""
 
     def __post_init__(self) -> None:
         require(self.spike == 0 or 1 < self.spike < math.inf, "spike", "> 1, or 0 to skip nothing finite", self.spike)
@@ -45,18 +45,18 @@ class LossSpikeFilter:
 
     @property
     def losses(self) -> list[float | None]:
-        """Losses of the latest steps, None for a skipped update. This is the filter's whole state."""
+        """Losses of the latest ``window`` steps, oldest first, None for a skipped update: the filter's whole state."""
         return list(self._losses)
 
     @property
     def skipped(self) -> int:
-        """Number of skipped updates among the latest steps."""
+        """Number of skipped updates among the latest ``window`` steps."""
         return sum(loss is None for loss in self._losses)
 
     def skip_reason(self, loss: float, grad_norm: float) -> str | None:
-        """Return the reason to skip the update, or None to apply it. Call it once per step.
+        """Record a step; return the reason to skip its update, or None to apply it. Call it once per step.
 
-        ``loss`` is the mean per trained token.
+        ``loss`` is the mean per trained token, ``grad_norm`` the norm before clipping.
         """
         reason = None
         recent = [previous for previous in self._losses if previous is not None]

@@ -66,9 +66,9 @@ class OptimConfig:
 def lr_at(config: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimiser step ``step`` (0-based) in a phase of ``steps`` steps.
 
-    Step i has the rate at point i + 1 of the schedule, so that no step has a learning rate of 0. The warm-up ends at
-    step ``warmup_steps - 1``, and the last step has ``lr * final_lr_ratio``. IBM's training script is one step later:
-    its first step has a learning rate of 0.
+    Step i has the rate at point i + 1 of the schedule, so that the first step's is not 0. The warm-up ends at step
+    ``warmup_steps - 1``. A decaying schedule that outlasts it ends with ``lr * final_lr_ratio`` at the last step. IBM's
+    training script is one step later: its first step has a learning rate of 0.
     """
     done = step + 1
     rise = WARMUPS[config.warmup](done / config.warmup_steps) if done < config.warmup_steps else 1.0
@@ -85,10 +85,11 @@ def build_optimizer(
     lr_mult: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
     matrices: Collection[Tensor] = (),
 ) -> Optimizer:
-    """Return AdamW over the trainable ``parameters``, with Muon over ``matrices``. Only matrices decay.
+    """Return AdamW over the trainable ``parameters`` (none is a ``UserError``), but Muon over those in ``matrices``.
 
-    Before every step the training loop sets a group's ``lr`` to ``lr_at(...)`` times the group's ``lr_mult``. Groups
-    are sorted by multiplier, matrices first, with parameters in the given order. A resumed run relies on this order.
+    Only matrices decay. Before every step the training loop sets a group's ``lr`` to ``lr_at(...)`` times the group's
+    ``lr_mult``. Groups are sorted by multiplier, matrices first, with parameters in the given order. A resumed run
+    relies on this order.
     """
     adamw_groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     muon_groups: dict[tuple[float, bool], list[nn.Parameter]] = {}

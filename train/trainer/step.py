@@ -1,6 +1,15 @@
-"""One optimiser step: gradients of summed losses, divided once by the global count of trained tokens.
+"""One optimiser step: gradients of summed losses, divided once by the global count of trained tokens. Its calls are::
 
-The caller may skip an update, for example with ``loss_spikes.LossSpikeFilter``.
+    Trainer._step                    trainer.py     passes the step's micro-batches, not yet read, to ``train_step``
+      train_step                     step.py        runs the step and returns its ``StepResult``
+        PhaseData.stream             batches.py     yields a batch and the base's hidden states, stored or computed now
+        DraftHead.loss               draft_head.py  the summed loss of a micro-batch; its backward pass follows
+        Trainer._reduce              trainer.py     sums tokens, gradients and losses over the processes
+        clip_gradients               step.py        scales the mean loss's gradients and returns their norm
+        LossSpikeFilter.skip_reason  loss_spikes.py None, or the reason to skip the update
+        Optimizer.step               optim.py       updates the weights, at the rate that ``lr_at`` gave the trainer
+
+Callers other than ``Trainer`` pass no filter, so their updates are never skipped.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,17 +30,17 @@ class StepResult:
     """The result of one or more steps. Tensors stay on the device until they are logged."""
 
     total: LossOutput
-    """Losses and metrics, summed over micro-batches and processes."""
+    """Losses and metrics, summed over the steps, their micro-batches and all processes."""
     grad_norm: Tensor
     """Gradient norm of the latest step, before clipping."""
     skip_reason: str | None = None
-    """Reason for skipping the update; None if it was applied."""
+    """Reason for skipping the update; None if it was applied, and always None in a sum of results."""
 
     def __add__(self, other: "StepResult") -> "StepResult":
         return StepResult(_added([self.total, other.total]), other.grad_norm)
 
     def metrics(self) -> dict[str, float]:
-        """Return host values: mean ``loss`` per trained token, ``grad_norm``, and every named ratio."""
+        """Return floats: mean ``loss`` per trained token (nan without any), ``grad_norm``, and every ratio by name."""
         ratios = {name: ratio.value for name, ratio in self.total.ratios().items()}
         return {"loss": float(self.total.loss_sum / self.total.tokens), "grad_norm": float(self.grad_norm), **ratios}
 
@@ -43,16 +52,16 @@ class TrainProgress:
     loss_spikes: LossSpikeFilter
     """Filter for the updates of the current phase."""
     phase: int = 0
-    """Index of the current phase."""
+    """Index of the current phase, from 0; the number of phases after the last one."""
     step: int = 0
     """Finished optimiser steps of the phase."""
     total_steps: int = 0
     """Finished optimiser steps over all phases."""
     score: float | None = None
-    """Held-out mean accepted length, if it was measured after the latest step."""
+    """Held-out mean accepted length after the latest step; None if it was not measured there."""
 
     def count_step(self) -> None:
-        """Count a finished step, after which nothing is measured yet."""
+        """Count a finished step and reset ``score``, which belongs to the step before."""
         self.step += 1
         self.total_steps += 1
         self.score = None
@@ -80,19 +89,21 @@ def train_step(
     should_skip: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     profile_hook: Callable[[str], None] = lambda part: None,
 ) -> StepResult:
-    """Accumulate gradients over the micro-batches, reduce, divide, clip, and update the head.
+    """Accumulate gradients over the micro-batches, reduce, divide, clip, and update the head. Return the results.
 
-    The step waits for the device once, for the numbers that ``should_skip`` gets.
+    The step waits for the device once, for the numbers that ``should_skip`` gets. If no token is trained, the optimiser
+    still takes a step, with gradients of 0.
 
     Args:
-        micro_batches: Batches and their hidden states [B, T, D], at least one.
+        micro_batches: Batches and the base's hidden states at their tokens, at least one.
         lr: Learning rate of this step; a parameter group multiplies it by its ``lr_mult``.
         clip_norm: Largest norm of the mean loss's gradient; 0 turns clipping off.
         share_done: Share of the phase that is done after this step, in (0, 1].
-        reduce: Function that sums a tensor over processes. Sharded gradients are already summed in the backward pass.
-        should_skip: Function of (mean loss, gradient norm) that returns the reason to skip the update, or None to apply
-            it. It is not called if no token is trained.
-        profile_hook: Function called with ``head`` after each backward pass, and with ``optimiser`` after the update.
+        reduce: Function that returns a tensor's sum over processes. It does not get sharded gradients, which the
+            backward pass has summed.
+        should_skip: Function of (mean loss, gradient norm before clipping) that returns the reason to skip the update,
+            or None to apply it. It is not called if no token is trained.
+        profile_hook: Function called with "head" after each backward pass, and with "optimiser" at the step's end.
     """
     optimizer.zero_grad(set_to_none=True)
     outputs = []
@@ -125,9 +136,9 @@ def train_step(
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients to a total norm of at most ``max_norm`` and return the norm before scaling.
+    """Scale the gradients in place to a total norm of at most ``max_norm``; return the norm before scaling, a scalar.
 
-    With ``max_norm=inf`` gradients stay unchanged. Sharded and replicated parameters may be mixed.
+    With ``max_norm=inf`` finite gradients stay unchanged. Sharded and replicated parameters may be mixed.
     """
     # torch's functions take either sharded or replicated tensors, so each group has its own call.
     groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
@@ -145,7 +156,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
 def evaluate_loss(
     head: DraftHead, batches: Iterable[tuple[TrainBatch, HiddenStates]], loss: LossConfig
 ) -> dict[str, float]:
-    """Return the training metrics on held-out batches, without an update."""
+    """Return ``StepResult.metrics`` without "grad_norm" over ``batches`` (at least one); update nothing."""
     total = _added([head.loss(batch, base_hidden, loss) for batch, base_hidden in batches])
     metrics = StepResult(total, torch.zeros(())).metrics()
     del metrics["grad_norm"]

@@ -38,7 +38,7 @@ from drafthead.train.trainer.step import StepResult, TrainProgress, evaluate_los
 
 
 class Trainer:
-    """Training of one head in all phases of a run."""
+    """Training of one head in all phases of a run. Every process has one; only the main process has a ``tracker``."""
 
     def __init__(
         self, run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path, launch: Launch, tracker: Tracker | None
@@ -52,7 +52,7 @@ class Trainer:
         )
 
     def train(self) -> None:
-        """Run every unfinished phase, from the newest checkpoint on."""
+        """Run every unfinished phase, from the newest checkpoint on. Divergence is a ``UserError``."""
         self.head.train()
         if self.processes.rank:
             set_seed(self.run.seed + self.processes.rank)  # heads are equal by now, but dropout must differ
@@ -131,7 +131,7 @@ class Trainer:
                 started += perf_counter() - paused  # logged speed leaves out validation and saving
 
     def _check_common(self, name: str, digest: str) -> None:
-        """Reject rows that differ between nodes, because a step's rows are given by their numbers."""
+        """Reject rows whose ``digest`` differs between processes, because a step's rows are given by their numbers."""
         digests = self.processes.gather(digest)
         if len(set(digests)) > 1:
             raise UserError(
@@ -160,7 +160,7 @@ class Trainer:
         return result
 
     def _open(self, name: str) -> PhaseData:
-        """Open a phase's rows; hidden states are cached only for rows that the phase's steps use."""
+        """Open a phase's rows. A phase that stores hidden states stores only those of rows that its steps use."""
         phase = self.run.phases[name]
         seed = self._row_seed(list(self.run.phases).index(name))
         num_rows = phase.steps * self._rows_per_step(phase)
@@ -210,7 +210,7 @@ class Trainer:
         self.display.line(console_line(row, self.run.phases[name].steps))
 
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
-        """Measure acceptance on the held-out answers; return True if the mean accepted length is the best so far."""
+        """Measure and log loss and acceptance on held-out answers; return True if the accepted length is a new best."""
         self.head.eval()
         answers: list[Ranks] = []
 
