@@ -70,6 +70,7 @@ def evaluate(
     An interrupted evaluation resumes: finished prompts are stored in ``eval-log-*.jsonl``.
 
     Args:
+        progress: called with a label, the number done and the total (0 and 0 for a line without numbers).
         draft_config: tree and sampling of the drafts; by default those of ``config``.
         head: the drafter that ``head`` means in ``config.baselines``; by default ``drafter``.
         candidates: more drafters to time in the same run with the same rule, by name.

@@ -29,7 +29,7 @@ _SENTENCE_END = re.compile(r"(?<=[.?!])\s+(?=[A-Z])")
 
 
 def _passages(kind: str, lengths: tuple[int, int] = PASSAGE_CHARACTERS) -> Iterator[str]:
-    """Yield the training passages for the task ``kind``, without their titles."""
+    """Yield the training passages for the task ``kind`` without titles, of ``lengths`` (least, most) characters."""
     shortest, longest = lengths
     for text in _dealt()[kind]:
         body = _TITLE.sub("", text, count=1).strip()
@@ -46,7 +46,7 @@ def _dealt() -> dict[str, list[str]]:
 
 
 def _excerpts(kind: str, most: int) -> Iterator[str]:
-    """Yield one to ``most`` consecutive sentences of each passage."""
+    """Yield one to ``most`` consecutive sentences of each passage, unless they are too short or too long."""
     rng = random.Random(kind)
     for text in _passages(kind):
         sentences = _SENTENCE_END.split(text)

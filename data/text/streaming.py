@@ -32,7 +32,7 @@ State = dict[str, Any]
 """A position in a stream, as JSON values."""
 WINDOW = 64
 KEPT_POSITIONS = 256
-"""Number of positions to store per shard. Earlier windows are found by reading the shard from its beginning."""
+"""Number of latest positions to store per shard. Earlier windows are found by reading the shard from its beginning."""
 _WRITING = threading.Lock()
 """Lock for writing positions, because two phases of a run may use the same shards."""
 

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 
 LOG_WIDTH = 120
-"""Width of output to files, unless ``COLUMNS`` is set; rich would fold tables at 80."""
+"""Columns of output to files, unless ``COLUMNS`` is set; rich would fold tables at 80."""
 
 
 class Display:

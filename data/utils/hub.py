@@ -25,13 +25,13 @@ UPLOADED = (
     "config.json", "model.safetensors", "tree.json", "adapter/*.json", "adapter/*.safetensors",
     "README.md", "eval.json", "training_loss.png", "custom_generate/generate.py", "custom_generate/requirements.txt",
 )  # fmt: skip
-"""The files of a head. Only these are uploaded. Files that a new version of the head lacks are removed from the Hub."""
+"""The files of a head, as patterns. Only these are uploaded; files that a new version lacks leave the Hub."""
 REPOSITORY = "<this repository or folder>"
 """Placeholder for the repository's name in a model card."""
 RETRY_WAITS = (2.0, 10.0, 60.0)
 """Seconds to wait before each further attempt at an upload. Within an attempt the client retries single requests."""
 TEMPORARY_STATUS = (408, 429)
-"""Client errors after which an upload is tried again. It is also tried again after all server errors."""
+"""HTTP statuses below 500 after which an upload is tried again. It is also tried again after all server errors."""
 
 
 @settings(kw_only=True)

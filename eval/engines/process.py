@@ -17,7 +17,7 @@ class EngineError(Exception):
 
 
 class EngineProcess:
-    """``python runner.py ...`` in a new process group.
+    """``python runner.py ...`` in a new process group, started by the constructor.
 
     Its standard input is a pipe from our process. When our process ends, by whatever signal, the pipe closes and the
     runner kills its process group.

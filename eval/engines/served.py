@@ -60,7 +60,7 @@ class ServedEngines:
     """Engines that are ready to answer."""
 
     chain: str = ""
-    """Name of the method in which our decoder drafts a chain, such as ``chain:3``."""
+    """Name of the method in which our decoder drafts a chain, such as ``chain:3``; "" without engines."""
     head: DraftHead | None = None
     """The head with which our decoder drafts that chain."""
     drafts: int = 0

@@ -14,7 +14,7 @@ from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 METRICS_WAIT_S = 2.0
-"""Longest time to wait for an engine to update its counters after an answer."""
+"""Seconds to wait at most for an engine to update its counters after an answer."""
 
 
 def engine_result(

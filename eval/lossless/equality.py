@@ -104,7 +104,7 @@ class Equality:
 
     same: bool
     position: int | None = None
-    """First answer position that differs; None if the answers are equal."""
+    """First answer position, from 0, that differs; None if the answers are equal."""
     tokens: tuple[int, int] | None = None
     """The expected token and the answer's token at that position; None if one answer ended there."""
     margin: float | None = None

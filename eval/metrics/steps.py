@@ -133,7 +133,7 @@ def _depths(rows: Rows) -> range:
 
 
 def accepted_by_depth(rows: Rows) -> list[int]:
-    """Return the number of steps that accepted draft i, for i = 1, 2, ..."""
+    """Return the number of steps that accepted at least i drafts, for i = 1, 2, ..."""
     return [int((drafting(rows).accepted >= i).sum()) for i in _depths(rows)]
 
 

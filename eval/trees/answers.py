@@ -158,9 +158,10 @@ def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
 def positions(
     drafter: Drafter, texts: list[FinishedAnswer], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], Session, Tensor, int]]:
-    """Yield (unfinished rows, session, their last tokens, t) for every position t where a step may start.
+    """Yield (unfinished rows, session, their tokens t, t) for every answer position t (from 0) where a step may start.
 
-    Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0, 1]; t = 2 and 3 yield row [0].
+    Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0, 1]; t = 2 and 3 yield row [0]. The
+    session is the same object each time; it commits the tokens t after they are yielded.
     """
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
     prompt_hidden = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])

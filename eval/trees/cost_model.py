@@ -38,7 +38,7 @@ class CostModel:
     overhead: float
     """o: a drafting step minus v(n) and c."""
     context: int
-    """Tokens already in the cache."""
+    """Number of tokens in the cache while v, c and o were timed."""
     prefill: float = 0.0
     """The base's forward pass over a prompt of ``context`` tokens; 0: not measured."""
     draft_by_depth: list[float] | None = None
