@@ -56,6 +56,8 @@ def main(config: EvalRunConfig) -> None:
     display = Display()
     with display.stage(f"head {config.head}"):
         base, head, _ = load_base_and_drafter(config.head, config.base)
+        adapter = f" with the adapter {base.config.adapter}" if base.config.adapter else ""
+        display.line(f"   base: {base.name}{adapter}")
         drafter, draft_config = config.build(base, head, config.draft_config(head))
     config.rule.check(draft_config)
     assert isinstance(head, DraftHead) or not config.grid  # its folder was checked

@@ -55,7 +55,7 @@ def write_report(
         speedup=speedup_of(overall),
         interval=tables.cell_text("95 %", overall["speedup"]["interval_95"]),
         identical=tables.identical(overall),
-        warning=tables.lossy(evaluation),
+        warning=tables.warning(evaluation),
         autoregressive=tables.BASELINE_NAMES[autoregressive],
         speeds=speeds_line(overall),
         by_task=_page_table(by_task),

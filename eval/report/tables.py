@@ -10,7 +10,8 @@ from typing import Any, Self
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from drafthead.data.utils.machine import other_processes_line
+from drafthead.data.utils.machine import BUSY_CORES, other_processes_line
+from drafthead.eval.engines.served import PLAIN
 from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, nodes_per_step, speedup_of
 
@@ -91,7 +92,7 @@ class ResultTable:
             is_total = self.has_total and row is self.rows[-1]
             if is_total:
                 table.add_section()
-            cells = [row[n].replace(" (", "\n(").replace(", TV", ",\nTV") for n in shown]
+            cells = [row[n].replace(" (", "\n(").replace(", TV", ",\nTV").replace(", busy", ",\nbusy") for n in shown]
             table.add_row(*cells, style="bold" if is_total else None)
         return table
 
@@ -101,7 +102,7 @@ def task_table(evaluation: dict[str, Any]) -> ResultTable:
     rows = [
         {
             "task": name,
-            "speedup": _with_remark(speedup_of(group), lossy(evaluation)),
+            "speedup": _with_remark(speedup_of(group), warning(evaluation) if name == "overall" else lossy(evaluation)),
             "95 %": group["speedup"]["interval_95"],
             "tau": group["mean_accepted_length"],
             "tok/s": group["tokens_per_second"],
@@ -205,6 +206,9 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     if outputs := overall.get("identical_outputs"):
         lines.append(f"outputs identical: {identical(overall)}, near-ties: {len(outputs['near_ties'])}")
     lines += [rule_line(evaluation), *engine_lines(evaluation), *failures(evaluation)]
+    speedups = [speedup_of(overall, name) for name in overall["methods"] if not name.endswith(PLAIN)]
+    if known := [speedup for speedup in speedups if speedup is not None]:
+        lines += ["nothing is faster than decoding without drafts: see docs/guides/not_faster.md"] * (max(known) <= 1)
     if ignored := evaluation.get("not_applied"):
         lines.append(f"not applied, of the base's generation_config.json: {', '.join(ignored)}")
     lines.append(other_processes_line(overall["hardware"].get("other_processes_cores")))
@@ -259,6 +263,13 @@ def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
     if rule["lossless"] or method not in (None, evaluation["headline"]):
         return None
     return f"lossy, TV {rule['total_variation']:.3g}"
+
+
+def warning(evaluation: dict[str, Any]) -> str | None:
+    """Return the warning to print next to the headline figure: a lossy rule, or a machine that others used too."""
+    cores = evaluation["overall"]["hardware"].get("other_processes_cores")
+    busy = "busy machine" if cores is not None and cores > BUSY_CORES else None
+    return ", ".join(filter(None, (lossy(evaluation), busy))) or None
 
 
 def rule_line(evaluation: dict[str, Any]) -> str:

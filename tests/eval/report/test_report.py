@@ -41,6 +41,14 @@ def evaluation() -> dict[str, Any]:
     return evaluation_of(task_results(1.4), **tasks)
 
 
+def quiet(cores: float | None = 0.1, **changes: float) -> dict[str, Any]:
+    """Return an evaluation during which other processes used ``cores``; ``changes`` are of the overall speedup."""
+    found = evaluation()
+    found["overall"]["hardware"]["other_processes_cores"] = cores
+    found["overall"]["methods"]["speculative"]["speedup"] |= changes
+    return found
+
+
 def page_of(folder: Path, evaluation: dict[str, Any], figures: bool = False) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if not figures:  # they take a second
@@ -75,8 +83,8 @@ def test_every_figure_is_a_png_too(folder: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "plots").rglob("*.png"))
 
 
-def test_the_headline_is_against_the_faster_baseline(folder: Path) -> None:
-    page = (folder / "report.html").read_text()
+def test_the_headline_is_against_the_faster_baseline(tmp_path: Path) -> None:
+    page = page_of(tmp_path, quiet())
     assert "<b>1.40x</b><span>speedup, 95\u00a0% 1.30–1.50</span>" in page
     line = "14.0 tokens/s over 10.0 (our loop); other decoding without drafts: transformers over our modules 8.0"
     assert line in page
@@ -101,7 +109,7 @@ def test_differences_and_failures_are_not_hidden(tmp_path: Path) -> None:
 
 
 def test_markdown_table() -> None:
-    lines = tables.markdown_table(evaluation()).splitlines()
+    lines = tables.markdown_table(quiet()).splitlines()
     assert lines[:4] == [
         "Speculative against autoregressive decoding:",
         "",
@@ -112,6 +120,23 @@ def test_markdown_table() -> None:
     assert lines[5].startswith("| <b>\\|odd | 0.90x |"), "a bar in a name must not open a column"
     assert lines[6] == "| failed | – | – | – | – | – | 0 of 3 |"
     assert lines[7].startswith("| overall | 1.40x |")
+
+
+def test_the_headline_of_a_busy_machine_is_marked(tmp_path: Path) -> None:
+    busy, unknown = evaluation(), quiet(None)
+    assert "| overall | 1.40x (busy machine) |" in tables.markdown_table(busy)
+    assert re.search(r"overall .* 1\.40x .*\n.*\(busy machine\)", on_console(busy))
+    assert "busy machine; 14.0 tokens/s over" in page_of(tmp_path, busy)
+    assert "busy" not in tables.markdown_table(quiet()) + tables.markdown_table(unknown) + on_console(quiet())
+    busy["rule"] |= {"lossless": False, "total_variation": 0.313}
+    assert "1.40x (lossy, TV 0.313, busy machine)" in tables.markdown_table(busy)
+    assert "TV 0.313" in on_console(busy)
+
+
+@pytest.mark.parametrize(("speedup", "hinted"), [(1.1, False), (1.0, True), (0.85, True), (None, False)])
+def test_a_head_that_is_not_faster_gets_a_hint(speedup: float, hinted: bool) -> None:
+    lines = tables.console_lines(quiet(vs_autoregressive=speedup))
+    assert any("docs/guides/not_faster.md" in line for line in lines) == hinted
 
 
 def on_console(found: dict[str, Any]) -> str:
@@ -340,9 +365,12 @@ def test_accepted_drafts_are_coloured_beside_the_plain_answer(tiny_base: TinyBas
     assert f"{len(accepted)} of 24 tokens are accepted drafts" in shown and f"{1 + len(drafted.steps)} passes" in shown
 
 
-def test_an_evaluation_as_a_user_types_it(tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_as_a_user_types_it(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     call("eval", f"head={small_head(tiny_base(), tmp_path / 'head')}", "suite=builtin", "limit=2", "max_new_tokens=8")
+    assert "   base: random-llama\n" in capsys.readouterr().out
     folder = tmp_path / "eval-builtin"
     assert json.loads((folder / "eval.json").read_text())["overall"]["identical_outputs"]["same"] == 2
     assert all((folder / path).stat().st_size > 1000 for path in ("report.html", "plots/ctar.png"))
