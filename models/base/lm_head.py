@@ -1,4 +1,7 @@
-"""The base's output head: draft heads share it, start from it, and are trained on its distribution."""
+"""The base's output head: draft heads share it, start from it, and are trained on its distribution.
+
+Shape legend: n tokens, D width, r rank of ``low_rank``, V vocabulary, W draft vocabulary.
+"""
 
 from dataclasses import dataclass, replace
 

@@ -1,6 +1,8 @@
 """The transformers class of a checkpoint's language model.
 
 Of a composite (vision-language) checkpoint, only the language model is built and loaded.
+
+Shape legend: B rows, T tokens, V vocabulary.
 """
 
 from typing import Any, cast
@@ -41,7 +43,7 @@ class TextModel:
         self.post_init()  # type: ignore[attr-defined]
 
     def forward(self, input_ids: Tensor | None = None, logits_to_keep: int = 0, **options: Any) -> Any:
-        """Return a ``CausalLMOutputWithPast`` with logits [B, T, V], only of the last ``logits_to_keep`` if set."""
+        """Return a ``CausalLMOutputWithPast`` with logits [B, T, V], of the last ``logits_to_keep`` tokens (0: all)."""
         options.pop("labels", None)
         out = self.model(input_ids=input_ids, **options)
         hidden = out.last_hidden_state[:, -logits_to_keep:] if logits_to_keep else out.last_hidden_state

@@ -23,6 +23,7 @@ class Place(NamedTuple):
     number: int
     """Index of the layer in both stacks."""
     sliding: bool
+    """True if the layer holds only the latest positions."""
 
 
 @dataclass(frozen=True, kw_only=True)

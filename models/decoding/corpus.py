@@ -26,7 +26,8 @@ lose less work in an interruption."""
 LOGIT_ROWS = 512
 """Number of positions whose logits are in memory at once."""
 SEED_STRIDE = 1_000_003
-"""Factor of a corpus's seed; the number of a prompt is added. Different corpora then share no random numbers."""
+"""Factor of a corpus's seed; the number of a prompt is added. Corpora with other seeds then share no random
+numbers, unless they have more prompts than this."""
 
 
 def generate_answers(
@@ -46,7 +47,7 @@ def generate_answers(
             ``max_prompt_tokens`` are skipped.
         sampler: sampling of the answers; temperature 0 is greedy decoding.
         batch_size: number of prompts that are decoded at once.
-        keep_hidden_states: add the final hidden states, float16 [len(input_ids) - 1, D]. The last token has none,
+        keep_hidden_states: add the final hidden states, float16 [len(input_ids) - 1, width]. The last token has none,
             because the base does not read it.
         max_prompt_tokens: most tokens of a prompt; the cache has room for them and ``sampler.max_new_tokens``.
     """
@@ -167,9 +168,9 @@ class Agreement:
     answers: int
     tokens: int
     greedy: float
-    """Share of the answers' tokens, in [0, 1], that are the base's likeliest next tokens."""
+    """Share of the answers' tokens, in [0, 1], that are the base's likeliest next tokens; nan without tokens."""
     probability: float
-    """Mean probability that the base gives to the answers' tokens, at temperature 1."""
+    """Mean probability that the base gives to the answers' tokens, at temperature 1; nan without tokens."""
 
 
 @torch.inference_mode()

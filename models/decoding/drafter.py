@@ -1,6 +1,7 @@
 """The interface between the decoder and anything that drafts, with or without training.
 
-Shape legend: B rows, T tokens, D base width.
+Shape legend: B rows, R B or 1 (1 if all rows are equal), T tokens, N tree nodes (root included), S children of a node,
+V vocabulary.
 """
 
 from abc import ABC, abstractmethod

@@ -25,6 +25,7 @@ class Answer:
     mean_accepted_length: float
     """Tokens added per step: accepted drafts and the target's own token. 1 for plain decoding and without steps."""
     tokens_per_second: float
+    """Tokens of the answer, divided by the time of prefill and decoding."""
     log: DecodeResult
     """The record of every step."""
 

@@ -155,7 +155,10 @@ class NodeCache:
 
     @torch.inference_mode()
     def read_all(self) -> Tensor:
-        """Read all committed inputs that are unread; return the output at each row's last input, [B, D]."""
+        """Read the unread inputs of the last ``commit``; return the output at each row's last one, [B, D].
+
+        Call it before ``start``, which reads them, too.
+        """
         self._catch_up()
         assert self._last_out is not None
         return self._last_out

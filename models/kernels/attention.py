@@ -37,7 +37,7 @@ _captured: list[Tensor] | None = None
 
 @contextmanager
 def captured_queries() -> Iterator[list[Tensor]]:
-    """Collect each layer's queries [B, H, T, E] after the rotary embedding, for all calls inside the ``with`` block."""
+    """Yield a list that gets the queries [B, H, T, E], after rotary embedding, of each call in the ``with`` block."""
     global _captured
     _captured = []
     try:

@@ -14,7 +14,7 @@ from threading import Thread
 HUGE_PAGE = 2**21
 """Bytes of a huge page."""
 MADV_COLLAPSE = 25
-"""Advice of Linux 6.1 to gather pages into huge ones at once; the ``mmap`` module does not define it."""
+"""Advice, since Linux 6.1, to gather pages into huge ones at once; the ``mmap`` module does not define it."""
 
 
 def use_huge_pages(address: int, size: int, owner: object) -> None:
