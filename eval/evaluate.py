@@ -181,6 +181,8 @@ def development_answers(
         limit=limit,
         max_new_tokens=config.max_new_tokens,
         temperature=config.sampler.temperature,
+        seed=config.seed,
+        tasks=config.tasks,
         split="dev",
         keep_hidden_states=not spec.layers,
     )

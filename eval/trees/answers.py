@@ -84,6 +84,7 @@ def base_answers(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
+    tasks: Sequence[str] | None = None,
     split: str = "all",
     keep_hidden_states: bool = False,
 ) -> list[FinishedAnswer]:
@@ -93,7 +94,7 @@ def base_answers(
     context. Without any answer a ``UserError`` is raised.
     """
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    prompts = load_suite(suite, limit, seed, split=split)
+    prompts = load_suite(suite, limit, seed, tasks, split)
     answers_of: dict[int, list[FinishedAnswer]] = {prompt.number: [] for prompt in prompts}
     for turn in range(max(prompt.turns for prompt in prompts)):
         asked = []

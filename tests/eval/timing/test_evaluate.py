@@ -157,6 +157,14 @@ def test_a_prediction_is_what_decoding_the_development_half_gives(tiny_base: Tin
     )
 
 
+def test_predictions_use_the_tasks_and_the_seed_of_the_evaluation(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    config = replace(CONFIG, suite="spec_bench_like", split="test", tasks=["math"], seed=3, max_new_tokens=4)
+    prompts = load_suite("spec_bench_like", 2, 3, ["math"], "dev")
+    texts = development_answers(base, config, 2, HiddenStatesSpec())
+    assert [t.ids[: t.boundary] for t in texts] == [conversation_ids(base.tokenizer, prompt) for prompt in prompts]
+
+
 @pytest.mark.parametrize("given", [None, 1.0])
 def test_a_repetition_penalty_of_the_base_applies_to_all_methods(
     given: float | None, tiny_base: TinyBase, tmp_path: Path
