@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,11 @@ def digest_of(original: str, folder: Path) -> str:
     return hashlib.sha256(f"{original},{weights},{settings}".encode()).hexdigest()[:16]
 
 
-def merge(model: Any, name: str) -> Any:
-    """Merge the LoRA adapter in folder ``name`` into a stock model in place, and return it; refuse other adapters."""
+def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
+    """Merge the LoRA adapter in folder ``name`` into a stock model in place, and return it; refuse other adapters.
+
+    A warning is given if the adapter was trained on a base with another name than all of ``base_names``.
+    """
     folder = Path(name)
     for file_name in (CONFIG, WEIGHTS):
         if not safe_join(folder, file_name).is_file():
@@ -95,9 +99,22 @@ def merge(model: Any, name: str) -> Any:
         why = why or (f"{len(absent)} tensors are missing in the adapter, such as {absent[0]}" if absent else "")
     if why:
         raise UserError(f"the adapter in {folder} does not fit the base: {why}; name the base it was trained on")
+    known = {*map(_last_part, base_names)} - {""}
+    if (trained_on := _last_part(config.get("base_model_name_or_path"))) and known and trained_on not in known:
+        warnings.warn(
+            f"the adapter in {folder} was trained on {config['base_model_name_or_path']}, but is merged into "
+            f"{next(iter(base_names))}. Fine-tunes of one model have equal shapes, so check base.name",
+            stacklevel=2,
+        )
     merged = adapted.merge_and_unload()
     setattr(merged.config, DIGEST, digest)
     return merged
+
+
+def _last_part(name: object) -> str:
+    """Return the name of a base without its folder or account; "" if it is unknown, as in the Hub's cache."""
+    part = str(name or "").rstrip("/").rpartition("/")[2].lower()
+    return "" if re.fullmatch("[0-9a-f]{40}", part) else part
 
 
 def copy(source: Path, folder: Path) -> None:

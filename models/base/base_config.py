@@ -21,6 +21,7 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
+from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.data.utils.devices import automatic_dtype, device_of
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
@@ -286,7 +287,10 @@ def load_weights(
     else:
         model, tokenizer = _stored(config, how, progress)
     model = model.to(device)
-    return (model if config.adapter is None else adapter.merge(llama_like(model), config.adapter)), tokenizer
+    if config.adapter is None:
+        return model, tokenizer
+    names = [config.name, *([SMOLLM2_NAME] if config.name == EMBEDDED else []), model.config.name_or_path]
+    return adapter.merge(llama_like(model), config.adapter, names), tokenizer
 
 
 def save_merged(config: BaseConfig, folder: Path) -> None:

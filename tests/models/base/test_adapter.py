@@ -1,5 +1,6 @@
 """Bases with merged adapters, refused adapters, and the trainable copy of a base."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.adapter import CONFIG, WEIGHTS
+from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lora import LoraBase
 from support import TinyBase, row_of
@@ -99,6 +101,25 @@ def test_the_scale_counts(saved: Path, tiny_base: TinyBase) -> None:
     before = BaseModel.load(config).fingerprint
     configure(saved, lora_alpha=16)
     assert BaseModel.load(config).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "warns"),
+    [("org/Sibling", True), ("/models/sibling/", True), ("org/Mine", False), ("/elsewhere/mine", False), (None, False)],
+)
+def test_an_adapter_of_another_base_is_named(
+    saved: Path, tiny_base: TinyBase, tmp_path: Path, trained_on: str | None, warns: bool
+) -> None:
+    """Sibling fine-tunes have equal shapes, so the adapter merges without an error."""
+    base = tiny_base()
+    for part in (base.stock(), base.tokenizer):
+        part.save_pretrained(tmp_path / "mine")
+    configure(saved, base_model_name_or_path=trained_on)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        BaseModel.load(BaseConfig(name=str(tmp_path / "mine"), adapter=str(saved), dtype="float32"))
+    expected = f"was trained on {trained_on}, but is merged into {tmp_path / 'mine'}"
+    assert [expected in str(item.message) for item in caught if "adapter in" in str(item.message)] == [True] * warns
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
