@@ -1,6 +1,6 @@
 """Checks of a run's inputs before its model is loaded."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from drafthead.train.corpora.corpus_config import COMPLETE
 WHOLLY_READ = ("jsonl", "text")
 """Kinds of sources that are read to their end before a run starts, to find broken lines. Of other and of streamed
 sources only the first entry is read, because they may be large."""
+ONLINE = ("hf", "embedded", "builtin")
+"""Kinds of sources that may have to be downloaded."""
 
 
 def preflight(run: RunConfig, processes: int = 1) -> None:
@@ -44,27 +46,33 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
             )
     if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
         raise UserError(f"init_data={run.init_data} has no folder answers; name the data.folder of an earlier run")
-    answers, text = run.data.answers, run.data.text
+    answers = run.data.answers
     if answers.server.url is not None and not (Path(run.data.folder) / "answers" / COMPLETE).exists():
         from drafthead.data.answers.server import check_server
 
         check_server(answers.server, run.base.name, answers.max_prompt_tokens + answers.sampler.max_new_tokens)
+    check_sources(run, WHOLLY_READ + ONLINE)
+
+
+def check_sources(run: RunConfig, kinds: Collection[str] = WHOLLY_READ) -> None:
+    """Check the sources of text, transcripts and prompts of these ``kinds``; by default files on this machine."""
+    answers, text = run.data.answers, run.data.text
     for sources in (text.sources, answers.sources):
         shares(sources)
-    for source in text.sources:
+    for source in (source for source in text.sources if source.kind in kinds):
         wholly = source.kind in WHOLLY_READ and not text.stream
         _require_entries(
             iter_documents(source, max_characters=None if wholly else 1), wholly, "data.text.sources", source
         )
     findings = Findings()
-    for source in run.data.transcripts:
+    for source in (source for source in run.data.transcripts if source.kind in kinds):
         wholly = source.kind in WHOLLY_READ
         usable = sum(1 for _ in islice(iter_transcripts(source, findings), None if wholly else 1))
         if not usable or run.data.bad_transcripts == "reject":
             findings.raise_rejected()
         if not usable:
             raise UserError(f"{source} in data.transcripts is empty; name another file or dataset")
-    for source in answers.sources if run.data.uses_answers else []:
+    for source in (source for source in answers.sources if run.data.uses_answers and source.kind in kinds):
         key = "data.prompts" if run.data.prompts else "data.answers.sources"
         _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, key, source)
 

@@ -18,6 +18,7 @@ from drafthead.models.heads.parts.res_block import ResBlock
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.estimate.duration import StageDurations
+from drafthead.train.estimate.hours import print_estimate
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.preflight import preflight
 from drafthead.train.run_folder import check_settings, training_settings
@@ -154,8 +155,12 @@ def test_broken_prompts_are_named_by_the_setting_that_the_user_typed(tmp_path: P
         '{"text": "x"}': f"no column 'prompt' or .*; present: text; rename it, or give the source as .*name: {path}",
     }.items():
         path.write_text(content)
-        with pytest.raises(UserError, match=says):
-            preflight(composed(tmp_path, *run)[0])
+        for check in (preflight, print_estimate):
+            with pytest.raises(UserError, match=says):
+                check(composed(tmp_path, *run)[0])
+    path.write_text('{"messages": [{"role": "user", "content": "x"}]}')
+    with pytest.raises(UserError, match="1 transcripts cannot be trained on: .*has no assistant's turn"):
+        print_estimate(composed(tmp_path, *run[:2], f"data.transcripts={path}")[0])
 
 
 def test_a_streamed_file_is_not_read_to_its_end_before_a_run(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.estimate.fake_step import micro_batches
 from drafthead.train.estimate.memory import Estimate, render
+from drafthead.train.preflight import check_sources
 from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import train_step
 
@@ -161,6 +162,7 @@ def print_estimate(run: RunConfig) -> None:
     """Print the costs of a run on the processes that the launcher started; only the process of rank 0 prints."""
     if os.environ.get("RANK", "0") != "0":
         return
+    check_sources(run)
     console = Console(highlight=False)
     console.print(f"[bold]{run.name}[/bold]: {run.base.name or run.base.transformers_config().model_type}")
     devices = int(os.environ.get("WORLD_SIZE", "1"))
