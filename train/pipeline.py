@@ -184,6 +184,12 @@ def train(context: RunContext) -> None:
         context.display.line(
             f"   draft vocabulary: {len(head.d2t):,} of {head.vocab_size:,} ids, {share:.2f} % of the answers' tokens"
         )
+    asked = run.head_config().draft_vocab_size
+    if run.init_from is None and asked is not None and len(head.d2t) < min(asked, head.vocab_size) / 2:
+        context.display.line(
+            f"   warning: head.draft_vocab_size={asked:,}, but the answers have only {len(head.d2t):,} different "
+            "tokens, and the head can draft no others; more prompts give more tokens"
+        )
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     context.display.line(
         f"   head: {type(head).__name__}, {head.depth} draft positions, {trained:,} trained parameters"

@@ -1,6 +1,7 @@
 """Continued training of a head (``init_from``): its start, its measurements, and rejected settings."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ TINY = ("debug=tiny", "recipe=medusa_smollm2", "stages=[corpora,train]", "log_ev
 def train(folder: Path, *overrides: str) -> Path:
     run_pipeline(*composed(folder, *TINY, *overrides))
     return folder / "run"
+
+
+def test_few_answers_have_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("data.answers.prompts=20", "data.answers.sampler.max_new_tokens=3", "phases.distill.steps=1")
+    train(tmp_path, *few, "max_draft_vocab_size=null", "head.draft_vocab_size=300")
+    output = capsys.readouterr().out
+    assert re.search(r"draft_vocab_size=300, but the answers have only \d+ different tokens", output)
 
 
 def test_training_continues(with_medusa_corpora: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +41,7 @@ def test_training_continues(with_medusa_corpora: Path, tmp_path: Path, capsys: p
         shown = f"{lengths['before'][name]:.2f} before, {lengths['after'][name]:.2f} after"
         assert f"{name} data, held out: mean accepted length {shown}" in output
         assert lengths["before"][name] >= 1
+    assert re.search(r"each answer is read \d\.\d times", output) and "different tokens" not in output
     with pytest.raises(UserError, match="init_from="):
         train(tmp_path / "second", other, "phases.distill.optim.lr=1e-4")
     with pytest.raises(UserError, match="init_from.*medusa.*eagle3"):

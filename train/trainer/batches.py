@@ -44,6 +44,10 @@ class PhaseData:
     def __len__(self) -> int:
         return len(self.rows)  # type: ignore[arg-type]  # a stream has no end
 
+    def epochs(self, rows: int) -> float:
+        """Return how often each row is read by the time that ``rows`` rows are read."""
+        return rows / len(self._order)
+
     def load(self, numbers: list[int]) -> Batch:
         """Return the rows ``numbers`` and their hidden states, on the base's device."""
         return self.with_hidden_states(*self.read(numbers))
@@ -93,6 +97,9 @@ class RowOrder:
         """Take the rows to shuffle: their count, or an array of row numbers."""
         self._rows = np.arange(rows) if isinstance(rows, int) else rows
         self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def numbers(self, seed: int, first: int, count: int) -> list[int]:
         """Return the row numbers at positions ``first`` to ``first + count - 1`` (from 0) of the shuffled epochs."""

@@ -93,6 +93,9 @@ class Trainer:
         if self.run.per_node_data and not isinstance(data.rows, StreamedRows):  # all nodes stream the same sources
             self._check_common(name, digest_rows(data.rows))
         self.checkpoints.check_corpora()
+        if phase.corpus == "answers":
+            reads = data.epochs(phase.steps * self._rows_per_step(phase))
+            self.display.line(f"   each answer is read {reads:,.1f} times in this phase")
         with signals.defer_signals():
             # This iterator also computes the base's hidden states, or reads them from disk.
             progress, batches = self.progress, data.stream(self._rows(data, phase))
