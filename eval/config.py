@@ -214,7 +214,8 @@ class EvalRunConfig(EvalConfig):
     base: BaseConfig = field(default_factory=BaseConfig)
     """Base model. By default the base that the head was trained for."""
     out: str = ""
-    """Folder of ``eval.json`` and ``report.html``. By default ``eval-SUITE`` next to the head."""
+    """Folder of ``eval.json`` and ``report.html``. By default ``eval-SUITE`` next to the head. Results with other
+    settings are moved to ``earlier-N`` in this folder."""
     resume: bool = True
     """Keep the finished prompts of an interrupted evaluation. With false, all prompts are measured again."""
     grid: GridConfig = field(default_factory=GridConfig)

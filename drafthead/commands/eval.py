@@ -20,12 +20,16 @@ drafters: prompt_lookup[:TOKENS], suffix_memory[:TOKENS[:MEMORY]], max_gram[:COR
 All settings and drafters are explained in docs/reference/settings.md.
 """
 
+import json
+from dataclasses import asdict
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json_lines, write_atomic
+from drafthead.data.utils.files import read_json, read_json_lines, write_atomic, write_json
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.engines.served import check_engines
 from drafthead.eval.evaluate import development_prompts, evaluate
@@ -35,12 +39,16 @@ from drafthead.eval.metrics.summary import METHOD
 from drafthead.eval.prompts.suites import folder_beside, load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
+from drafthead.eval.trees.calibrate import measured_with
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.drafters.expression import is_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
 
 TIMED_ON = 8
 """Number of prompts of the dev half on which a combined drafter is timed, for the prediction."""
+SETTINGS = "eval-settings.json"
+"""Settings of the results in the folder, with a hash of the base, the drafter and this machine."""
+RESULTS = ("eval.json", "report.html", "results.md", "plots", SETTINGS)
 
 
 @command("eval", EvalRunConfig, __doc__)
@@ -67,6 +75,9 @@ def main(config: EvalRunConfig) -> None:
     default = folder_beside(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
     folder.mkdir(parents=True, exist_ok=True)
+    settings = asdict(config) | {"measured_with": measured_with(base, drafter.identity(), draft_config)}
+    if earlier := keep_earlier(folder, settings):
+        display.line(f"the results in {folder} have other settings; they are now in {earlier}")
     if not config.resume:
         for path in folder.glob("eval-log-*.jsonl"):
             path.unlink()
@@ -95,3 +106,21 @@ def main(config: EvalRunConfig) -> None:
     if failures := engine_failures(result):
         raise UserError(f"an engine does not serve the head as trained: {'; '.join(failures)} (see {folder}/eval.json)")
     display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")
+
+
+def keep_earlier(folder: Path, settings: dict[str, Any]) -> Path | None:
+    """Move results with other ``settings`` to a new folder ``earlier-N`` in ``folder``, and return the new folder.
+
+    Logs of single answers stay, because an evaluation with a larger ``limit`` continues them.
+    """
+    settings = {key: value for key, value in settings.items() if key not in ("out", "resume", "dry")}
+    settings = json.loads(json.dumps(settings, default=str))  # as they are read
+    path, earlier = folder / SETTINGS, None
+    if (folder / "eval.json").exists() and not (path.exists() and read_json(path) == settings):
+        earlier = next(new for n in count(1) if not (new := folder / f"earlier-{n}").exists())
+        earlier.mkdir()
+        for name in RESULTS:
+            if (folder / name).exists():
+                (folder / name).rename(earlier / name)
+    write_json(path, settings)
+    return earlier

@@ -374,3 +374,27 @@ def test_an_evaluation_as_a_user_types_it(
     folder = tmp_path / "eval-builtin"
     assert json.loads((folder / "eval.json").read_text())["overall"]["identical_outputs"]["same"] == 2
     assert all((folder / path).stat().st_size > 1000 for path in ("report.html", "plots/ctar.png"))
+
+
+def test_results_with_other_settings_are_kept(
+    tiny_base: TinyBase, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, out = small_head(tiny_base(), tmp_path / "head"), tmp_path / "out"
+
+    def evaluate(*settings: str) -> str:
+        call(
+            "eval", f"head={head}", "suite=builtin", "max_new_tokens=8", f"out={out}", "stock_baseline=false", *settings
+        )
+        return capsys.readouterr().out
+
+    evaluate("limit=1")
+    assert "1 of 1 answers were timed by an earlier run" in evaluate("limit=1")
+    assert not (out / "earlier-1").exists(), "equal settings continue the evaluation"
+    before = {name: (out / name).read_bytes() for name in ("eval.json", "report.html", "results.md", "plots/ctar.png")}
+    text = evaluate("limit=2")
+    assert f"they are now in {out / 'earlier-1'}" in text and "1 of 2 answers were timed by an earlier run" in text
+    assert all((out / "earlier-1" / name).read_bytes() == content for name, content in before.items())
+    assert (out / "eval.json").exists() and (out / "plots").exists()
+    (out / "eval-settings.json").unlink()  # as version 0.3.0 left it
+    evaluate("limit=2")
+    assert (out / "earlier-2" / "eval.json").exists()
