@@ -6,6 +6,8 @@ are untested.
 """
 
 import os
+import resource
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -114,6 +116,14 @@ def peak_allocated() -> int | None:
     if (device := device_of(None)).type in ("cpu", "mps"):
         return None
     return int(torch.accelerator.max_memory_allocated(device))
+
+
+def peak_memory() -> int:
+    """Return the peak of allocated bytes on the accelerator or, without one, of the process's resident memory."""
+    if (peak := peak_allocated()) is not None:
+        return peak
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def memory() -> tuple[int, int]:

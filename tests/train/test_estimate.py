@@ -234,11 +234,15 @@ def test_hours_by_arithmetic_and_the_steps_that_fit() -> None:
 
 def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ("phases.pretrain.seq_len=64", "data.answers.max_prompt_tokens=32", "phases.distill.seq_len=64")
-    tiny = ("recipe=medusa_smollm2", *TINY, *lengths, "mode=estimate", "hours=2")
+    tiny = ("recipe=medusa_smollm2", *TINY, "base.dtype=auto", *lengths, "mode=estimate", "hours=2")
     hours.print_estimate(recipe(*tiny))
     printed = " ".join(capsys.readouterr().out.split())
     assert "pretrain: 2 rows per step (2 per process x 1 x 1 accumulated), 128 tokens" in printed
     assert "from 3 real steps of each phase" in printed and re.search(r"in 2 h here: phases.distill.steps=\d+", printed)
+    plan = Estimate(recipe(*tiny), device="cpu")  # in float32, unlike a GPU's base
+    assert 1.9 < plan.base_bytes / Estimate(recipe(*tiny)).base_bytes < 2.1
+    weights = f"{size(plan.base_bytes)} of base weights in float32"
+    assert re.search(rf"memory on this machine: [\d.]+ .iB at the peak of these steps, with {weights}", printed)
     absent = recipe("recipe=medusa_smollm2", "base=custom", "base.name=org/absent")
     plan = Estimate(recipe(*tiny))
     assert "org/absent is not on this machine" in hours.why_not_measured(absent, plan)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafthead.data.embedded.packages import smollm2_path
-from drafthead.data.utils.devices import device_of, memory
+from drafthead.data.utils.devices import device_of, memory, peak_memory
 from drafthead.data.utils.display import duration
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -21,7 +21,7 @@ from drafthead.train.distributed.launcher import with_launcher_settings
 from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.estimate.fake_step import micro_batches
-from drafthead.train.estimate.memory import Estimate, render
+from drafthead.train.estimate.memory import Estimate, render, size
 from drafthead.train.preflight import check_sources
 from drafthead.train.trainer.optim import head_optimizer
 from drafthead.train.trainer.step import train_step
@@ -186,6 +186,9 @@ def machine_lines(run: RunConfig, devices: int) -> list[Table | str]:
     base = BaseModel.load(run.base)
     stages = StageDurations(run, base, 1, measured_step(run, base, plan))
     lines: list[Table | str] = [stages.table(f"time on this machine, from {STEPS} real steps of each phase")]
+    # The tables above are those of a GPU. A CPU computes in float32, and has packed copies of the weights.
+    weights = f"{size(plan.base_bytes)} of base weights in {str(base.dtype).removeprefix('torch.')}"
+    lines.append(f"memory on this machine: {size(peak_memory())} at the peak of these steps, with {weights}")
     if run.hours:
         seconds = {stage.removeprefix("phase "): value for stage, _, value in stages.rows() if value == value}
         name = list(plan.phases)[-1]

@@ -1,13 +1,11 @@
 """The run's own log: ``metrics.jsonl``, and one console line per log step."""
 
 import json
-import resource
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.utils.devices import peak_allocated
+from drafthead.data.utils.devices import peak_memory
 from drafthead.data.utils.display import duration
 from drafthead.data.utils.files import read_json_lines, write_atomic
 from drafthead.data.utils.floats import finite
@@ -48,8 +46,6 @@ def console_line(row: Row, steps: int) -> str:
     """
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
     terms = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
-    if (peak := peak_allocated()) is None:  # none used: the process's resident memory, which Linux counts in KiB
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     columns = (
         f"{row['phase']} {row['step']:>{len(str(steps))}}/{steps}",
         f"loss {row['loss']:.4f}" + (f" ({terms})" if terms else ""),
@@ -58,7 +54,7 @@ def console_line(row: Row, steps: int) -> str:
         f"grad {row['grad_norm']:.3f}",
         f"{row['tokens_per_second']:,.0f} tok/s",
         f"{row['step_ms']:.0f} ms",
-        f"{peak / 2**30:.2f} GiB",
+        f"{peak_memory() / 2**30:.2f} GiB",
         f"eta {duration((steps - row['step']) * row['step_ms'] / 1e3)}",
     )
     return "   " + "  ".join(columns)
