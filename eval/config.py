@@ -212,7 +212,7 @@ class EvalRunConfig(EvalConfig):
     head: str = ""
     """Head folder (``outputs/NAME/head``), Hub repository (``user/name``), or a drafter such as ``prompt_lookup:3``."""
     base: BaseConfig = field(default_factory=BaseConfig)
-    """Base model. By default the base that the head was trained for."""
+    """Base model. By default the base that the head was trained for, with its adapter."""
     out: str = ""
     """Folder of ``eval.json`` and ``report.html``. By default ``eval-SUITE`` next to the head. Results with other
     settings are moved to ``earlier-N`` in this folder."""

@@ -77,7 +77,7 @@ def main(config: EvalRunConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     settings = asdict(config) | {"measured_with": measured_with(base, drafter.identity(), draft_config)}
     if earlier := keep_earlier(folder, settings):
-        display.line(f"the results in {folder} have other settings; they are now in {earlier}")
+        display.line(f"earlier results in {folder} had other settings, weights or machine; they are now in {earlier}")
     if not config.resume:
         for path in folder.glob("eval-log-*.jsonl"):
             path.unlink()
