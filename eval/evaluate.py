@@ -206,7 +206,7 @@ def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], m
 def _settings(
     base: BaseModel, drafter: Drafter, config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
 ) -> dict[str, Any]:
-    """Return the settings of the evaluation, and those of the base that change its answers or its speed."""
+    """Return the evaluation's settings, the base's kernels, and settings of generation_config that are not applied."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}

@@ -60,7 +60,10 @@ class _Choices(TorchFunctionMode):
         return choice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Turn torch's random draws into choices; run all other functions."""
+        """Turn ``multinomial``, and comparisons of numbers from ``rand``, into choices; run all other functions.
+
+        Other random functions, and other functions of numbers from ``rand``, raise an error.
+        """
         name, kwargs = getattr(func, "__name__", "").strip("_"), kwargs or {}
         if name == "multinomial":
             probs, samples = args[0], kwargs.get("num_samples", args[1] if len(args) > 1 else 1)

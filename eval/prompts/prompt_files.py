@@ -30,7 +30,7 @@ def read_jsonl(path: Path) -> list[EvalPrompt]:
     """
 
     def convert(line: bytes, number: int) -> EvalPrompt:
-        """Return the prompt of one line."""
+        """Return the prompt of one line; ``number`` is its number in the suite, from 0."""
         row = json_object(line)
         keys = [key for key in PROMPT_COLUMNS if key in row]
         if len(keys) != 1:

@@ -40,7 +40,7 @@ def load_suite(
         split: "dev" or "test", the halves of every task's prompts; "all" is both.
     """
     if limit is not None and limit < 1:
-        raise UserError(f"suite.limit must be at least 1, got {limit}; leave it out to use the whole suite")
+        raise UserError(f"limit must be at least 1, got {limit}; leave it out to use the whole suite")
     if name in _SUITES:
         prompts = _SUITES[name]()
     elif name.startswith("hf:"):

@@ -191,7 +191,11 @@ def _one_bound(acceptance: Floats, nodes: int) -> tuple[Floats, npt.NDArray[np.i
 
 
 def sequoia_tree(answers: Sequence[AcceptProbs], nodes: int, depth: int) -> SequoiaTrees:
-    """Run Sequoia's program on the positions where decoding with the previously found tree starts its steps."""
+    """Return Sequoia's trees of up to ``nodes`` nodes (root included) and ``depth`` drafts on a path.
+
+    The first of ``ROUNDS`` searches weights all positions equally. A later one weights each by the probability that
+    decoding with the tree found before starts a step there.
+    """
     trees = sequoia(first_accepted(answers), nodes, depth)
     for _ in range(ROUNDS - 1):
         tree = trees.tree(trees.at_most(nodes, depth), depth)

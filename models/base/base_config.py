@@ -225,7 +225,7 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
 
 
 def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
-    """Refuse architectures whose output drafts could change, such as recurrent ones, and a too long ``max_context``."""
+    """Refuse models that drafts could make wrong (recurrent ones), and a ``max_context`` above ``context_limit``."""
     kind = config.model_type
     config = text_config(config)
     kinds = set(getattr(config, "layer_types", None) or ())

@@ -72,7 +72,10 @@ class DecodeConfig:
 
     @property
     def same_text(self) -> bool:
-        """True if the answer equals that of decoding without drafts with the same seed, whatever is drafted."""
+        """True if the answer equals that of decoding without drafts with the same seed, at any temperature.
+
+        A greedy answer by the exact rule equals it even if this is False, with sampled drafts.
+        """
         return self.rule.name == "exact" and self.draft_config.draft_sampling is DraftSampling.TOP_K
 
 

@@ -50,7 +50,8 @@ UNSUPPORTED = (
 MODES = ("training", "attn_temperature_tuning")
 """Attributes of modules that are set to False during decoding."""
 PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-"""Arguments for the model's forward pass that ``generate`` prepares itself."""
+"""Arguments of the model that ``generate`` adds to every call, so they are not rejected. ``_check_call`` checks the
+first three; the others are ignored."""
 
 
 def custom_generate(
@@ -227,7 +228,7 @@ class Replay:
                 self._step(padded)
 
     def _step(self, padded: list[bool]) -> None:
-        """Make one step: scores, then stopping criteria, then the streamer."""
+        """Make one step: scores, stopping criteria, streamer. Rows in ``padded`` have ended and get padding."""
         step = len(self.tokens)
         if self.scores is not None or self.logits is not None:
             # 0 for finished rows, which the base does not read any more

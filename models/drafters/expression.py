@@ -1,7 +1,7 @@
 """The grammar in which all commands name drafters.
 
 ``A+B`` drafts one tree from both, ``relay:A@2+B@4`` one path (first A, then B), and in ``nested:A@6+B`` model A drafts
-for the base, sped up by B. ``@N`` limits the tokens of a drafter, and parentheses nest. ``head`` alone is the command's
+for the base, sped up by B. ``@N`` limits a drafter's drafts on a path; parentheses nest. ``head`` is the command's
 head, and ``head:FOLDER`` loads another head. Drafters of ``experimental/`` are imported only if an expression names
 them.
 """
@@ -76,7 +76,7 @@ class Expression:
     name: str = ""
     numbers: tuple[int, ...] = ()
     most_tokens: int | None = None
-    """The ``N`` of ``@N``, a limit on drafted tokens; None without it."""
+    """The ``N`` of ``@N``: most drafts on a path, which replaces the drafter's own number. None without it."""
     parts: tuple["Expression", ...] = ()
 
     @property

@@ -267,7 +267,10 @@ class Format:
         self.write(self.checkpoint(head, dtype, base_name), folder, dtype, head.base)
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
-        """Return the content to publish; reject a head that the format cannot express, with all reasons."""
+        """Return config and tensors to publish; reject a head that the format cannot express, with all reasons.
+
+        The config names ``dtype`` (None: the head's own); ``write`` casts the tensors to it.
+        """
         if not isinstance(head.config, self.head_config):
             raise UserError(self.wrong_type(type(head.config)))
         obstacles = [*self.unsupported(head)]

@@ -24,9 +24,9 @@ LONG_PASS = 256
 PROMPT_TOKENS = 100
 """Tokens of a typical prompt with its chat template, used before the real prompts are known."""
 MAX_TURNS = 2
-"""Largest number of turns of a conversation in a suite."""
+"""Turns per conversation that the estimate of choosing the tree assumes."""
 TREE_REPEATS = 11
-"""Number of passes per tree size when the costs of a step are measured."""
+"""Passes per tree size when costs are measured: ``repeats`` of ``measure_costs`` and two uncounted ones."""
 TRAINING_PASSES = 3
 """Cost of training in forward passes: one forward pass, and a backward pass of twice its cost."""
 TRAINING_OVERHEAD = 1.5

@@ -49,7 +49,7 @@ class InductionHead(nn.Module):
         self.rank, width, device = rank, base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
         self.table: Tensor | None = None
-        """[V, 3, r] the codes of all token ids; None except in an inference copy."""
+        """[V, 3, r]: ``codes`` of all token ids (LAST, BEFORE, COPIED), made once in an inference copy; else None."""
         self.codes_proj = nn.Linear(width, 3 * rank, device=device)
         self.sink = nn.Linear(width, 1, device=device)
         self.sharpness = nn.Parameter(torch.tensor(SHARPNESS, device=device))

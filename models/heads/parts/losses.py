@@ -34,7 +34,7 @@ the draft vocabulary. ``overlap`` is nan in training, because it would cost two 
 TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk", "lk_adaptive")
 DPACE = "dpace"
 DPACE_FLOOR = 0.5
-"""Lower bound of a draft position's probability in D-PACE (its alpha): later positions have weight from the start."""
+"""D-PACE maps a true token's probability p to (1 - floor) p + floor, so that later positions have weight early."""
 
 
 CHUNK_BYTES = {"cpu": 4 * 2**20, "accelerator": 64 * 2**20}

@@ -152,7 +152,7 @@ def test_bad_requests_say_what_to_do(tmp_path: Path) -> None:
     every = "smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin"
     with pytest.raises(UserError, match=f"'mtbench'.*{every}"):
         suites.load_suite("mtbench")
-    with pytest.raises(UserError, match="suite.limit must be at least 1, got 0"):
+    with pytest.raises(UserError, match="limit must be at least 1, got 0"):
         suites.load_suite("builtin", limit=0)
     (tmp_path / "one.jsonl").write_text('{"prompt": "hello"}')
     with pytest.raises(UserError, match="has no test half; use split=all"):
