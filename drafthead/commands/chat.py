@@ -37,6 +37,7 @@ from drafthead.models.decoding.processed import sampling_lines, stock_sampler
 from drafthead.models.decoding.sampling import OutputSampler
 from drafthead.models.decoding.step import StepRecord
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
+from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 
 PLAIN_TOKENS = 33
 """Tokens decoded without drafts at the start, to measure that speed. The first comes from the prefill, not a step."""
@@ -120,6 +121,7 @@ class Chat:
         tokens = min(PLAIN_TOKENS, base.max_context - len(ids))
         if tokens < 2:
             raise UserError(f"the system message leaves no room in the base's context of {base.max_context} tokens")
+        wait_for_huge_pages()  # moving weights slows decoding down
         decode(base, drafter, ids, max_new_tokens=min(4, tokens), draft_config=draft_config)  # warm up
         decode(base, None, ids, max_new_tokens=2)
         sampler = stock_sampler(base, ids, tokens, config.sampler)

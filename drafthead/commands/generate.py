@@ -26,6 +26,7 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.processed import sampling_lines, stock_sampler
 from drafthead.models.decoding.sampling import OutputSampler
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
+from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 
 
 @settings(kw_only=True)
@@ -66,9 +67,9 @@ def main(config: GenerateConfig) -> None:
         ids = base.tokenizer(text).input_ids
     else:
         ids = base.prompt_ids(user_turn(text))
-    decode(
-        base, drafter, ids[-8:], max_new_tokens=4, draft_config=draft_config
-    )  # warm up, so that the first answer is timed like any other
+    if config.compare:
+        wait_for_huge_pages()  # moving weights slows decoding down, and would slow only the first answer
+    decode(base, drafter, ids[-8:], max_new_tokens=4, draft_config=draft_config)  # warm up, for the same reason
     console = Console(highlight=False)
     sampler = stock_sampler(base, ids, config.max_new_tokens, config.sampler)
     settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampler": sampler, "seed": config.seed}

@@ -169,7 +169,7 @@ def test_an_import_says_what_is_wrong_with_its_source(saved: Path, tiny_base: Ti
         ([f"from={saved}", "format=medusa"], "is a drafthead head already"),
         ([f"from={tmp_path / 'list'}"], r"list/config.json holds a list, expected an object; copy it again"),
         ([f"from={tmp_path / 'empty'}"], r"holds no published head: it has no config.json \(it is empty\)"),
-        ([f"from={saved.parent}"], r"it has no config.json \(it holds head\); name the folder that has it"),
+        ([f"from={saved.parent}"], r"is the folder of a run; its head is in .*/head"),
         ([f"from={tmp_path / 'published'}", "config.bogus=3", "config.exit_layer=1"], "config.bogus.*exit_layer"),
     ]
     for arguments, says in cases:

@@ -66,7 +66,8 @@ def read_head_config(folder: Path) -> dict[str, Any]:
             f"{folder}/config.json is not a drafthead config, which has {sorted(types)}; is this a head folder?"
         )
     if config["format"] != FORMAT:
-        remedy = "update drafthead" if config["format"] > FORMAT else "train the head again"
+        older = isinstance(config["format"], int) and config["format"] < FORMAT
+        remedy = "train the head again" if older else "update drafthead"
         raise UserError(f"{folder} has format {config['format']}, but this version reads {FORMAT}; {remedy}")
     for key, expected in types.items():
         if not isinstance(config[key], expected) and not (key == "draft_vocab" and config[key] is None):
