@@ -245,7 +245,7 @@ def main(given: list[str] | None = None) -> None:
     if not accelerator.is_main_process:
         return
     seconds = {**results["parts_s"], "step, whole": results["step_s"], "base alone": results["floor"]["forward_s"]}
-    rows = [{"part": name, "ms": 1e3 * s, "of the step": s / results["step_s"]} for name, s in seconds.items()]
+    rows = [{"part": name, "ms": 1e3 * s, "of the step": f"{s / results['step_s']:.1%}"} for name, s in seconds.items()]
     print_table(f"a training step of phase {phase}, per device of {results['processes']}", rows)
     mfu = "unknown here" if results["mfu"] is None else f"{results['mfu']:.1%}"
     print(
