@@ -80,9 +80,11 @@ def caption(record: dict[str, Any]) -> str:
     counts = {m: [len(runs_of(record, head, m)) for head in record["heads"]] for m in budgets(record)}
     seeds = ", ".join(f"{m:g} minutes: {seed_count(n)}" for m, n in counts.items())
     machine, settings = record["hardware"], record["settings"]
+    speed_date = record.get("speed", {}).get("date", record["date"])
+    dates = sorted({record["date"][:10], speed_date[:10]})
     return (
         f"{settings['limit']} prompts of {settings['suite']}, trees of {settings['nodes']} nodes; {seeds}; one core of "
-        f"{machine['cpu']}, {record['date'][:10]}"
+        f"{machine['cpu']}, {' and '.join(dates)}"
     )
 
 

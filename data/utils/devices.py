@@ -6,7 +6,6 @@ are untested.
 """
 
 import os
-import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -122,6 +121,8 @@ def peak_memory() -> int:
     """Return the peak of allocated bytes on the accelerator or, without one, of the process's resident memory."""
     if (peak := peak_allocated()) is not None:
         return peak
+    import resource  # absent on Windows, where decoding should work nevertheless
+
     # Linux counts in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
