@@ -32,7 +32,7 @@ from accelerate import Accelerator
 from common import at_least, entry_point, parser, print_table, save_record
 from loss_memory import PeakMemory
 
-from drafthead.data.answers.hidden_states import HiddenStateCache, StoredHiddenStates
+from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import pack
@@ -111,7 +111,7 @@ class Bench:
         self.head = run.head_config().build(self.base, d2t)
         if run.trains_base:
             self.head.train_base(now=self.phase.train_base)
-        cache = StoredHiddenStates(random_cache(folder, rows, self.head)) if self.phase.store_hidden_states else None
+        cache = random_cache(folder, rows, self.head) if self.phase.store_hidden_states else None
         self.data = PhaseData(rows, self.base, self.head.spec, cache)
         sharding.shard(self.head.train())
         self.optimizer = head_optimizer(self.head, self.phase.optim)

@@ -19,7 +19,7 @@ NO_DOCUMENT = -1
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-    """Packed rows. A document is a run of equal ``document_ids`` inside one row."""
+    """B rows of T tokens, each with one or several documents: runs of equal ``document_ids``."""
 
     input_ids: Tensor
     """[B, T] int64."""
@@ -30,14 +30,18 @@ class TrainBatch:
     loss_mask: Tensor
     """[B, T] bool: True for tokens that may be targets."""
     weights: Tensor | None = None
-    """[B, T, K] float >= 0: extra weight of a token as the target of draft position k, in column k - 1. A weight of 0
-    leaves the target out; None means weight 1 everywhere."""
+    """[B, T, K] float >= 0: weight in the loss of each token as the target of draft position k, in column k - 1. A
+    weight of 0 leaves the target out; None means weight 1 everywhere."""
     host: "TrainBatch | None" = None
-    """The original in host memory of a batch from ``to``, to compute indices of targets without a wait; else None."""
+    """The batch in host memory that ``to`` copied to a device, to compute indices of targets without waiting for the
+    device. None for a batch that ``to`` did not make."""
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 0) -> "TrainBatch":
-        """Return one row: the documents, each trained from position ``trained_from`` on, then ``padding`` tokens."""
+        """Return a batch of one row: the token ids of ``documents``, then ``padding`` padding tokens.
+
+        In every document, the tokens from position ``trained_from`` (from 0) on may be targets.
+        """
         positions = [(n, p) for n, document in enumerate(documents) for p in range(len(document))]
         return cls(
             input_ids=torch.tensor([[token for document in documents for token in document] + [0] * padding]),
@@ -47,11 +51,11 @@ class TrainBatch:
         )
 
     def next_tokens(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return the token that draft position ``k`` (from 1) predicts at every t; with k = 0, that of the base itself.
+        """Return the target of draft position ``k`` (from 1) at every position t; k = 0: the base's own next token.
 
         Returns:
             tokens: [B, T] int64, ``x_{t+1+k}``, or 0 past the row's end.
-            valid: [B, T] bool, True if tokens t to t+1+k are in one document and ``x_{t+1+k}`` is trained.
+            valid: [B, T] bool, True if tokens t to t+1+k are in one document and ``x_{t+1+k}`` may be a target.
         """
         shift = k + 1
         tokens = torch.zeros_like(self.input_ids)
@@ -65,14 +69,14 @@ class TrainBatch:
         return tokens, valid
 
     def to(self, device: torch.device | str) -> "TrainBatch":
-        """Return the batch on ``device``, without waiting for the copy."""
+        """Return a copy of the batch on ``device``, without waiting until it is complete."""
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return TrainBatch(**moved, host=self if self.input_ids.device.type == "cpu" else self.host)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStatesSpec:
-    """Hidden states of the base that a head reads in addition to the final one."""
+    """Names the base's hidden states that a head reads in addition to the final one."""
 
     layers: tuple[int, ...] = ()
     """Layers whose outputs are concatenated on the last axis; 1 is the first layer, 0 the embedding."""
@@ -80,7 +84,7 @@ class HiddenStatesSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStates:
-    """Hidden states of the frozen base, detached."""
+    """Hidden states of the frozen base for a batch, without gradients."""
 
     final: Tensor
     """[B, T, D], after the final norm."""
@@ -97,11 +101,11 @@ class HiddenStates:
         return HiddenStates(final=change(self.final), layers=None if self.layers is None else change(self.layers))
 
     def span(self, start: int, count: int) -> "HiddenStates":
-        """Return the states of ``count`` positions of every row from ``start`` on; fewer at the rows' end."""
+        """Return the states of the ``count`` positions (T axis) from index ``start`` on; fewer at the rows' end."""
         return self.map(lambda states: states[:, start : start + count])
 
     def layer(self, index: int) -> Tensor:
-        """Return [B, T, D] of the layer ``spec.layers[index]``."""
+        """Return the states [B, T, D] of the layer ``spec.layers[index]``."""
         assert self.layers is not None
         width = self.final.shape[-1]
         return self.layers[..., index * width : (index + 1) * width]
@@ -139,7 +143,7 @@ class LossOutput:
     """A head's loss on a micro-batch, as sums without averaging."""
 
     loss_sum: Tensor
-    """Scalar float32: sum over trained tokens, to be divided once by the global ``tokens``."""
+    """Scalar float32: loss summed over trained tokens. Divide it by the ``tokens`` of all micro-batches and ranks."""
     tokens: Tensor
     """Scalar int64: number of trained tokens at the draft position with most of them, usually the first."""
     sums: Tensor
@@ -147,5 +151,5 @@ class LossOutput:
     names: tuple[str, ...]
 
     def ratios(self) -> dict[str, Ratio]:
-        """Return the metrics on the host, which synchronises."""
+        """Return the metrics by name, on the host; waits for the device."""
         return {n: Ratio(num, den) for n, (num, den) in zip(self.names, self.sums.tolist(), strict=True)}

@@ -30,9 +30,9 @@ class Backend(Protocol):
     """A source of the base's own answers to prompts."""
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest entries that identify this backend.
+        """Return the entries of the corpus's manifest that identify this backend.
 
-        ``recorded`` is the manifest of a resumed corpus, or empty. Because of it, a finished corpus needs no server.
+        ``recorded`` is the manifest of a resumed corpus, or {}. A server is not asked again for what it records.
         """
         ...
 
@@ -41,7 +41,10 @@ class Backend(Protocol):
         ...
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise a ``UserError`` for faults that would appear later. Called on one process, with a few ``prompts``."""
+        """Raise a ``UserError`` if this backend cannot generate the corpus, after answering a few ``prompts``.
+
+        One process calls this before all others generate.
+        """
         ...
 
     def shards(
@@ -49,11 +52,11 @@ class Backend(Protocol):
     ) -> Iterator[tuple[int, list[Answer]]]:
         """Yield this process's answers by shard, as (index of the shard in this call, from 0; answers).
 
-        ``prompts`` are all prompts of the corpus, ``done`` the numbers of the answered prompts. ``on_done`` is called
-        after every answer. No two processes share an index.
+        ``prompts`` are the same on all processes of ``group``, which share them. ``done`` has the numbers of prompts
+        that are answered already. ``on_done`` is called after every answer. No two processes yield the same index.
         """
         ...
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
-        """Yield answers with another sampler, in any order. It is used to let the base write prompts itself."""
+        """Yield answers sampled by ``sampler``, in any order; used for prompts that the base writes itself."""
         ...

@@ -29,11 +29,11 @@ class HiddenStateCache:
     """
 
     def __init__(self, folder: Path, rows: int, seq_len: int, width: int, dtype: str, manifest: dict[str, Any]) -> None:
-        """Create a cache for [R, T, width] values, or open the existing one with the same settings.
+        """Create a cache of shape [rows, seq_len, width] in ``folder``, or open the existing one.
 
         If several processes call this at once, one creates the files and the others wait. ``dtype`` is "float16" or
         "bfloat16". ``manifest`` names all that determines the hidden states (base, revision, corpus), as JSON values.
-        A cache with another manifest raises a ``UserError``.
+        An existing cache with another shape, dtype or manifest raises a ``UserError``.
         """
         self.folder, self._dtype_name, self._dtype = folder, dtype, _DTYPES[dtype]
         sizes = {"rows": rows, "seq_len": seq_len, "width": width, "dtype": dtype}
@@ -53,7 +53,7 @@ class HiddenStateCache:
         self._checked = np.zeros(rows, dtype=np.bool_)
 
     def write(self, row_numbers: list[int], values: Tensor) -> None:
-        """Store ``values`` [b, T, width] (any float dtype, any device) as the rows ``row_numbers``.
+        """Store ``values`` [b, T, width] (any float dtype and device) as the rows ``row_numbers``, b numbers from 0.
 
         Raises a ``UserError`` if a finite value overflows the cache's dtype.
         """
@@ -78,7 +78,10 @@ class HiddenStateCache:
         """
         missing = [row for row in row_numbers if not self._checksums[row]]
         if missing:
-            raise UserError(f"rows {missing[:5]} of {self.folder} have no hidden states yet; fill the cache first")
+            raise UserError(
+                f"rows {missing[:5]} of {self.folder} have no hidden states yet; give the same command again to "
+                "compute them"
+            )
         for row in row_numbers:
             if not self._checked[row] and self._checksums[row] != _checksum(self._stored[row]):
                 self._checksums[row] = 0
@@ -95,16 +98,25 @@ class HiddenStateCache:
 
 
 class AnswerStates:
-    """Final hidden states of packed answers, read from the answer store by document and position."""
+    """Hidden states of packed answers: final states from the answer store, and early layers from a cache."""
 
-    def __init__(self, store: AnswerStore, rows: datasets.Dataset, prompt_numbers: list[int]) -> None:
-        """Prepare to read states of packed ``rows``; ``prompt_numbers`` has the prompt number of each document."""
-        self._store, self._prompt_numbers = store, prompt_numbers
+    def __init__(
+        self, store: AnswerStore, rows: datasets.Dataset, prompt_numbers: list[int], layers: HiddenStateCache | None
+    ) -> None:
+        """Prepare to read the states of ``rows``, answers from ``store`` that ``pack`` packed into rows.
+
+        ``prompt_numbers`` has the prompt number of each packed document, by document number. ``layers`` has the early
+        layers of the same rows; None if the head reads only the final state.
+        """
+        self._store, self._prompt_numbers, self._layers = store, prompt_numbers, layers
         self._shape = len(rows[0]["input_ids"]), store.width
         self._pieces = rows.select_columns(["pieces"]).with_format("arrow")
 
     def read(self, row_numbers: list[int]) -> Tensor:
-        """Return the rows ``row_numbers`` as [b, T, D] float32; NaN at positions without stored states."""
+        """Return the rows ``row_numbers`` as [b, T, D (1 + L)] float32: the final state, then the early layers.
+
+        Final states that are not stored are NaN.
+        """
         rows = []
         for pieces in self._pieces[row_numbers]["pieces"].to_pylist():
             row = torch.full(self._shape, torch.nan)
@@ -115,27 +127,12 @@ class AnswerStates:
                 known = torch.from_numpy(states[start : start + length])
                 row[offset : offset + len(known)] = known
             rows.append(row)
-        return torch.stack(rows)
+        finals = torch.stack(rows)
+        return finals if self._layers is None else torch.cat([finals, self._layers.read(row_numbers)], -1)
 
 
-class StoredHiddenStates:
-    """Hidden states of packed rows, read from the answer store, from a cache, or from both."""
-
-    def __init__(self, *sources: AnswerStates | HiddenStateCache) -> None:
-        """Join ``sources``: final states of answers and a cache of early layers, or only one of both.
-
-        If there is only a cache, its rows start with the final state.
-        """
-        self._sources = sources
-
-    def read(self, row_numbers: list[int]) -> Tensor:
-        """Return the rows ``row_numbers`` as [b, T, D (1 + L)] float32: the final state, then the early layers."""
-        return torch.cat([source.read(row_numbers) for source in self._sources], -1)
-
-    def missing_rows(self) -> list[int]:
-        """Return the numbers of the rows that cannot be read yet, ascending."""
-        caches = (source for source in self._sources if isinstance(source, HiddenStateCache))
-        return [row for cache in caches for row in cache.missing_rows()]
+StoredHiddenStates = AnswerStates | HiddenStateCache
+"""Stored hidden states of packed rows, of width D (1 + L): the final state, then the early layers."""
 
 
 def _map(folder: Path, name: str, dtype: type, shape: tuple[int, ...]) -> "np.memmap[Any, Any]":

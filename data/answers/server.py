@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, TypeVar
 
@@ -31,16 +31,12 @@ TRANSIENT = (408, 409, 429)
 """HTTP statuses below 500 that the ``openai`` client retries. It also retries all server errors (500 and above)."""
 PROBE_TOKENS = 32
 SHARD_ROWS = 64
-"""Number of answers per shard. A kill loses fewer answers than this, and those that are being generated."""
+"""Number of answers per shard. A killed run loses fewer finished answers than this, and all unfinished ones."""
 RESUMES = "finished answers are kept, and the same command resumes there"
 
 
 class BadAnswerError(Exception):
     """A malformed response. Another try may succeed."""
-
-
-class RefusedError(UserError):
-    """A server's refusal of a request. Another try would fail too."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +77,10 @@ class Completions:
         }
 
     def parse(self, completion: Completion, prompt: Prompt, as_text: bool = False) -> Answer:
-        """Return the answer in a response. With ``as_text`` it is text, which is tokenised, instead of token ids.
+        """Return the answer in the server's response to ``prompt``.
 
-        Raises a ``BadAnswerError`` if another try may succeed, and a ``UserError`` otherwise.
+        The answer's tokens are the response's token ids or, with ``as_text``, its text, which is tokenised here. Raises
+        a ``BadAnswerError`` if another try may succeed, and a ``UserError`` otherwise.
         """
         choice = _only_choice(completion)
         number, ids = prompt
@@ -103,7 +100,7 @@ class Completions:
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
     def _ids(self, choice: CompletionChoice, as_text: bool) -> list[int]:
-        """Return the token ids of an answer; if the ids of a text are more than requested, they are cut."""
+        """Return the token ids of a response's answer; those of a text are cut to the requested number."""
         most = self.sampler.max_new_tokens
         if as_text:
             text = getattr(choice, "text", None)
@@ -122,8 +119,8 @@ class Completions:
     ) -> tuple[list[int], bool]:
         """Return the answer up to and including its end-of-turn token, and True if it has one.
 
-        Servers may leave that token out of a finished answer. It is then taken from the server's ``stop_reason``, or
-        else from the tokenizer's end-of-sequence token.
+        Servers may leave this token out of an answer that they report as ``finished``. It is then taken from the
+        server's ``stop_reason``, or else from the tokenizer's end-of-sequence token. ``number`` is the prompt's.
         """
         if self.sampler.ignore_eos:
             if finished:
@@ -179,7 +176,7 @@ class Server:
         await self._client.close()
 
     async def models(self) -> dict[str, int | None]:
-        """Return {model: context length or None if not stated} by a single request; {} if the response is malformed."""
+        """Return the context length of each served model by name, None if not stated; {} for a malformed response."""
         try:
             rows = (await self._client.with_options(max_retries=0).models.list()).data
         except openai.OpenAIError as error:
@@ -192,9 +189,10 @@ class Server:
         return {row.id: getattr(row, "max_model_len", None) for row in rows or [] if getattr(row, "id", None)}
 
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
-        """Send ``request`` and return ``parse`` of the response; repeat it if ``parse`` raises ``BadAnswerError``.
+        """Send ``request`` and return ``parse(response)``; send it again if ``parse`` raises a ``BadAnswerError``.
 
-        Raises a ``UserError`` after ``config.tries`` tries, or at once for a refusal.
+        Raises a ``UserError`` after ``config.tries`` tries, or at once if the server refuses the request. Messages name
+        the request by ``request_name``.
         """
         root, tries = self.config.root, self.config.tries
         for tried in range(1, tries + 1):
@@ -230,7 +228,7 @@ class Server:
             self._log(f"warning: {line}; retried (logged once)")
 
     def _refusal(self, error: openai.OpenAIError, request_name: str) -> UserError | None:
-        """Return the error that ends the run, or None if another try may succeed."""
+        """Return the ``UserError`` to raise for the client's ``error``, or None if another try may succeed."""
         root, text = self.config.root, self._error_text(error)
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             state = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
@@ -241,7 +239,10 @@ class Server:
                 f".model. {RESUMES.capitalize()}"
             )
         if isinstance(error, openai.APIStatusError) and error.status_code < 500 and error.status_code not in TRANSIENT:
-            return RefusedError(f"{root} refuses {request_name} ({text}); {RESUMES}")
+            return UserError(
+                f"{root} refuses {request_name} ({text}). Requests have token ids as prompts and the fields of vLLM "
+                f"and SGLang; use one of these servers. {RESUMES.capitalize()}"
+            )
         return None
 
     def _error_text(self, error: openai.OpenAIError) -> str:
@@ -258,13 +259,13 @@ class Server:
 
 
 def check_server(config: ServerConfig, base: str, longest: int) -> str:
-    """Return the name under which a server serves ``base``.
+    """Return the name under which the server of ``config`` serves the model named ``base``.
 
-    Raises a ``UserError`` if there is none, or if its context is shorter than ``longest`` tokens (prompt and answer).
+    Raises a ``UserError`` if the server does not serve it, or with a context of fewer than ``longest`` tokens (prompt
+    and answer).
     """
 
     async def served_models() -> dict[str, int | None]:
-        """Return the context length of every served model, by name."""
         async with Server(config) as server:
             return await server.models()
 
@@ -297,8 +298,8 @@ class ServerBackend:
     greedy_match_rate: Callable[[list[Answer]], float]
     """Function that returns the share of the answers' tokens, in [0, 1], that the base would choose itself."""
     log: Log = lambda line: None
-    _recorded: dict[str, Any] | None = field(default=None, init=False)
-    _model: tuple[str, bool] | None = field(default=None, init=False)
+    _recorded: dict[str, Any] | None = None
+    _model: tuple[str, bool] | None = None
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """Return the manifest entry ``server``: the base's name there, and the form of the answers, token ids or text.
@@ -314,12 +315,10 @@ class ServerBackend:
     def at(self, temperature: float) -> "ServerBackend":
         """Return this backend with another sampling temperature."""
         sampler = replace(self.completions.sampler, temperature=temperature)
-        backend = replace(self, completions=replace(self.completions, sampler=sampler))
-        backend._recorded, backend._model = self._recorded, self._model
-        return backend
+        return replace(self, completions=replace(self.completions, sampler=sampler))
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Check greedy answers: the server must read each prompt unchanged, and the base must mostly agree."""
+        """Raise a ``UserError`` if the server changes prompts, or if its greedy answers are mostly not the base's."""
         greedy = SamplerConfig(max_new_tokens=min(PROBE_TOKENS, self.completions.sampler.max_new_tokens))
         model, _ = self._find_model()
         share = self.greedy_match_rate(list(self._answers(prompts, greedy, check_prompts=True)))
@@ -333,9 +332,10 @@ class ServerBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield shards of ``SHARD_ROWS`` answers as they arrive, all on the first process; the others request none.
+        """Yield (index from 0, shard of ``SHARD_ROWS`` answers) as answers arrive, all on the first process.
 
-        The arguments are those of ``Backend.shards``. Before an error is raised, finished answers are yielded.
+        The other processes of ``group`` request nothing. ``done`` has the numbers of prompts that need no answer.
+        ``on_done`` is called after every answer. Before an error is raised, finished answers are yielded.
         """
         if group.rank:
             return
@@ -377,20 +377,16 @@ class ServerBackend:
         prompt = (0, list(self.completions.tokenizer("Hello")["input_ids"]))
         completions = replace(self.completions, sampler=replace(self.completions.sampler, max_new_tokens=1))
         async with Server(self.config, self.log) as server:
-            try:
-                choice = await server.ask(completions.request(model, prompt), _only_choice, "a first prompt")
-            except RefusedError as error:
-                raise UserError(
-                    f"{error}. Prompts are sent as token ids with the fields of vLLM and SGLang; use one of these"
-                ) from None
+            choice = await server.ask(completions.request(model, prompt), _only_choice, "a first prompt")
         return not isinstance(getattr(choice, "token_ids", None), list)
 
     def _answers(
         self, prompts: Sequence[Prompt], sampler: SamplerConfig, check_prompts: bool = False
     ) -> Iterator[Answer]:
-        """Yield answers as they arrive, with ``concurrency`` requests at a time.
+        """Yield answers as they arrive, with ``config.concurrency`` requests at a time.
 
-        An error or an interrupt cancels the open requests. An error is raised after all finished answers.
+        With ``check_prompts``, raise a ``UserError`` if the server reads a prompt as another number of tokens. An error
+        or an interrupt cancels the open requests. An error is raised after all finished answers are yielded.
         """
         if not prompts:
             return

@@ -29,7 +29,7 @@ _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and the base's answer, as the token ids of decoding, not as text that was tokenised again."""
+    """A prompt and the base's answer, as token ids. They are the ids of decoding, not of text tokenised again."""
 
     prompt_number: int
     """Number of the prompt in the list of prompts; unique in a store."""
@@ -66,7 +66,7 @@ def answers_folder(corpora: Path) -> Path:
 
 
 def open_answers(folder: Path) -> "AnswerStore":
-    """Open the answers in ``folder``, or in the ``data.folder`` of a run."""
+    """Open the answer store in ``folder``, which is the store itself or the ``data.folder`` of a run."""
     inner = answers_folder(folder)
     return AnswerStore(inner if inner.is_dir() else folder)
 
@@ -111,7 +111,7 @@ class AnswerStore:
 
     @property
     def done(self) -> set[int]:
-        """Numbers of the prompts whose answers were on disk when the store was opened, or that it has appended."""
+        """Prompt numbers of the answers that were on disk when this store was opened, or that it has appended."""
         return set(self._entries)
 
     @property
@@ -126,15 +126,15 @@ class AnswerStore:
 
     @property
     def next_shard(self) -> int:
-        """The number after the highest shard; 0 in an empty store."""
+        """The lowest unused shard number: highest number plus 1, or 0 in an empty store."""
         return max(self._tables, default=-1) + 1
 
     def append_shard(self, answers: list[Answer], shard: int | None = None) -> None:
-        """Write one shard and flush it to disk; an empty list writes nothing.
+        """Write ``answers`` as one shard and flush it to disk; an empty list writes nothing.
 
-        Either all ``answers`` have hidden states or none. A second answer to a prompt raises a ``UserError``. If
-        several processes write, ``shard`` is the shard's number, and one of them calls ``remove_leftovers`` before the
-        first write. None takes ``next_shard``.
+        Either all ``answers`` have hidden states or none. A second answer to a prompt raises a ``UserError``.
+        ``shard`` is the shard's number; None takes ``next_shard`` and first calls ``remove_leftovers``. If several
+        processes write, they pass numbers, and one of them calls ``remove_leftovers`` before the first write.
         """
         if not answers:
             return
@@ -174,7 +174,7 @@ class AnswerStore:
             raise
 
     def read(self, with_hidden_states: bool = True) -> Iterator[Answer]:
-        """Yield all answers in the order of their prompt numbers."""
+        """Yield all answers by ascending prompt number; without hidden states if ``with_hidden_states`` is False."""
         for number in sorted(self._entries):
             yield self._answer(number, with_hidden_states)
 
@@ -185,12 +185,12 @@ class AnswerStore:
         return Answer(number, ids.values.to_numpy(), boundary.as_py(), finished.as_py(), hidden_states)
 
     def answer(self, prompt_number: int) -> npt.NDArray[np.int32]:
-        """Return the ids of one answer, without its prompt; a ``KeyError`` if there is none."""
+        """Return the token ids of the answer to a prompt, without the prompt's; ``KeyError`` without an answer."""
         answer = self._answer(prompt_number, with_hidden_states=False)
         return answer.input_ids[answer.boundary :]
 
     def hidden_states(self, prompt_number: int) -> npt.NDArray[np.float16] | None:
-        """Return the [n - 1, D] hidden states of a prompt and its answer from disk, or None if there are none."""
+        """Return the stored hidden states [n - 1, D] of a prompt and its answer (n tokens), or None if not stored."""
         entry = self._entries[prompt_number]
         table = self._tables[entry.shard]
         if not _width(table):
@@ -199,7 +199,7 @@ class AnswerStore:
         return cast("npt.NDArray[np.float16]", self._open_hidden_states(entry.shard)[entry.first : last])
 
     def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """Return [V] the number of occurrences of each id in the answers, without prompts."""
+        """Return how often each token id occurs in the answers, [vocab_size], without prompts."""
         counts = np.zeros(vocab_size, dtype=np.int64)
         for answer in map(self.answer, self._entries):
             of_answer = np.bincount(answer, minlength=vocab_size)
@@ -216,7 +216,7 @@ class AnswerStore:
         return AnswerStats(rows=len(answers), tokens=tokens, finished=sum(answer.finished for answer in answers))
 
     def _map_hidden_states(self, shard: int) -> Any:
-        """Open a shard's hidden states for slicing, after comparing the checksum with that in the shard's table."""
+        """Open the hidden states of shard number ``shard`` for slicing; raise a ``UserError`` if they are damaged."""
         path = files.safe_join(self.folder, self._path(shard, "safetensors").name)
         try:
             expected = _metadata(self._tables[shard]).get(_FEATURES, b"").decode()
@@ -248,7 +248,10 @@ class AnswerStore:
         return self.folder / f"shard-{shard:05}.{kind}"
 
     def remove_leftovers(self, shard: int | None = None) -> None:
-        """Remove incomplete files of ``shard``; None: of all shards, to be used only while no other process writes."""
+        """Remove files of shards whose writing was interrupted: of the shard number ``shard``, or None: of all.
+
+        With None, no other process may be writing to the store.
+        """
         name = "*" if shard is None else f"{shard:05}"
         orphans = [p for p in self.folder.glob(f"shard-{name}.safetensors") if not p.with_suffix(".parquet").exists()]
         for path in [*self.folder.glob(f".shard-{name}.*.tmp"), *orphans]:
@@ -291,7 +294,7 @@ def _width(table: pa.Table) -> int:
 
 
 def _digest(table: pa.Table) -> bytes:
-    """Return the checksum of a table's content, which does not depend on the file's encoding."""
+    """Return a table's checksum, of its values and of the metadata of its hidden states."""
     metadata = _metadata(table)
     digest = hashlib.sha256(metadata.get(_WIDTH, b"?") + b"," + metadata.get(_FEATURES, b"?"))
     for name in _COLUMNS:

@@ -221,11 +221,9 @@ class Corpora:
         ``prompts`` has the prompt number of each packed document of answers; None for text. If the answer store has
         the final states, the base computes only the other layers that ``spec`` names, and stops after the last of them.
         """
-        finals = None
-        if prompts is not None and self.answers().has_hidden_states:
-            finals = AnswerStates(self.answers(), rows, prompts)
-            if not spec.layers:
-                return StoredHiddenStates(finals)
+        finals = prompts if prompts is not None and self.answers().has_hidden_states else None
+        if finals is not None and not spec.layers:
+            return AnswerStates(self.answers(), rows, finals, None)
         reader = reading_copy(self.base)
         manifest: dict[str, Any] = {"base": self.base.identity(), "rows": digest_rows(rows), "format": FORMAT}
         manifest |= {"layers": list(spec.layers)} | ({} if finals is None else {"final": False})
@@ -245,7 +243,7 @@ class Corpora:
             cache.write([row], torch.cat([tensor.cpu().float() for tensor in parts if tensor is not None], -1))
         if missing:
             self.progress(f"hidden states of {name}", total, total)
-        return StoredHiddenStates(*([] if finals is None else [finals]), cache)
+        return cache if finals is None else AnswerStates(self.answers(), rows, finals, cache)
 
 
 def is_held_out(prompt_number: int) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from drafthead.data.answers.answer_config import SamplerConfig
+from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
@@ -115,19 +116,20 @@ def test_states_are_stored_with_answers_only_if_a_phase_reads_them(tiny_base: Ti
     made, _ = make(base, tmp_path)
     phase = PhaseConfig(corpus="answers", seq_len=512, store_hidden_states=True)
     data = open_phase(made, "distill", phase, HiddenStatesSpec())
-    assert data.cache is not None and not data.cache.missing_rows() and not made.answers().has_hidden_states
+    assert isinstance(data.cache, HiddenStateCache) and not data.cache.missing_rows()
+    assert not made.answers().has_hidden_states
 
 
 def test_a_short_phase_has_the_base_read_its_own_rows_only(tiny_base: TinyBase, tmp_path: Path) -> None:
     made, _ = make(tiny_base(), tmp_path)
     phase = PhaseConfig(corpus="text", seq_len=64, store_hidden_states=True)
     data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, num_rows=4)
-    assert data.cache is not None
+    assert isinstance(data.cache, HiddenStateCache)
     numbers = data.numbers(5, 0, 4)
     assert sorted(set(range(len(data))) - set(data.cache.missing_rows())) == sorted(numbers)
     data.load(numbers)
     longer = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, num_rows=10**6)
-    assert longer.cache is not None and not longer.cache.missing_rows()
+    assert isinstance(longer.cache, HiddenStateCache) and not longer.cache.missing_rows()
 
 
 def test_a_phase_may_train_on_a_random_part_and_a_larger_part_holds_it(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -137,8 +139,8 @@ def test_a_phase_may_train_on_a_random_part_and_a_larger_part_holds_it(tiny_base
         phase = PhaseConfig(corpus="text", seq_len=64, store_hidden_states=True, max_tokens=max_tokens)
         data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, num_rows=10**6)
         numbers = data.numbers(5, 0, 3 * len(data))
-        assert max_tokens is None or data.cache is not None
-        assert max_tokens is None or not set(numbers) & set(data.cache.missing_rows())  # type: ignore[union-attr]
+        if max_tokens is not None:
+            assert isinstance(data.cache, HiddenStateCache) and not set(numbers) & set(data.cache.missing_rows())
         return set(numbers)
 
     small, large = taken(3 * 64 - 8), taken(5 * 64 - 8)
