@@ -248,7 +248,8 @@ class BaseModel:
     ) -> HiddenStates:
         """Append committed tokens [B, T] to ``cache``, and return the hidden states after each of them.
 
-        ``counts``: number of tokens in each row; the rest of its T tokens is padding.
+        ``counts``: number of tokens in each row, after which the row has padding; None: T. ``spec``: layers whose
+        outputs are returned with the final hidden states.
         """
         new = tokens_BT.shape[1]
         if isinstance(cache, StaticKVCache) and cache.fits(new) and not spec.layers:
@@ -271,40 +272,18 @@ class BaseModel:
         tokens_BN: Tensor,
         shape: TreeShape,
         cache: TreeCache,
-        spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> HiddenStates:
         """Run the last N nodes of token trees, [B, N], after the committed prefixes; return their hidden states.
 
-        Earlier calls have run the nodes before those N. Keys and values stay pending in ``cache`` until
-        ``cache.commit_path`` or ``cache.crop``. With ``partial_forward`` the first layers are skipped.
+        ``shape`` has the whole trees; earlier calls have run the nodes before those N. Keys and values stay pending in
+        ``cache`` until ``cache.commit_path`` or ``cache.crop``. ``partial_forward`` replaces the first layers' pass.
 
         Each node attends to the committed prefix and to its ancestors, and its position is the prefix length plus its
         depth. Example: a root 0 with children 1 and 2 after a prefix of 10 tokens has the positions 10, 11, 11. Node 2
         attends to nodes 0 and 2, but not to 1.
         """
-        if (static := _static(cache, shape, tokens_BN.shape[1], spec, partial_forward)) is not None:
-            return HiddenStates(final=static.run(tokens_BN, shape)[0])
-        return self._verify(tokens_BN, shape, cache, spec, partial_forward)
-
-    def _verify(
-        self,
-        tokens_BN: Tensor,
-        shape: TreeShape,
-        cache: TreeCache,
-        spec: HiddenStatesSpec,
-        partial_forward: PartialForward | None,
-    ) -> HiddenStates:
-        """Compute :meth:`verify` without a CUDA graph."""
-        new = tokens_BN.shape[1]
-        cache.begin(new, chain=shape.is_chain)
-        positions = cache.positions(shape.depths[:, -new:])
-        if cache.rows == 1 and shape.tree is not None and new == len(shape):
-            mask = cache.static_mask(shape.tree, shape, self._tree_masks)
-        else:
-            mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
-        masks = mask if self.windows is None else self._windowed(mask, cache, positions, shape.depths)
-        return self._decoder(tokens_BN, positions, masks, cache, spec, partial_forward)
+        return self._verify(tokens_BN, shape, cache, NO_LAYERS, partial_forward)[0]
 
     @torch.inference_mode()
     def verify_logits(
@@ -315,13 +294,37 @@ class BaseModel:
         spec: HiddenStatesSpec = NO_LAYERS,
         partial_forward: PartialForward | None = None,
     ) -> tuple[HiddenStates, Tensor]:
-        """Return the hidden states of :meth:`verify` and the logits after every node [B, N, V], in one CUDA graph if
-        possible."""
-        if (static := _static(cache, shape, tokens_BN.shape[1], spec, partial_forward)) is not None:
-            final, logits = static.run(tokens_BN, shape, with_logits=True)
-            return HiddenStates(final=final), logits
-        hidden = self._verify(tokens_BN, shape, cache, spec, partial_forward)
-        return hidden, self.logits(hidden.final)
+        """Run token trees as :meth:`verify` does; return their hidden states and the logits after every node [B, N, V].
+
+        The hidden states also have the outputs of the layers that ``spec`` names.
+        """
+        hidden, logits = self._verify(tokens_BN, shape, cache, spec, partial_forward, with_logits=True)
+        return hidden, self.logits(hidden.final) if logits is None else logits
+
+    def _verify(
+        self,
+        tokens_BN: Tensor,
+        shape: TreeShape,
+        cache: TreeCache,
+        spec: HiddenStatesSpec,
+        partial_forward: PartialForward | None,
+        with_logits: bool = False,
+    ) -> tuple[HiddenStates, Tensor | None]:
+        """Compute :meth:`verify`, by a CUDA graph if possible, and then ``with_logits`` its logits (else None)."""
+        new = tokens_BN.shape[1]
+        # A graph runs a whole tree through all layers, and returns no states of single layers.
+        whole = new == len(shape) and not (spec.layers or partial_forward)
+        if whole and isinstance(cache, StaticKVCache) and cache.fits(new):
+            final, *logits = cache.run(tokens_BN, shape, with_logits)
+            return HiddenStates(final=final), logits[0] if logits else None
+        cache.begin(new, chain=shape.is_chain)
+        positions = cache.positions(shape.depths[:, -new:])
+        if cache.rows == 1 and shape.tree is not None and new == len(shape):
+            mask = cache.static_mask(shape.tree, shape, self._tree_masks)
+        else:
+            mask = cache.mask(shape.ancestors[:, -new:], self.dtype)
+        masks = mask if self.windows is None else self._windowed(mask, cache, positions, shape.depths)
+        return self._decoder(tokens_BN, positions, masks, cache, spec, partial_forward), None
 
     def synchronise(self) -> None:
         """Wait for the device, so that wall-clock times include all submitted work."""
@@ -350,7 +353,10 @@ class BaseModel:
         return mask if self.windows is None else self.windows.masks(mask, position_ids, position_ids, dtype)
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
-        """Return the masks of all layer types; ``depths`` [R, P] are those of the pending nodes, None for a chain."""
+        """Return the masks of all layer types for queries at ``positions`` [R, T], from the ``mask`` of full attention.
+
+        ``depths`` [R, P] are those of all pending tree nodes; None: the pending positions are a chain.
+        """
         assert self.windows is not None
         # While everything fits into the smallest window, all layer types share one mask.
         if cache.rows == 1 and cache.length + cache.pending <= self.windows.smallest:
@@ -426,21 +432,6 @@ def tune_for_cpu(base: BaseModel) -> None:
         prompt_cache().crop()
 
     choose_kernels(table, model, verify, (model.config.model_type, base.cache_shape, base.hidden_size))
-
-
-def _static(
-    cache: TreeCache,
-    shape: TreeShape,
-    new: int,
-    spec: HiddenStatesSpec,
-    partial_forward: PartialForward | None,
-) -> StaticKVCache | None:
-    """Return the cache if a CUDA graph can run the pass, else None.
-
-    A graph runs a whole tree through all layers. It returns no states of single layers, so ``spec`` must name none.
-    """
-    whole = new == len(shape) and not (spec.layers or partial_forward)
-    return cache if whole and isinstance(cache, StaticKVCache) and cache.fits(new) else None
 
 
 def _hidden_states(final: Tensor, states: dict[int, Tensor], spec: HiddenStatesSpec) -> HiddenStates:

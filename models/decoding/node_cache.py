@@ -9,8 +9,8 @@ Shape legend: B rows, T tokens, R inputs of a first pass, F frontier nodes (the 
 P pending nodes, D width, W vocabulary.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from drafthead.data.batch import HiddenStates
 from drafthead.data.utils.devices import on_device
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Proposal, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
@@ -32,47 +31,29 @@ INITIAL_CAPACITY = 256
 """Spare positions of a new cache; capacity doubles when they are used up."""
 
 
-@dataclass(frozen=True)
-class PendingNodes:
-    """The ancestors of the pending nodes, which were read after the committed inputs and may still be rejected."""
+def add_nodes(ancestors: Tensor | None, parents: Tensor) -> Tensor:
+    """Return the mask ``ancestors`` of pending tree nodes with F more nodes per row: [B, P, P] -> [B, P + F, P + F].
 
-    ancestors: Tensor
-    """[B, P, P] bool: [i, j] is true if node j is node i or one of its ancestors."""
-
-    @classmethod
-    def none(cls, rows: int, device: torch.device) -> "PendingNodes":
-        """Return an object without nodes."""
-        return cls(torch.zeros(rows, 0, 0, dtype=torch.bool, device=device))
-
-    def extend(self, rows: int, new: int, above: Tensor | None) -> "PendingNodes":
-        """Return an object with ``new`` more nodes per row.
-
-        ``above`` [B, new] int64 has their parents' numbers among the pending nodes. With None, their parents are not
-        pending, but stored as committed positions.
-        """
-        pending, device = self.ancestors.shape[1], self.ancestors.device
-        ancestors = torch.zeros(rows, pending + new, pending + new, dtype=torch.bool, device=device)
-        ancestors[:, :pending, :pending] = self.ancestors
-        if above is not None:
-            ancestors[:, pending:, :pending] = self.ancestors.gather(1, above[..., None].expand(-1, -1, pending))
-        ancestors[:, pending:, pending:] |= torch.eye(new, dtype=torch.bool, device=device)
-        return PendingNodes(ancestors)
-
-    def shape(self) -> TreeShape:
-        """Return a ``TreeShape`` for ``BaseModel.verify``, which reads only depths and ancestors."""
-        none = self.ancestors.new_zeros(1, 1, 1, dtype=torch.int64)
-        depths = self.ancestors.sum(-1) - 1
-        return TreeShape(parents=depths, depths=depths, ancestors=self.ancestors, children=none, depth=0)
+    [i, j] is true if node j is node i or one of its ancestors. ``parents`` [B, F] int64 are the new nodes' parents as
+    numbers from 0 to P - 1. With ``ancestors`` None, P is 0, and the parents are committed, so they are not used.
+    """
+    new = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+    if ancestors is None:
+        return new
+    inherited = ancestors.gather(1, parents[..., None].expand(-1, -1, ancestors.shape[1]))
+    before = torch.nn.functional.pad(ancestors, (0, parents.shape[1]))
+    return torch.cat([before, torch.cat([inherited, new], 2)], 1)
 
 
-Pass = Callable[[Tensor, TreeCache, list[int] | None, PendingNodes | None], Tensor]
-"""Runs a model or layers over inputs [B, F, ...] with a cache, and returns outputs [B, F, D]. Its other arguments are
-counts and pending nodes. Without nodes, the inputs are a chain, and the first ``counts`` (None: all) of each row are
-committed to the cache. With nodes, the inputs are the last F of them, and stay pending."""
+def pending_shape(ancestors: Tensor) -> TreeShape:
+    """Return a ``TreeShape`` for ``BaseModel.verify``, which reads only depths and the mask ``ancestors`` [B, P, P]."""
+    none = ancestors.new_zeros(1, 1, 1, dtype=torch.int64)
+    depths = ancestors.sum(-1) - 1
+    return TreeShape(parents=depths, depths=depths, ancestors=ancestors, children=none, depth=0)
 
 
-class NodeCache:
-    """Keys and values of a drafter's model or layers, for some rows.
+class NodeCache(ABC):
+    """Keys and values of a drafter's model or layers, for some rows; a subclass defines ``new_cache`` and ``run``.
 
     Drafting reads the root, then one level of nodes after the other. As long as each level has one node (a chain), the
     cache stores the nodes like committed positions, which needs no mask. From the first wider level on, nodes are
@@ -82,48 +63,51 @@ class NodeCache:
         cache.lengths 4: a b c d    pending: e f    slots: c 0, d 1, e 2, f 3
     """
 
-    def __init__(self, run: Pass, shape: CacheShape, rows: int, new_row: Callable[[int], TreeCache]) -> None:
-        """Create an empty cache.
-
-        Args:
-            run: runs the model or the layers.
-            shape: the shape of their keys and values.
-            rows: number of rows.
-            new_row: creates the cache of a single row from its capacity, possibly with static shapes.
-        """
-        self._run, self._shape, self._new_row = run, shape, new_row
+    def __init__(self, rows: int) -> None:
         self._cache: TreeCache | None = None
         self._read = [0] * rows  # number of committed inputs that were read
         self._unread: Tensor | None = None  # [B, T, ...] committed inputs that were not read yet
         self._counts = [0] * rows  # number of unread inputs in each row
         self._chain = 0  # number of nodes stored like committed positions
-        self._nodes: PendingNodes | None = None
+        self._ancestors: Tensor | None = None  # [B, P, P] of the pending nodes
         self._width = 0  # nodes of the last pending level
         self._last_out: Tensor | None = None
 
+    @abstractmethod
+    def new_cache(self, capacity: int, rows: int) -> TreeCache:
+        """Return an empty cache for ``rows`` rows of up to ``capacity`` positions, possibly with static shapes."""
+
+    @abstractmethod
+    def run(self, inputs: Tensor, cache: TreeCache, counts: list[int] | None, ancestors: Tensor | None) -> Tensor:
+        """Run the model or the layers over ``inputs`` [B, F, ...] after those in ``cache``; return outputs [B, F, D].
+
+        Without ``ancestors``, the inputs are a chain, and the first ``counts`` (None: all) of each row are committed.
+        With the mask ``ancestors`` [B, P, P] of all pending nodes, the inputs are the last F of them and stay pending.
+        """
+
     @property
     def lengths(self) -> list[int]:
-        """Committed positions of every row."""
+        """Number of committed inputs of every row."""
         return [read + unread for read, unread in zip(self._read, self._counts, strict=True)]
 
     @property
     def cache(self) -> TreeCache:
-        """The cache. It exists after the first read."""
+        """The key/value cache, which exists after the first pass."""
         assert self._cache is not None
         return self._cache
 
     @property
     def unread(self) -> tuple[Tensor, list[int]] | None:
-        """The committed inputs that were not read yet, [B, T, ...], and their number in each row; None if all were."""
+        """Committed inputs, [B, T, ...], that the model has not run over yet, and their number per row; None: none."""
         return None if self._unread is None else (self._unread, self._counts)
 
     @torch.inference_mode()
     def commit(self, inputs: Tensor, counts: list[int], slots: Tensor | None = None) -> list[int]:
-        """Commit the first ``counts`` of ``inputs`` [B, T, ...] in each row, and remove all drafted nodes.
+        """Commit the first ``counts[b]`` of ``inputs`` [B, T, ...] in each row b, and remove all drafted nodes.
 
-        ``slots`` [B, T] int64 has the slot of each input that drafting has read, and -1 for the others. The leading
-        inputs with a slot keep their keys and values; the rest is read later. None: no input has a slot. The first
-        commit, of the prompts, is read at once.
+        ``slots`` [B, T] int64: number of the drafted node that became each input, in the order of drafting from 0; -1:
+        the input was not drafted. Leading inputs with a slot keep their keys and values. The model runs over the others
+        at the next ``start``, or at once in the first commit, of the prompts. None: all are -1.
 
         Returns:
             The number of inputs of each row that kept their keys and values.
@@ -155,16 +139,16 @@ class NodeCache:
 
     @torch.inference_mode()
     def read_all(self) -> Tensor:
-        """Read the unread inputs of the last ``commit``; return the output at each row's last one, [B, D].
+        """Run the model over the inputs of the last ``commit``; return its output at each row's last input, [B, D].
 
-        Call it before ``start``, which reads them, too.
+        Call this before ``start``, which runs the model over them, too, but does not return these outputs.
         """
         self._catch_up()
         assert self._last_out is not None
         return self._last_out
 
     def _catch_up(self) -> None:
-        """Remove all drafted nodes, and read the committed inputs that are unread."""
+        """Remove all drafted nodes, and run the model over the committed inputs that it has not read yet."""
         self._drop_nodes()
         if self._unread is None:
             return
@@ -174,16 +158,16 @@ class NodeCache:
             last = []
             for row, count in enumerate(counts):
                 inputs = unread[row : row + 1, : max(1, count)]  # a row may have nothing to read yet
-                last.append(self._run(inputs, self.cache.row(row), [count], None)[:, -1])
+                last.append(self.run(inputs, self.cache.row(row), [count], None)[:, -1])
             self._last_out = torch.cat(last)
         elif unread.shape[1]:
-            self._last_out = last_valid(self._run(unread, self.cache, counts, None), counts)
+            self._last_out = last_valid(self.run(unread, self.cache, counts, None), counts)
         self._advance(counts)
 
-    def lend(self, extra: int, nodes: int) -> TreeCache:
-        """Return the cache, with all committed inputs read, to a caller that appends up to ``extra`` positions.
+    def shared_cache(self, extra: int, nodes: int) -> TreeCache:
+        """Return the cache with all committed inputs, for a caller that appends up to ``extra`` drafted positions.
 
-        The caller's first ``nodes`` positions are a chain of drafts with slots 0, 1, ..., which ``commit`` may keep.
+        The first ``nodes`` of these positions are a chain of drafts with slots 0, 1, ..., which ``commit`` may keep.
         """
         self._reserve(extra + (0 if self._unread is None else self._unread.shape[1]))
         self._catch_up()
@@ -192,9 +176,9 @@ class NodeCache:
 
     @torch.inference_mode()
     def start(self, roots: Tensor) -> Tensor:
-        """Read the unread inputs and then a chain of nodes ``roots`` in one pass: [B, R, ...] -> [B, R, D].
+        """Run the model over a chain of R nodes per row, ``roots`` [B, R, ...]; return its outputs there, [B, R, D].
 
-        Only the outputs at the nodes are returned. A row of the pass has its unread inputs u, the nodes n and padding::
+        The same pass first covers the committed inputs u that the model has not read yet. With nodes n and padding --::
 
             2 unread inputs, 2 nodes:    u0 u1 n0 n1
             1 unread input, 2 nodes:     u0 n0 n1 --
@@ -203,38 +187,34 @@ class NodeCache:
         self._reserve(size + (0 if self._unread is None else self._unread.shape[1]))
         self._drop_nodes()
         if self._unread is None or not self._unread.shape[1]:
-            out = self._run(roots, self.cache, [size] * len(counts), None)
+            out = self.run(roots, self.cache, [size] * len(counts), None)
         elif len(counts) == 1:
             inputs = torch.cat([self._unread[:, : counts[0]], roots], 1)
-            out = self._run(inputs, self.cache, [inputs.shape[1]], None)[:, counts[0] :]
+            out = self.run(inputs, self.cache, [inputs.shape[1]], None)[:, counts[0] :]
         else:
             rows = torch.arange(len(counts), device=roots.device)[:, None]
             offsets = on_device(counts, roots.device)[:, None] + torch.arange(size, device=roots.device)
             inputs = torch.cat([self._unread, torch.zeros_like(roots)], 1)
             inputs[rows, offsets] = roots
-            out = self._run(inputs, self.cache, [count + size for count in counts], None)[rows, offsets]
+            out = self.run(inputs, self.cache, [count + size for count in counts], None)[rows, offsets]
         self._unread, self._last_out, self._chain = None, None, size
         self._advance(counts)
         return out
 
     @torch.inference_mode()
     def expand(self, inputs: Tensor, parents: Tensor) -> Tensor:
-        """Read the next level of nodes, [B, F, ...] -> [B, F, D].
+        """Run the model over the next level of the tree, F nodes per row: inputs [B, F, ...] -> outputs [B, F, D].
 
-        ``parents`` [B, F] is the index of each node's parent in the previous level.
+        ``parents`` [B, F] int64 is the index of each node's parent among the nodes of the previous level, from 0.
         """
-        rows, new = inputs.shape[:2]
+        new = inputs.shape[1]
         self._reserve(new)
-        if new == 1 and self._nodes is None:
+        if new == 1 and self._ancestors is None:
             self._chain += 1
-            return self._run(inputs, self.cache, None, None)
-        above = None
-        if self._nodes is None:
-            self._nodes = PendingNodes.none(rows, inputs.device)
-        else:
-            above = parents + (self._nodes.ancestors.shape[1] - self._width)
-        self._nodes, self._width = self._nodes.extend(rows, new, above), new
-        return self._run(inputs, self.cache, None, self._nodes)
+            return self.run(inputs, self.cache, None, None)
+        before = 0 if self._ancestors is None else self._ancestors.shape[1] - self._width
+        self._ancestors, self._width = add_nodes(self._ancestors, parents + before), new
+        return self.run(inputs, self.cache, None, self._ancestors)
 
     def rollback(self, lengths: list[int]) -> None:
         """Remove all but the first ``lengths`` committed inputs of each row, and all drafted nodes."""
@@ -246,7 +226,7 @@ class NodeCache:
         self._drop_nodes()
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows only."""
+        """Keep only these rows of the batch, and remove all drafted nodes."""
         self._drop_nodes()
         self._read, self._counts = [self._read[row] for row in rows], [self._counts[row] for row in rows]
         self._unread = None if self._unread is None else take_rows(self._unread, rows)
@@ -259,33 +239,35 @@ class NodeCache:
         self._counts = [0] * len(counts)
 
     def _reserve(self, new: int) -> None:
-        """Create or enlarge the cache so that ``new`` more positions fit."""
-        pending = 0 if self._nodes is None else self._nodes.ancestors.shape[1]
+        """Create or enlarge the cache so that ``new`` more positions per row fit."""
+        pending = 0 if self._ancestors is None else self._ancestors.shape[1]
         needed = max(self.lengths) + self._chain + pending + new
         if self._cache is None:
-            capacity = needed + INITIAL_CAPACITY
-            rows = len(self._read)
-            self._cache = self._new_row(capacity) if rows == 1 else TreeCache.empty(self._shape, capacity, rows)
+            self._cache = self.new_cache(needed + INITIAL_CAPACITY, len(self._read))
         elif needed > self._cache.capacity:
             self._cache.grow(max(needed + INITIAL_CAPACITY, 2 * self._cache.capacity))
 
     def _drop_nodes(self) -> None:
         if self._cache is not None:
             self._cache.crop(self._read)
-        self._nodes, self._width, self._chain = None, 0, 0
+        self._ancestors, self._width, self._chain = None, 0, 0
 
 
-def model_cache(model: BaseModel, rows: int) -> NodeCache:
-    """Return an empty cache of a causal LM, whose inputs are token ids. Ids above its vocabulary become its last id."""
-    largest = model.vocab_size - 1
+class ModelCache(NodeCache):
+    """The cache of a causal LM that drafts. Its inputs are token ids; ids above its vocabulary become its last id."""
 
-    def run(tokens: Tensor, cache: TreeCache, counts: list[int] | None, nodes: PendingNodes | None) -> Tensor:
-        tokens = tokens.clamp(max=largest)
-        if nodes is None:
-            return model.forward(tokens, cache, counts).final
-        return model.verify(tokens, nodes.shape(), cache).final
+    def __init__(self, model: BaseModel, rows: int) -> None:
+        super().__init__(rows)
+        self.model = model
 
-    return NodeCache(run, model.cache_shape, rows, model.new_cache)
+    def new_cache(self, capacity: int, rows: int) -> TreeCache:
+        return self.model.new_cache(capacity, rows=rows)
+
+    def run(self, inputs: Tensor, cache: TreeCache, counts: list[int] | None, ancestors: Tensor | None) -> Tensor:
+        tokens = inputs.clamp(max=self.model.vocab_size - 1)
+        if ancestors is None:
+            return self.model.forward(tokens, cache, counts).final
+        return self.model.verify(tokens, pending_shape(ancestors), cache).final
 
 
 class LMSession(StepwiseSession):
@@ -294,9 +276,9 @@ class LMSession(StepwiseSession):
     def __init__(
         self, drafter: StepwiseDrafter, model: BaseModel, rows: int, logits: Callable[[Tensor], Tensor]
     ) -> None:
-        """Draft with ``model``; ``logits`` maps its hidden states [B, F, D] to draft logits [B, F, W]."""
+        """Draft with ``model`` for ``rows`` rows; ``logits`` maps hidden states [B, F, D] to draft logits [B, F, W]."""
         self.drafter, self._model, self._logits = drafter, model, logits
-        self.context = model_cache(model, rows)
+        self.context = ModelCache(model, rows)
         self._slots: Tensor | None = None
         self._starts = False
 
@@ -320,7 +302,7 @@ class LMSession(StepwiseSession):
         return proposal
 
     def drafted(self, proposal: Proposal) -> None:
-        """Store the slots of the proposal that was grown from this session's levels, for ``commit``."""
+        """Store the slots of ``proposal``, a tree that was grown from this session's logits, for ``commit``."""
         self._slots = proposal.slots
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:

@@ -26,7 +26,7 @@ from drafthead.models.base.layers import first_layers
 from drafthead.models.base.parity import PASSED, check_key, relative_error, tolerance
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, DynamicTree, Proposal
-from drafthead.models.decoding.node_cache import LMSession, PendingNodes
+from drafthead.models.decoding.node_cache import LMSession, add_nodes, pending_shape
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
@@ -46,7 +46,7 @@ class ExitStates:
         """Start after the committed positions of the target's ``cache``; ``first`` is the target's first layers."""
         self._model, self._cache = first, cache.first_layers(first.num_layers)
         self._hidden: list[Tensor] = []
-        self._nodes: PendingNodes | None = None
+        self._ancestors: Tensor | None = None
         self._level = self._count = 0  # number of the first node of the last level; nodes read so far
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -55,13 +55,12 @@ class ExitStates:
         ``parents`` [B, F] are indices on the level above.
         """
         level, self._level = self._level, self._count
-        return self._read(tokens, parents + level if self._hidden else None)
+        return self._read(tokens, parents + level)
 
-    def _read(self, tokens: Tensor, above: Tensor | None) -> Tensor:
-        rows, new = tokens.shape
-        self._nodes = (self._nodes or PendingNodes.none(rows, tokens.device)).extend(rows, new, above)
-        self._count += new
-        self._hidden.append(self._model.verify(tokens, self._nodes.shape(), self._cache).final)
+    def _read(self, tokens: Tensor, above: Tensor) -> Tensor:
+        self._ancestors = add_nodes(self._ancestors, above)
+        self._count += tokens.shape[1]
+        self._hidden.append(self._model.verify(tokens, pending_shape(self._ancestors), self._cache).final)
         return self._hidden[-1]
 
     def finish(self, proposal: Proposal, static: bool) -> PartialForward:

@@ -172,7 +172,7 @@ class TriForceSession(NestedSession):
         """
         drafter, count, source = self.drafter, self._length, self._target
         if source is None:
-            source = self._context.lend(1, 0)
+            source = self._context.shared_cache(1, 0)
         if self._budget is not None and count - self._selected_at < drafter.refresh:
             self._budget.crop([self._copied])
             self._budget.append(source)

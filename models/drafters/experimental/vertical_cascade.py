@@ -16,7 +16,7 @@ from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.loop import EXACT, check_drafter, default_draft_config
-from drafthead.models.decoding.node_cache import model_cache
+from drafthead.models.decoding.node_cache import ModelCache
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
@@ -76,7 +76,7 @@ class NestedSession(Session):
 
     def __init__(self, drafter: VerticalCascade, rows: int) -> None:
         self.drafter = drafter
-        self._context = model_cache(drafter.model, rows)
+        self._context = ModelCache(drafter.model, rows)
         self._inner = None if drafter.drafter is None else drafter.drafter.open(rows)
         self._drafted = 0
 
@@ -151,7 +151,7 @@ class NestedSession(Session):
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
         """Return the draft model's cache of the committed tokens before the ``root`` [B], with space for drafts."""
-        return self._context.lend(self.drafter.room, depth)
+        return self._context.shared_cache(self.drafter.room, depth)
 
 
 def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:

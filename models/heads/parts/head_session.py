@@ -14,7 +14,7 @@ from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseSession
-from drafthead.models.decoding.node_cache import LMSession, NodeCache, PendingNodes
+from drafthead.models.decoding.node_cache import LMSession, NodeCache
 from drafthead.models.heads.parts.attention_layer import Layer
 from drafthead.models.heads.parts.draft_head import DraftHead, States
 from drafthead.models.heads.parts.induction import InductionContext
@@ -33,19 +33,22 @@ class LayerCache(NodeCache):
             shape: number of layers and sizes of their keys and values.
             rows: number of rows B.
         """
+        super().__init__(rows)
+        self._layer, self._shape = layer, shape
 
-        def run(inputs: Tensor, cache: TreeCache, counts: list[int] | None, nodes: PendingNodes | None) -> Tensor:
-            new, device = inputs.shape[1], inputs.device
-            ancestors = causal_mask(new, device)[None] if nodes is None else nodes.ancestors[:, -new:]
-            # A node's position after the context is its depth. A node is among its own ancestors, hence the - 1.
-            cache.begin(new)
-            positions = cache.positions(ancestors.sum(-1) - 1).expand(len(inputs), -1)
-            out = layer(inputs, positions, cache.mask(ancestors, shape.dtype), cache)
-            if nodes is None:
-                cache.commit(counts)
-            return out
+    def new_cache(self, capacity: int, rows: int) -> TreeCache:
+        return TreeCache.empty(self._shape, capacity, rows)
 
-        super().__init__(run, shape, rows, lambda capacity: TreeCache.empty(shape, capacity))
+    def run(self, inputs: Tensor, cache: TreeCache, counts: list[int] | None, ancestors: Tensor | None) -> Tensor:
+        new, device = inputs.shape[1], inputs.device
+        seen = causal_mask(new, device)[None] if ancestors is None else ancestors[:, -new:]
+        # A node's position after the context is its depth. A node is among its own ancestors, hence the - 1.
+        cache.begin(new)
+        positions = cache.positions(seen.sum(-1) - 1).expand(len(inputs), -1)
+        out = self._layer(inputs, positions, cache.mask(seen, self._shape.dtype), cache)
+        if ancestors is None:
+            cache.commit(counts)
+        return out
 
     def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
         """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D].

@@ -55,7 +55,7 @@ def test_verification_goes_on_from_the_exit_states(tiny_base: TinyBase, name: st
             proposal = context.draft(torch.arange(30, 30 + rows), draft_config, rng)
             assert proposal.partial_forward is not None and proposal.partial_forward.layers == 2
             partial_forward = proposal.partial_forward if begun else None
-            actual = base.verify(proposal.tokens, proposal.shape, cache, head.spec, partial_forward).final
+            actual = base.verify(proposal.tokens, proposal.shape, cache, partial_forward).final
             real = (proposal.shape.parents.expand(rows, -1) >= 0) | (torch.arange(actual.shape[1]) == 0)
             cache.crop()
             shared.append((actual[real], cache.keys[:, :, :, 4 : 4 + actual.shape[1]].clone(), proposal.tokens))
