@@ -25,7 +25,7 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import difference
 from drafthead.data.utils.settings import Positive, settings
-from drafthead.eval.trees.answers import FinishedAnswer, as_batch
+from drafthead.eval.trees.answers import FinishedAnswer
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
 from drafthead.models.cache.kv_cache import TreeCache
@@ -84,7 +84,7 @@ class OnlineExample:
 
     def batch(self, depth: int, positions: str) -> TrainBatch:
         """Return one row that trains ``positions``: "all" answer tokens, or "rejected" ones (others get weight 0)."""
-        batch = as_batch(self.text)
+        batch = TrainBatch.of([self.text.ids], self.text.boundary)
         if positions == "all":
             return batch
         weights = torch.zeros(*batch.input_ids.shape, depth)
@@ -315,7 +315,7 @@ def replayed(
     ``hidden`` [1, n, ...] are the base's hidden states. This takes one pass of the head over the answer and no
     decoding. An answer too short for a draft has 0 steps.
     """
-    batch = as_batch(text).to(head.base.device)
+    batch = TrainBatch.of([text.ids], text.boundary).to(head.base.device)
     document_ranks = answer_ranks(head, batch, hidden)
     if not document_ranks:
         return 0.0, OnlineExample(text=text, hidden=hidden, rejected=[])

@@ -35,7 +35,7 @@ from drafthead.eval.trees.answers import (
     write_texts,
 )
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
-from drafthead.eval.trees.search import cross_fitted
+from drafthead.eval.trees.search import SearchMethod, cross_fitted
 from drafthead.eval.trees.simulate import AcceptProbs, SimulatedAcceptance, simulate_acceptance
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -187,9 +187,11 @@ def rows(
     """Return rows for chains of ``lengths`` and the best trees of ``sizes``, each on answers not used to search it."""
     depth = answers[0].shape[1]
     chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}
-    # Sampled candidates are tried in order, which only Sequoia's program respects.
-    method = "greedy" if draft_sampling is DraftSampling.TOP_K else "sequoia"
-    trees = dict(zip(sizes, cross_fitted(answers, sizes, method, seed) if sizes else [], strict=True))
+    trees: dict[int, SimulatedAcceptance] = {}
+    if sizes:
+        # Sampled candidates are tried in order, which only Sequoia's program respects.
+        method: SearchMethod = "greedy" if draft_sampling is DraftSampling.TOP_K else "sequoia"
+        trees = dict(zip(sizes, cross_fitted(answers, sizes, method, seed), strict=True))
     drafts = [(f"chain of {length}", length + 1, length, simulated) for length, simulated in chains.items()]
     drafts += [(f"best tree of {size}", size, depth, simulated) for size, simulated in trees.items()]
     return [

@@ -64,15 +64,15 @@ class FinishedAnswer(NamedTuple):
     """An answer of the base with its prompt, as token ids."""
 
     ids: list[int]
-    """Prompt, then answer."""
+    """Token ids of the prompt, then of the answer."""
     boundary: int
-    """Index of the first answer token."""
+    """Index in ``ids`` of the first answer token."""
     final: Tensor | None = None
-    """float16 [T - 1, D] final hidden states of the base, if they were stored while it answered."""
+    """float16 [len(ids) - 1, D]: the base's final hidden states at all ids but the last; None: they were not stored."""
 
     @property
     def positions(self) -> int:
-        """Number of positions at which a step may start: every answer token except the first."""
+        """Number of positions where a step may start: one per answer token but the first, which the prefill yields."""
         return max(0, len(self.ids) - self.boundary - 1)
 
 
@@ -88,10 +88,11 @@ def base_answers(
     split: str = "all",
     keep_hidden_states: bool = False,
 ) -> list[FinishedAnswer]:
-    """Return answers by prompt and turn to a suite's half ``split`` ("dev", "test" or "all": both).
+    """Let the base answer ``limit`` prompts (None: all) of a suite; return its answers in order of prompt and turn.
 
-    Later turns follow the base's earlier answers. A conversation ends before a turn that is too long for the base's
-    context. Without any answer a ``UserError`` is raised.
+    ``split`` is the half of the suite: "dev", "test", or "all" for both. ``tasks`` None means all tasks. Later turns
+    follow the base's earlier answers. A conversation ends before a turn that is too long for the base's context. If
+    nothing can be answered, a ``UserError`` is raised.
     """
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, tasks, split)
@@ -121,7 +122,7 @@ def base_answers(
 
 
 def write_texts(path: Path, texts: Sequence[FinishedAnswer]) -> None:
-    """Write a line {"ids": [...], "boundary": n} per answer, without hidden states."""
+    """Write a JSONL file with a line {"ids": [...], "boundary": n} per answer; hidden states are not written."""
     try:
         path.write_text("".join(json.dumps({"ids": t.ids, "boundary": t.boundary}) + "\n" for t in texts))
     except OSError as error:
@@ -129,14 +130,14 @@ def write_texts(path: Path, texts: Sequence[FinishedAnswer]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Reject a path that cannot be written, before the base answers."""
+    """Reject a path to which ``write_texts`` could not write, before the base answers; create its folder."""
     if path.is_dir():
         raise UserError(f"save={path} is a folder; name a file in it, say {path / 'texts.jsonl'}")
     make_folder(path.parent, "save")
 
 
 def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
-    """Read up to ``limit`` answers (None: all) from a file of ``write_texts`` or a corpus folder, without states."""
+    """Read the first ``limit`` answers (None: all) from a file of ``write_texts`` or from the folder of a corpus."""
     if path.is_dir():
         answers = open_answers(path).read(with_hidden_states=False)
         return [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
@@ -146,7 +147,7 @@ def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
             row = json_object(content)
             text = FinishedAnswer([int(i) for i in row["ids"]], int(row["boundary"]))
             if not 1 <= text.boundary < len(text.ids):
-                raise ValueError("the boundary is the index of the first answer token")
+                raise ValueError
         except (KeyError, TypeError, ValueError, OverflowError):
             expected = '{"ids": [...], "boundary": n} with n in [1, number of ids)'
             raise UserError(f"{path} {line} is not an answer; it needs {expected}") from None
@@ -159,10 +160,12 @@ def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
 def positions(
     drafter: Drafter, texts: list[FinishedAnswer], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], Session, Tensor, int]]:
-    """Yield (unfinished rows, session, their tokens t, t) for every answer position t (from 0) where a step may start.
+    """Walk through all answers at once: yield (rows, session, tokens, t) for each position t where a step may start.
 
-    Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0, 1]; t = 2 and 3 yield row [0]. The
-    session is the same object each time; it commits the tokens t after they are yielded.
+    ``rows`` are the indices of the answers that have such a position, ``tokens`` [len(rows)] their answer tokens t
+    (from 0). ``session`` is the drafter's, always the same object; it has committed everything before these tokens, and
+    commits them when the loop continues. Example: of two answers with 5 and 3 tokens, t = 0 and 1 yield rows [0, 1];
+    t = 2 and 3 yield row [0].
     """
     prompts = pad_sequence([torch.tensor(text.ids[: text.boundary], device=device) for text in texts], batch_first=True)
     prompt_hidden = pad_rows([hidden.span(0, text.boundary) for hidden, text in zip(base_hidden, texts, strict=True)])
@@ -181,34 +184,38 @@ def positions(
 
 
 def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer]) -> list[HiddenStates]:
-    """Return the base's hidden states [1, T, D] of every answer: stored ones if they suffice, else from a new pass."""
+    """Return the base's hidden states [1, T, D] that the drafter reads, per answer.
+
+    Stored ones are used if the drafter reads only final hidden states. Otherwise the base reads the answer again.
+    """
 
     def states(text: FinishedAnswer) -> HiddenStates:
         """Return the hidden states of one answer."""
         if text.final is None or drafter.spec.layers:
-            return base.hidden_states(as_batch(text).to(base.device), drafter.spec)
+            return base.hidden_states(TrainBatch.of([text.ids], text.boundary).to(base.device), drafter.spec)
         stored = text.final.to(base.device, base.dtype)
         return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
     return [states(text) for text in texts]
 
 
-def as_batch(text: FinishedAnswer) -> TrainBatch:
-    """Return an answer as a packed training row with one document."""
-    return TrainBatch.of([text.ids], text.boundary)
-
-
 def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
-    """Return [T, K] per answer with a step: ranks of its tokens among the head's candidates (``answer_ranks``)."""
+    """Return per answer the ranks [T, K] of its tokens among the head's candidates, as ``answer_ranks`` does.
+
+    Answers of one token, in which no step starts, are left out.
+    """
     ranks = []
     for text in texts:
         (base_hidden,) = read_hidden_states(head.base, head, [text])
-        ranks += answer_ranks(head, as_batch(text).to(head.base.device), base_hidden)
+        ranks += answer_ranks(head, TrainBatch.of([text.ids], text.boundary).to(head.base.device), base_hidden)
     return ranks
 
 
 def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
-    """Return ``sampler``'s probabilities [n, V] from the base's hidden states [n, D] and the token ids before each."""
+    """Return the base's next-token probabilities [n, V] after ``sampler``, from its hidden states [n, D].
+
+    ``contexts`` are the token ids up to each state, for penalties.
+    """
     logits = base.logits(hidden)
     if not sampler.reads_context:
         return sampler.probs(logits)
@@ -219,10 +226,10 @@ def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sa
 def surprisal_sums(
     base: BaseModel, texts: Sequence[FinishedAnswer], base_hidden: list[HiddenStates], sampler: Sampler
 ) -> Tensor:
-    """Return [4] float64 sums over the answers' tokens, for :func:`check_likelihood`.
+    """Return sums over the answers' tokens, [4] float64, by which :func:`check_likelihood` judges the answers.
 
-    They are the number of tokens, the number of impossible tokens (probability 0), and over the others the sum of
-    surprisal minus entropy and the sum of the surprisal's variance.
+    They are the number of tokens, the number of impossible tokens (probability 0), and over the possible tokens the sum
+    of surprisal minus entropy and the sum of the surprisal's variance.
     """
     size, sums = max(1, MAX_VALUES // base.vocab_size), torch.zeros(4, dtype=torch.float64)
     for text, states in zip(texts, base_hidden, strict=True):
@@ -242,20 +249,20 @@ def surprisal_sums(
 
 
 def check_likelihood(sums: Tensor, sampler: Sampler) -> None:
-    """Reject answers that the sampler is very unlikely to have drawn, by their ``surprisal_sums``."""
+    """Reject answers that ``sampler`` is very unlikely to have drawn from the base, by their ``surprisal_sums``."""
     tokens, impossible, excess, variance = sums.tolist()
     off, z = excess / max(1, tokens), abs(excess) / max(variance, 1e-12) ** 0.5
     if impossible > NEAR_TIES + IMPOSSIBLE_SHARE * tokens or (z > Z_LIMIT and abs(off) > NATS_LIMIT):
         raise UserError(
             f"the answers are not samples of the target at {sampler}: {impossible:.0f} of {tokens:.0f} "
-            f"tokens have probability 0. The mean surprisal of the others is {off:+.2f} nats from the target's "
-            "entropy. Simulate with the sampler that made the answers, or on answers that this sampler made"
+            f"tokens have probability 0, and the mean surprisal of the other tokens is {off:+.2f} nats from the "
+            "target's entropy. Simulate with the sampler that made the answers, or on answers that this sampler made"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptProbsConfig:
-    """Settings for the acceptance probabilities of all static trees within ``depth`` and ``width``."""
+    """Settings of :func:`text_accept_probs`, whose result holds for all static trees within ``depth`` and ``width``."""
 
     draft_sampling: DraftSampling = DraftSampling.TOP_K
     sampler: Sampler = Sampler(temperature=1.0)
@@ -263,10 +270,11 @@ class AcceptProbsConfig:
     depth: int | None = None
     """Number of draft positions; None: all of the drafter."""
     width: int = 10
-    """Candidates per node."""
+    """Number of candidates of each node."""
     rule: AcceptanceRule = EXACT
     """Acceptance rule. It must be lossless."""
     seed: int = 0
+    """Seed of the draws that sampling without replacement needs."""
 
 
 def simulate_texts(
@@ -279,7 +287,7 @@ def simulate_texts(
     seed: int = 0,
     in_order: bool = False,
 ) -> SimulatedAcceptance:
-    """Simulate decoding these answers with ``draft_config``.
+    """Return the acceptance that decoding these answers with ``drafter`` and ``draft_config`` would have.
 
     With top-k drafting, any drafter drafts its static or dynamic tree at every position. Sampled drafting needs a
     drafter that grows trees level by level (``StepwiseDrafter``). The answers must be the base's own under ``sampler``,
@@ -289,7 +297,10 @@ def simulate_texts(
     draft_config = draft_config.at_most(drafter.depth)
     rule.check(draft_config)
     if not rule.lossless:
-        raise UserError(f"the rule {rule.name!r} is lossy, so the answer depends on the drafts; decode instead")
+        raise UserError(
+            f"acceptance with the lossy rule {rule.name!r} cannot be simulated on finished answers, because the answer "
+            "depends on the drafts; measure it with drafthead eval"
+        )
     if draft_config.draft_sampling is DraftSampling.TOP_K:
         answers, sizes = _drafted_length_probs(base, drafter, texts, draft_config, sampler, in_order)
         return simulate_steps(answers, seed, sizes)
@@ -310,10 +321,11 @@ def simulate_texts(
 def text_accept_probs(
     base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, config: AcceptProbsConfig
 ) -> list[AcceptProbs]:
-    """Return acceptance probabilities [T, K, S] per answer with a step: by position, draft position and candidate.
+    """Return per answer the acceptance probabilities [T, K, S] from which any static tree can be simulated.
 
-    They hold for any static tree. If siblings are sampled, pass the tree through ``trials_in_order`` first. A drafter
-    that is not a ``StepwiseDrafter`` raises a ``UserError``.
+    They are by position where a step may start, draft position and candidate; answers of one token are left out. If
+    siblings are sampled, pass a tree through ``trials_in_order`` before its simulation. A drafter that is not a
+    ``StepwiseDrafter`` raises a ``UserError``.
     """
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(
@@ -356,7 +368,11 @@ def _sampled_accept_probs(
     generator: torch.Generator,
     lengths: list[int],
 ) -> Tensor:
-    """Return acceptance [n, S] from target and draft probabilities; block verification splits n into ``lengths``."""
+    """Return the acceptance probabilities [n, S] of sampled drafts at n nodes, as ``config`` says.
+
+    ``p`` [n, V] and ``q`` [n, W] are the probabilities of target and drafter, ``tokens`` [n] the answer's tokens. The
+    nodes are chains of ``lengths``, one after another, which block verification needs to know.
+    """
     if q.shape[1] < p.shape[1]:
         q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
     if config.rule.name != "block":
@@ -367,9 +383,10 @@ def _sampled_accept_probs(
 
 
 def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int) -> list[Tensor]:
-    """Return the drafter's logits [B, W] at each of ``depth`` draft positions after the answers' tokens ``t``.
+    """Return the drafter's logits [B, W] at each of ``depth`` draft positions of a step from position ``t``.
 
-    ``last`` [B] are these tokens. The drafter then reads the answers' tokens, not its drafts.
+    ``last`` [B] are the answers' tokens ``t``. At later draft positions the drafter reads the next tokens of the
+    answers instead of its own drafts.
     """
     assert isinstance(session, StepwiseSession)
     session.start(last, DraftConfig(tree=TokenTree.chain(depth)))
@@ -389,11 +406,12 @@ def _drafted_length_probs(
     texts: Sequence[FinishedAnswer],
     draft_config: DraftConfig,
     sampler: Sampler,
-    in_order: bool = False,
+    in_order: bool,
 ) -> tuple[list[LengthProbs], list[Floats]]:
-    """Return per answer with a step: accepted drafts by position, one-hot [T, D+1], and tree sizes [T].
+    """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]) and of nodes [T].
 
-    A top-k draft is accepted exactly if it is the token that the target samples: the answer's next token.
+    A top-k draft is accepted exactly if it is the token that the target samples: the answer's next token. Answers of
+    one token are left out.
     """
     length_probs, sizes = [], []
     at_a_time = 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
@@ -413,7 +431,7 @@ def _drafted_length_probs(
 
 
 def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) -> Tensor:
-    """Return [B] the length of the longest drafted path that agrees with each answer after position t."""
+    """Return the length [B] of the longest drafted path that agrees with each answer's tokens after token ``t``."""
     tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
     ahead = int(depths.max()) + 1
     starts = [text.boundary + t for text in texts]
@@ -429,7 +447,10 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
 def _batches(
     base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, size: int
 ) -> Iterator[tuple[list[FinishedAnswer], list[HiddenStates]]]:
-    """Yield batches of answers with a step (two tokens or more) and their states; then ``check_likelihood`` of all."""
+    """Yield up to ``size`` answers of at least two tokens at a time, with their hidden states.
+
+    After the last batch, all answers are rejected if ``sampler`` is very unlikely to have drawn them.
+    """
     with_steps = [text for text in texts if text.positions]
     if not with_steps:
         raise UserError("no text has two answer tokens, so there is no step to simulate; give longer answers")

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.trees.cost_model import CostModel
-from drafthead.eval.trees.search import METHODS, TreeOrder, fastest, greedy_tree
-from drafthead.eval.trees.simulate import AcceptProbs, Ranks, accept_probs_of_ranks
+from drafthead.eval.trees.search import SearchMethod, TreeOrder, best_trees, greedy_tree
+from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
@@ -32,14 +32,14 @@ WIDTH = 10
 
 @dataclass(frozen=True)
 class Calibration:
-    """A tree and its expected performance. The expected speedup ignores a head's confidence threshold."""
+    """A head's tree and its expected performance, which ignores the head's confidence threshold."""
 
     tree: TokenTree
     method: str
-    """Search method that found the tree, a key of ``METHODS``."""
+    """Search method that found the tree: ``greedy`` or ``sequoia``."""
     order: TreeOrder
-    """Nodes in the order of greedy search, with how often their path is accepted. The report shows what each node
-    adds; ``method`` has no influence."""
+    """Nodes in the order of greedy search (whatever ``method`` is) and the probability that each node's path is
+    accepted."""
     expected_tokens: float
     """Mean accepted length of the chosen tree, simulated on the held-out answers."""
     expected_tokens_largest: float
@@ -48,9 +48,6 @@ class Calibration:
     """Speedup over autoregressive decoding, as predicted by ``CostModel``."""
     curve: list[tuple[int, float, float]]
     """(nodes, simulated mean accepted length, expected speedup) of the best tree of every size."""
-    methods: dict[str, dict[str, float]]
-    """The tree that each method would have chosen: nodes, depth, ``expected_tokens`` (simulated), ``model_tokens``
-    (the method's own estimate) and ``expected_speedup``."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, for ``eval.json`` and ``from_json``."""
@@ -70,7 +67,7 @@ class Calibration:
 
 
 def measured_with(base: BaseModel, *measured: object) -> str:
-    """Return a hash of ``measured``, the base and its kernels, this machine and the versions of libraries.
+    """Return a hash of the representations of ``measured``, of the base and its kernels, this machine and libraries.
 
     A saved measurement is used again only if its hash is equal.
     """
@@ -79,7 +76,10 @@ def measured_with(base: BaseModel, *measured: object) -> str:
 
 
 def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration: Calibration) -> None:
-    """Save costs and calibration, because a new measurement gives other times and perhaps another tree."""
+    """Write costs and calibration to a JSON file, with a hash of the head, base and machine that they belong to.
+
+    They are kept because a new measurement gives other times and perhaps another tree.
+    """
     content = {
         "measured_with": measured_with(head.base, VERSION, head.identity()),
         "costs": costs.to_json(),
@@ -89,7 +89,7 @@ def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration:
 
 
 def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibration] | None:
-    """Return saved costs and calibration; None if there are none, or they are of other weights or another machine."""
+    """Read what ``save_calibration`` wrote; return None without a file, or if the weights or the machine differ."""
     if not path.exists():
         return None
     content = read_checksummed_json(path)
@@ -98,14 +98,15 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
             return None
         return CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a calibration ({error!r}); remove it to measure again") from None
+        raise UserError(f"{path} cannot be read as a calibration ({error!r}); remove it to measure again") from None
 
 
 def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) -> list[Ranks]:
-    """Return [T, K] per document with a step: ranks of its answer's tokens, at the T positions where steps may start.
+    """Return the ranks [T, K], from 0, of each answer's tokens among the head's candidates.
 
-    The first step drafts from the prompt's last position. The base's logits there give the first answer token, which
-    belongs to the prefill and not to a step.
+    ``batch`` holds packed documents, each a prompt and an answer. T counts the positions where a step may start, K the
+    draft positions. Documents without such a position are left out. The first step drafts from the prompt's last
+    position. The base's logits there give the first answer token, which belongs to the prefill and not to a step.
     """
     ranks = head.candidate_ranks(batch, base_hidden, top=WIDTH).cpu()
     answers = []
@@ -124,24 +125,38 @@ def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) 
     return answers
 
 
-def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: str = "greedy") -> Calibration:
+class Choice(NamedTuple):
+    """A tree, its simulated mean accepted length, and its speedup over autoregressive decoding by ``CostModel``."""
+
+    tree: TokenTree
+    expected_tokens: float
+    expected_speedup: float
+
+
+def calibrate(answers: Sequence[Ranks], costs: CostModel, method: SearchMethod = "greedy") -> Calibration:
     """Return the tree with the highest expected speedup among the best trees of every size and depth.
 
     A step with a tree of n nodes and depth d takes v(n) + c(d) + o seconds. The number of tokens it commits is
-    simulated exactly on the held-out answers. Autoregressive decoding takes v(1) + o per token. ``answers`` are ranks
-    [T, K] of top-k drafts, or acceptance probabilities [T, K, S]. ``method`` is the search (a key of
-    ``METHODS``); the result also contains the choices of the others. Without answers a ``UserError`` is raised.
+    simulated exactly on the held-out answers. Autoregressive decoding takes v(1) + o per token. ``answers`` are the
+    ranks [T, K] of the true tokens among the head's candidates. Without answers a ``UserError`` is raised.
     """
     if not answers:
         raise UserError(
             "the held-out answers have one token each, too few to choose a tree by; raise "
             "data.answers.sampler.max_new_tokens or data.answers.prompts"
         )
-    probs = [accept_probs_of_ranks(a.astype(np.int64), WIDTH) if a.ndim == 2 else a.astype(np.float64) for a in answers]
-    choices_of = {name: find(probs, costs, LARGEST_TREE) for name, find in METHODS.items()}
-    sizes = sorted({len(c.tree) for c in choices_of[method]})
-    curve = [fastest(c for c in choices_of[method] if len(c.tree) == n) for n in sizes]
-    chosen = fastest(curve)
+    probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
+    depth = probs[0].shape[1]
+    fastest: dict[int, Choice] = {}  # by number of nodes
+    # Shallower trees are faster only if the time of drafting depends on the depth.
+    for bound in [depth] if costs.draft_by_depth is None else range(1, depth + 1):
+        shallow = [answer[:, :bound] for answer in probs]
+        for nodes, tree in best_trees(shallow, LARGEST_TREE, method).items():
+            tokens = simulate_acceptance(shallow, tree).mean_accepted_length
+            choice = Choice(tree, tokens, costs.speedup(tokens, nodes, tree.depth))
+            fastest[nodes] = max(fastest.get(nodes, choice), choice, key=lambda c: c.expected_speedup)
+    curve = [fastest[nodes] for nodes in sorted(fastest)]
+    chosen = max(curve, key=lambda c: c.expected_speedup)  # among equals the smallest
     return Calibration(
         tree=chosen.tree,
         method=method,
@@ -150,5 +165,4 @@ def calibrate(answers: Sequence[Ranks | AcceptProbs], costs: CostModel, method: 
         expected_tokens_largest=curve[-1].expected_tokens,
         expected_speedup=chosen.expected_speedup,
         curve=[(len(c.tree), c.expected_tokens, c.expected_speedup) for c in curve],
-        methods={name: fastest(choices).to_json() for name, choices in choices_of.items()},
     )

@@ -22,7 +22,7 @@ from drafthead.models.token_tree import TokenTree
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Tree sizes measured, root included; other sizes are interpolated."""
 ANSWERS = 3
-"""Number of prompts that are also answered without drafts."""
+"""Number of prompts that ``measure_costs`` answers without drafts, and with drafts if it is given no prompts."""
 DEEPEST = 8
 """Largest depth of drafting that is timed; greater depths are extrapolated."""
 
@@ -32,15 +32,15 @@ class CostModel:
     """Seconds of each part of a step, by ``measure_costs``."""
 
     verify: dict[int, float]
-    """v(n): one verification pass over n tokens, logits and argmax included."""
+    """v(n) by n: one verification pass over n tokens, logits and argmax included."""
     draft: float
     """c: drafting a tree over all positions."""
     overhead: float
-    """o: a drafting step minus v(n) and c."""
+    """o: the rest of a drafting step, without v(n) and c."""
     context: int
     """Number of tokens in the cache while v, c and o were timed."""
     prefill: float = 0.0
-    """The base's forward pass over a prompt of ``context`` tokens; 0: not measured."""
+    """Seconds of the base's forward pass over a prompt of ``context`` tokens; 0: not measured."""
     draft_by_depth: list[float] | None = None
     """Seconds to draft a chain of depth d, at index d; None: ``draft`` at every depth, as for heads that draft all
     positions in one pass."""
@@ -52,13 +52,16 @@ class CostModel:
     """Cores that other processes used during the measurement; None: unknown."""
 
     def verify_at(self, nodes: float) -> float:
-        """Return v(n): linear between measured sizes, proportional to n beyond the largest. ``nodes`` may be a mean."""
+        """Return the seconds of verifying ``nodes`` tokens, root included; ``nodes`` may be a mean.
+
+        They are linear between measured sizes, and proportional to ``nodes`` beyond the largest.
+        """
         sizes = sorted(self.verify)
         seconds = float(np.interp(nodes, sizes, [self.verify[n] for n in sizes]))
         return seconds * max(1.0, nodes / sizes[-1])
 
     def draft_at(self, depth: int) -> float:
-        """Return the seconds to draft a tree of ``depth``. Levels beyond the timed ones cost as much as the last."""
+        """Return the seconds to draft a tree of ``depth``. Levels beyond the timed ones take as long as the last."""
         table = self.draft_by_depth
         if depth == 0:
             return 0.0
@@ -70,13 +73,16 @@ class CostModel:
         return table[last] + (depth - last) * (table[last] - table[last - 1])
 
     def step(self, nodes: float, depth: int) -> float:
-        """Return the seconds of a step with a tree of ``nodes`` (root included) and ``depth``; 0: without drafts."""
+        """Return the seconds of a step with a tree of ``nodes`` (root included) and ``depth`` (0: without drafts)."""
         plain = depth == 0 and self.plain_overhead is not None
         overhead = self.plain_overhead if plain else self.overhead
         return self.verify_at(nodes) + cast(float, overhead) + self.draft_at(depth)
 
     def speedup(self, tokens: float, nodes: float, depth: int) -> float:
-        """Return the speedup over autoregressive decoding if a step with such a tree commits ``tokens``."""
+        """Return the speedup over autoregressive decoding if a step commits ``tokens`` on average, prefill excluded.
+
+        The step's tree has ``nodes`` (root included) and ``depth``.
+        """
         return tokens * self.step(1, 0) / self.step(nodes, depth)
 
     def answer_speedup(
@@ -84,8 +90,8 @@ class CostModel:
     ) -> float:
         """Return the speedup for answers of ``length`` tokens to prompts of ``prompt`` tokens, prefill included.
 
-        A step commits ``tokens`` on average. ``nodes`` maps each tree size to its share of the steps, because
-        verification time is not linear in the size.
+        A step commits ``tokens`` on average, with a tree of ``depth``. ``nodes`` maps each tree size to its share of
+        the steps, because verification time is not linear in the size.
         """
         step = sum(share * self.step(n, depth) for n, share in nodes.items())
         autoregressive, speculative = (length * seconds for seconds in (self.step(1, 0), step / tokens))
@@ -112,15 +118,18 @@ def measure_costs(
     rows: int = 1,
     prompts: Sequence[list[int]] = (),
 ) -> CostModel:
-    """Time every part of a step after ``context`` random tokens; the times do not depend on their ids.
-
-    With several ``rows``, v, c and o are those of the whole batch; its trees have one size. The drafting time of a
-    combined or nested drafter depends on the text, so such a drafter is timed while it answers ``prompts`` (token ids),
-    if given.
+    """Time every part of a step (verifying, drafting, the loop, the prefill) on this machine.
 
     The parts are timed in turn. Isotonic regression averages out noise by which a smaller tree seems slower than a
-    larger one. A base with less than twice ``context`` positions is timed after half of them; trees larger than that
-    half are extrapolated.
+    larger one.
+
+    Args:
+        context: number of random tokens in the cache; at most half of the base's positions are used.
+        repeats: times that every part is timed; the median counts.
+        sizes: numbers of nodes to verify, root included; those above the context are left out and extrapolated.
+        rows: batch size; all times are those of the whole batch.
+        prompts: token ids of prompts that are answered while a combined or nested drafter is timed, because its
+            drafting time depends on the text.
     """
     wait_for_huge_pages()
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +168,7 @@ def measure_costs(
 
 
 Probes = dict[tuple[str, int], Callable[[], object]]
-"""Parts of a step that are timed, by name and size."""
+"""Functions to time, by the part of a step that they run and its size, such as ("verify", 8)."""
 
 
 def _probes(
@@ -171,7 +180,10 @@ def _probes(
     depths: Sequence[int],
     rows: int,
 ) -> Probes:
-    """Return calls to time: prefill of ``ids`` [1, context]; then verification and drafting (by depth, whole tree)."""
+    """Return functions that verify each of ``sizes`` nodes, draft chains of ``depths``, the tree ``whole``, or prefill.
+
+    All but the prefill have ``rows`` rows in the batch, each after the prompt ``ids`` [1, context].
+    """
     room = ids.shape[1] + max(sizes) + 1
     decode_config = DecodeConfig(draft_config=whole, sampler=GREEDY, rule=EXACT)
     decoding = DecodeState.empty(base, drafter, decode_config, rows, room, max(sizes))
@@ -187,7 +199,7 @@ def _probes(
 
 
 def _median_seconds(base: BaseModel, probes: Probes, repeats: int) -> dict[tuple[str, int], float]:
-    """Run all probes in turn, ``repeats`` times after two uncounted rounds; return their medians."""
+    """Run all probes in turn, ``repeats`` times after two uncounted rounds; return their median seconds."""
     times: dict[tuple[str, int], list[float]] = {name: [] for name in probes}
     for _ in range(repeats + 2):
         for name, work in probes.items():
@@ -202,6 +214,7 @@ def _median_seconds(base: BaseModel, probes: Probes, repeats: int) -> dict[tuple
 
 
 def _overhead(steps: Sequence[StepRecord]) -> float:
+    """Return the median seconds of a step outside drafting and verification."""
     return median(step.total_s - step.draft_s - step.verify_s for step in steps)
 
 
@@ -217,6 +230,7 @@ def _increasing(values: Sequence[float]) -> list[float]:
 
 
 def _verify(ids: torch.Tensor, decoding: DecodeState) -> torch.Tensor:
+    """Verify the tokens ``ids`` [B, n] after the cached context, and remove them from the cache again."""
     base, drafter, cache = decoding.base, decoding.drafter, decoding.cache
     # A star: every drafted token a child of the root. Cost depends on the number of nodes, not on the shape.
     tree = TokenTree.from_paths([(r,) for r in range(ids.shape[1] - 1)])

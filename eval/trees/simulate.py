@@ -27,17 +27,21 @@ from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.token_tree import TokenTree
 
 Ranks = npt.NDArray[np.int64]
-"""[T, K]: rank (from 0) of the true token among the drafter's candidates for draft position k+1; -1 after the answer's
-end. A rank of at least the number of candidates means that the token is not among them.
-"""
+"""[T, K]: rank (from 0) of the answer's token among the drafter's candidates for draft position k+1, in a step from
+position t; -1 after the answer's end. A rank of at least the number of candidates means that the token is not among
+them."""
 AcceptProbs = Floats
-"""[T, K, S] probabilities; NaN after the answer's end."""
+"""[T, K, S]: probability that a step from position t, after k accepted drafts, accepts the answer's next token as
+candidate s; NaN after the answer's end."""
 LengthProbs = Floats
 """[T, D+1]: probability that a step from t accepts exactly 0, 1, ..., D drafts."""
 
 
 def accept_probs_of_ranks(ranks: Ranks, width: int | None = None) -> AcceptProbs:
-    """Return acceptance of top-k drafts, one-hot at ranks below ``width`` (None: all); others accept nothing."""
+    """Return the acceptance probabilities of top-k drafts with ``width`` candidates: 1 at each token's rank, else 0.
+
+    None: as many candidates as the largest rank needs.
+    """
     width = width or int(ranks.max(initial=0)) + 1
     accept_probs: AcceptProbs = (ranks[..., None] == np.arange(width)).astype(np.float64)
     accept_probs[ranks < 0] = np.nan
@@ -45,9 +49,10 @@ def accept_probs_of_ranks(ranks: Ranks, width: int | None = None) -> AcceptProbs
 
 
 def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) -> Tensor:
-    """Return acceptance [n, width] of top-k drafts with logits [n, W]: 1 if candidate s is the answer's token.
+    """Return 1 if candidate s of n top-k drafts is the answer's token, else 0: [n, width] float64.
 
-    ``tokens`` [n] are the answer's tokens, and ``d2t`` [W] the target ids of the draft ids.
+    ``logits`` [n, W] are the drafter's over its draft vocabulary, whose target ids are ``d2t`` [W]. ``tokens`` [n] are
+    the answer's tokens, as target ids.
     """
     match = d2t[None, :] == tokens[:, None]
     true = torch.where(match, logits, -torch.inf).amax(-1, keepdim=True)
@@ -58,7 +63,10 @@ def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) 
 def candidate_accept_probs(
     target: Tensor, draft: Tensor, tokens: Tensor, draft_sampling: DraftSampling, width: int, generator: torch.Generator
 ) -> Tensor:
-    """Return P(the committed ``tokens`` were accepted as candidate s | they were committed), [n, width].
+    """Return P(the committed token was accepted as candidate s | it was committed) for n sampled nodes, [n, width].
+
+    ``tokens`` [n] are the committed tokens. ``target`` and ``draft`` are the probabilities [n, V] of both models after
+    temperature, top-k and so on; below they are called P and q. ``generator`` draws rejected candidates.
 
     A candidate drawn from q against a residual P accepts x with mass ``min(q(x), P(x))``. It leaves the residual
     ``P' = norm(max(P - q, 0))``. The node commits x with total mass P(x). Given x, the candidate therefore accepts with
@@ -66,7 +74,7 @@ def candidate_accept_probs(
 
     Without replacement the next q depends on the rejected token. This function draws that token from its distribution
     ``norm(max(q - P, 0))``. Averaged over these draws the result is exact, and so are products over positions with
-    independent draws. ``target`` and ``draft`` are the probabilities [n, V] after temperature, top-k and so on.
+    independent draws.
     """
     p, q = wide(target), wide(draft)
     # P(all candidates so far were rejected | the token is committed).
@@ -88,17 +96,20 @@ def candidate_accept_probs(
 
 
 def _ratio(q: Tensor, p: Tensor) -> Tensor:
-    """Return q / p. If rounding removed a token from the sampler's top-k or top-p, p is 0; it then counts as 1."""
+    """Return q / p, or q where p is 0: rounding can remove a committed token from the target's top-k or top-p."""
     return torch.where(p > 0, q / p.clamp(min=torch.finfo(p.dtype).tiny), q)
 
 
 def _normalised(masses: Tensor, otherwise: Tensor) -> Tensor:
+    """Divide rows [n, V] by their sums; rows that are 0 everywhere become the rows of ``otherwise``."""
     total = masses.sum(-1, keepdim=True)
     return torch.where(total > 0, masses / total.clamp(min=torch.finfo(masses.dtype).tiny), otherwise)
 
 
 def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
-    """Return block verification's acceptance [n, K] (Sun et al., 2403.10444) from p(x) and q(x) [n, K] on the answer.
+    """Return block verification's acceptance probabilities [n, K] (Sun et al., 2403.10444) in n chains of K drafts.
+
+    ``target`` and ``draft`` [n, K] are the probabilities p(x) and q(x) of the answer's tokens.
 
     At least k drafts of a drafted prefix are accepted with probability ``a_k = min(1, a_{k-1} p(x_k) / q(x_k))``. Given
     the answer, its prefix was drafted with relative probability ``R_k = prod(q / p)``, and ``a_k R_k = min(a_{k-1}
@@ -113,7 +124,10 @@ def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
 
 
 def trials_in_order(tree: TokenTree) -> TokenTree:
-    """Return ``tree`` with ranks 0, 1, ... for each node's children, because sampled siblings are tried in order."""
+    """Return ``tree`` with its ranks replaced by 0, 1, ... among each node's children.
+
+    Acceptance probabilities of sampled siblings are indexed by the order in which siblings are tried.
+    """
     renamed: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     children: dict[tuple[int, ...], int] = {}
     for path in sorted(tree.paths[1:], key=lambda p: (len(p), p)):
@@ -124,9 +138,7 @@ def trials_in_order(tree: TokenTree) -> TokenTree:
 
 
 def accepted_length_probs(accept_probs: AcceptProbs, tree: TokenTree) -> LengthProbs:
-    """Return the probability [T, D+1] that a step with ``tree`` accepts exactly d drafts, from ``accept_probs`` [T, K,
-    S].
-    """
+    """Return the probability [T, D+1] that a step with ``tree`` from each position accepts exactly d drafts."""
     positions, depth, width = accept_probs.shape
     known = np.nan_to_num(accept_probs)
     reached = np.zeros((positions, tree.depth + 2))
@@ -142,7 +154,7 @@ def accepted_length_probs(accept_probs: AcceptProbs, tree: TokenTree) -> LengthP
 
 
 def start_probs(answers: Sequence[LengthProbs]) -> list[Floats]:
-    """Return the probability [T] that a step starts at each position, per answer."""
+    """Return the probability [T] that a step starts at each position, per answer, from ``LengthProbs`` of each."""
     longest, width = max(map(len, answers), default=0), max((a.shape[1] for a in answers), default=1)
     table = np.zeros((len(answers), longest, width))  # zeros after an answer's end
     for row, answer in zip(table, answers, strict=True):
@@ -157,31 +169,33 @@ def start_probs(answers: Sequence[LengthProbs]) -> list[Floats]:
 
 @dataclass(frozen=True)
 class SimulatedAcceptance:
-    """Expected performance of decoding on finished answers."""
+    """Expected number of steps, and of tokens per step, if finished answers were decoded."""
 
     mean_accepted_length: float
-    """Committed tokens of all answers divided by their steps, as in the metric of this name; NaN without a step."""
+    """Tokens that the steps commit, divided by the number of steps, over all answers; NaN without a step."""
     interval: tuple[float, float] | None
-    """95 % interval of ``mean_accepted_length``, by a bootstrap over answers; None for fewer than two answers. Its only
-    noise is the choice of answers, because acceptance is an expectation."""
+    """95 % interval of ``mean_accepted_length``, by a bootstrap over answers; None for fewer than two answers."""
     steps: float
     """Expected number of steps over all answers."""
     tokens: int
-    """Tokens that all steps commit. The end of an answer truncates its last step."""
+    """Number of tokens that all steps commit together. The end of an answer truncates its last step."""
     nodes: dict[int, float] | None = None
-    """Share of the steps per tree size, root included: some drafters fill only a part of their tree. None if the sizes
-    are unknown, as from ``simulate_acceptance``."""
+    """Tree size (root included) -> share of the steps with this size: some drafters fill only a part of their tree.
+    None if the sizes are unknown, as from ``simulate_acceptance``."""
 
 
 def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: int = 0) -> SimulatedAcceptance:
-    """Simulate decoding these answers with ``tree``; ``seed`` seeds the bootstrap."""
+    """Simulate decoding answers with ``tree``, from their acceptance probabilities. ``seed`` seeds the bootstrap."""
     return simulate_steps([accepted_length_probs(a, tree) for a in answers], seed)
 
 
 def simulate_steps(
     answers: Sequence[LengthProbs], seed: int = 0, sizes: Sequence[Floats] | None = None
 ) -> SimulatedAcceptance:
-    """Simulate decoding from each answer's accepted-length probabilities and, if known, its trees' ``sizes`` [T]."""
+    """Simulate decoding answers, from the probabilities of each accepted length at every position.
+
+    ``sizes`` are the numbers of nodes [T] of each answer's trees; None: unknown. ``seed`` seeds the bootstrap.
+    """
     started = start_probs(answers)
     # The expected number of steps is the sum over positions of the probability that a step starts there.
     rows = np.array([[len(a), start.sum()] for a, start in zip(answers, started, strict=True) if len(a)])

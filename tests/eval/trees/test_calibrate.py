@@ -16,7 +16,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_checksummed_json, write_json
 from drafthead.eval.trees import calibrate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
-from drafthead.eval.trees.search import METHODS, cross_fitted
+from drafthead.eval.trees.search import best_trees, cross_fitted
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
 from drafthead.models.drafters.prompt_lookup import LookupSession, PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
@@ -90,7 +90,6 @@ def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("method", ["greedy", "sequoia"])
 def test_the_tree_with_most_tokens_a_second_is_chosen(method: str) -> None:
-    """On drafts that are independent both methods find the same worth, and their models agree with simulation."""
     answers = [independent_ranks(400, seed) for seed in range(5)]
     calibration = calibrate.calibrate(answers, COSTS, method=method)
     assert calibration.method == method and calibration.expected_speedup == max(s for _, _, s in calibration.curve)
@@ -99,10 +98,6 @@ def test_the_tree_with_most_tokens_a_second_is_chosen(method: str) -> None:
     plain = COSTS.verify_at(1) + COSTS.overhead
     step = COSTS.verify_at(len(calibration.tree)) + COSTS.overhead + COSTS.draft
     assert calibration.expected_speedup == pytest.approx(tokens * plain / step)
-    assert set(calibration.methods) == {"greedy", "sequoia"}
-    for summary in calibration.methods.values():
-        assert summary["model_tokens"] == pytest.approx(summary["expected_tokens"], rel=0.05)
-        assert summary["expected_speedup"] == pytest.approx(calibration.expected_speedup, rel=0.03)
 
 
 @pytest.mark.parametrize("method", ["greedy", "sequoia"])
@@ -127,15 +122,14 @@ def test_cross_fitting_does_not_flatter(method: str) -> None:
     assert fair.mean_accepted_length == pytest.approx(1 + 8 / 40, abs=0.1)
     assert fair.tokens == 240 and fair.interval is not None
     if method == "greedy":
-        flattered = METHODS[method](answers, COSTS, 9)[-1]
-        assert flattered.expected_tokens > fair.mean_accepted_length + 0.05
+        flattered = simulate_acceptance(answers, best_trees(answers, 9, method)[9])
+        assert flattered.mean_accepted_length > fair.mean_accepted_length + 0.05
 
 
-def test_sequoia_calibrates_sampled_siblings() -> None:
-    """Acceptance probabilities instead of ranks: the tree's ranks are trials in order."""
+def test_sequoia_tries_sampled_siblings_in_order() -> None:
     chances = np.random.default_rng(0).dirichlet([3, 2, 1, 2], size=(300, 2))[:, :, :3]
-    calibration = calibrate.calibrate([chances], COSTS, method="sequoia")
-    assert trials_in_order(calibration.tree) == calibration.tree and len(calibration.tree) > 1
+    trees = best_trees([chances], 9, "sequoia")
+    assert list(trees) == [*range(2, 10)] and all(trials_in_order(tree) == tree for tree in trees.values())
 
 
 def test_a_larger_tree_never_costs_less(head: MedusaHead) -> None:

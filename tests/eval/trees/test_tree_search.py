@@ -70,21 +70,21 @@ acceptances = st.integers(0, 2**32 - 1).map(
 @settings(max_examples=30, deadline=None)
 @given(acceptances, st.integers(0, 5), st.integers(0, 3))
 def test_sequoia_is_the_best_of_all_trees(acceptance: np.ndarray, drafts: int, depth: int) -> None:
-    solution = sequoia(acceptance, 6, 3)
+    solution = sequoia(acceptance[:depth], 6)
     trees = all_trees(drafts, depth, 3)
     if not trees:
-        assert np.isneginf(solution.expected[depth, drafts + 1])
+        assert np.isneginf(solution.expected[drafts + 1])
         return
-    tree = solution.tree(drafts + 1, depth)
+    tree = solution.tree(drafts + 1)
     assert len(tree) == drafts + 1 and tree.depth <= depth
     assert modelled(tree, acceptance) == pytest.approx(max(modelled(t, acceptance) for t in trees))
-    assert solution.expected[depth, drafts + 1] == pytest.approx(modelled(tree, acceptance))
+    assert solution.expected[drafts + 1] == pytest.approx(modelled(tree, acceptance))
 
 
 def test_a_trial_that_is_never_accepted_makes_no_infeasible_tree_feasible() -> None:
-    expected = sequoia(np.zeros((2, 2)), 8, 2).expected
-    assert not np.isnan(expected).any()
-    assert np.isneginf(expected[1, 4:]).all() and (expected[2, 1:8] == 1.0).all() and np.isneginf(expected[2, 8])
+    shallow, deep = (sequoia(np.zeros((depth, 2)), 8).expected for depth in (1, 2))
+    assert not np.isnan(shallow).any() and not np.isnan(deep).any()
+    assert np.isneginf(shallow[4:]).all() and (deep[1:8] == 1.0).all() and np.isneginf(deep[8])
 
 
 def test_acceptance_is_measured_where_a_node_is_reached() -> None:
