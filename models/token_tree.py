@@ -3,7 +3,7 @@
 A node is the root or a drafted token. A draft's rank is its number among the candidates after its parent, 0 for the
 likeliest.
 
-Shape legend: B rows, R B or 1 (1 if all rows have the same tree), N nodes (root included), S children of a node.
+Shape legend: B rows (1 if all rows have the same tree), N nodes (root included), S children of a node.
 """
 
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ class TokenTree:
 
     @cached_property
     def shape(self) -> "TreeShape":
-        """The tree as tensors for R = 1, on the CPU."""
+        """The tree as tensors on the CPU, with one row for a whole batch."""
         return TreeShape.from_parents(torch.tensor([self.parents]), tree=self)
 
     @lru_cache(maxsize=256)  # noqa: B019
@@ -123,17 +123,20 @@ def causal_mask(count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeShape:
-    """The token trees of a batch, as tensors. Rows with fewer nodes are padded with nodes of parent -1."""
+    """The token trees of a batch, as tensors with one row if all trees are equal.
+
+    Rows with fewer nodes are padded with nodes of parent -1.
+    """
 
     parents: Tensor
-    """[R, N] int64, -1 for the root and for padding; a parent stands before its children."""
+    """[B or 1, N] int64, -1 for the root and for padding; a parent stands before its children."""
     depths: Tensor
-    """[R, N] int64, 0 for the root and for padding."""
+    """[B or 1, N] int64, 0 for the root and for padding."""
     ancestors: Tensor
-    """[R, N, N] bool: [i, j] is true if node j is node i or one of its ancestors."""
+    """[B or 1, N, N] bool: [i, j] is true if node j is node i or one of its ancestors."""
     children: Tensor
-    """[R, N, S] int64: the children of each node in the order in which verification tries them, then ``NO_CHILD``. In a
-    tree combined from several drafters, a node may be listed several times."""
+    """[B or 1, N, S] int64: the children of each node in the order in which verification tries them, then ``NO_CHILD``.
+    In a tree combined from several drafters, a node may be listed several times."""
     depth: int
     """An upper bound of the drafts on a path."""
     tree: TokenTree | None = None
@@ -141,18 +144,18 @@ class TreeShape:
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
-        """Return the shape of the trees with these ``parents`` ([R, N] int64), -1 for the root and for padding.
+        """Return the shape of the trees with these ``parents`` [B or 1, N], the number of each node's parent from 0.
 
-        Children are listed in the order of their nodes. ``tree`` is the static tree that all rows have, if any.
-        ``width`` is an upper bound S of the children of a node; without it they are counted, which waits for the
-        device.
+        The root and padding have -1. Children are listed in the order of their nodes. ``tree`` is the static tree that
+        all rows have, if any. ``width`` is an upper bound of the children of a node; without it they are counted, which
+        waits for the device.
         """
         rows, nodes = parents.shape
         known = (parents >= 0)[..., None]
         above = parents.clamp(min=0)
-        steps = torch.zeros(rows, nodes, nodes, device=parents.device)
-        steps.scatter_(2, above[..., None], known.float())
-        reach = steps + torch.eye(nodes, device=parents.device)
+        reach = torch.zeros(rows, nodes, nodes, device=parents.device)
+        reach.scatter_(2, above[..., None], known.float())
+        reach = reach + torch.eye(nodes, device=parents.device)
         depth = tree.depth if tree is not None else nodes - 1
         for _ in range(max(1, depth).bit_length()):  # every round doubles how far up a node sees
             reach = (reach @ reach).clamp(max=1)
@@ -167,14 +170,10 @@ class TreeShape:
         column = torch.where(parents >= 0, rank, count)
         index = torch.arange(nodes, device=parents.device).expand(rows, nodes)
         table.view(rows, -1).scatter_(1, above * (count + 1) + column, index)
-        return cls(
-            parents=parents,
-            depths=depths,
-            ancestors=ancestors,
-            children=table[..., :count],
-            depth=depth if tree is not None else int(depths.max()) if width is None else depth,
-            tree=tree,
-        )
+        if tree is None and width is None:
+            depth = int(depths.max())
+        children = table[..., :count]
+        return cls(parents=parents, depths=depths, ancestors=ancestors, children=children, depth=depth, tree=tree)
 
     def __len__(self) -> int:
         return self.parents.shape[1]
@@ -185,11 +184,8 @@ class TreeShape:
         return self.tree is not None and self.depth == len(self) - 1
 
     def to(self, device: torch.device) -> "TreeShape":
-        """Return this shape on ``device``."""
+        """Return this shape with all tensors on ``device``."""
         if self.parents.device == device:
             return self
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("parents", "depths", "ancestors", "children")
-        }
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return TreeShape(**moved, depth=self.depth, tree=self.tree)

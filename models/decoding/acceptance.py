@@ -106,9 +106,9 @@ def greedy(proposal: Proposal, target_BN: Tensor) -> Acceptance:
 
 
 def _longest(proposal: Proposal, passes: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the deepest node that passes and whose ancestors all pass.
+    """Find each row's deepest node that passes ([B, N] bool) and whose ancestors all pass.
 
-    Of equally deep nodes, the one with the highest ``score`` [B, N] is taken, by default the first.
+    Of equally deep nodes, the one with the highest ``score`` [B, N] is taken; None: the first one.
 
     Returns:
         The path to the node, [B, 1 + depth] padded with 0, its depth [B], and the node [B]; all int64.
@@ -245,7 +245,7 @@ def _one_hot(like: Tensor, token: Tensor) -> Tensor:
 
 
 def _residual(left: Tensor, dist: Tensor) -> Tensor:
-    """Return ``left``, the positive part of p - q, normalised; or ``dist``, p, where ``left`` is zero (p equals q)."""
+    """Return ``left``, the positive part of p - q, normalised; or if it is zero everywhere, ``dist``, which is p."""
     total = left.sum(-1, keepdim=True)
     return torch.where(total > 0, left / total, dist)
 

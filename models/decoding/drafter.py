@@ -1,7 +1,6 @@
 """The interface between the decoder and anything that drafts, with or without training.
 
-Shape legend: B rows, R B or 1 (1 if all rows are equal), T tokens, N tree nodes (root included), S children of a node,
-V vocabulary.
+Shape legend: B rows, T tokens, N tree nodes (root included), S children of a node, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -54,11 +53,10 @@ class Proposal:
     """[B, Q, V] float: the Q distributions, after warping, from which candidates were sampled; None: all candidates are
     top-k."""
     prob_index: Tensor | None = None
-    """[R, N, S] int64: the row of ``probs`` from which each child was drawn, -1 for top-k children."""
+    """[B or 1, N, S] int64: index in ``probs`` of the distribution from which each child was drawn; -1: top-k."""
     slots: Tensor | None = None
-    """[R, N] int64: the number of each node in the order in which the drafter's model has read nodes; the root has 0,
-    and nodes that it has not read have -1. ``NodeCache`` finds their keys and values by it. None: no model read
-    them."""
+    """[B or 1, N] int64: the number of each node in the order in which the drafter's model ran over them: 0 for the
+    root, -1 for nodes that it did not run over. ``NodeCache`` finds their keys and values by it. None: no model ran."""
     partial_forward: "PartialForward | None" = None
     """The target's first layers over these nodes, if the drafter has already run them (early exit)."""
 
@@ -97,10 +95,10 @@ class AdaptiveLength:
     """Levels removed after any other step."""
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
-        """Return the number of levels to draft next, at least 1.
+        """Return the number of tree levels to draft in the next step, at least 1.
 
-        ``length`` was the number for the last step, which drafted a path of ``drafted`` tokens and accepted
-        ``accepted`` of them.
+        ``length`` was the number for the last step, whose longest path had ``drafted`` drafts; ``accepted`` drafts were
+        accepted.
         """
         if drafted == 0:
             return length  # a step without drafts says nothing about the drafter
@@ -176,7 +174,7 @@ class DraftConfig:
 class Session(ABC):
     """Base class of the state of a drafter for the rows being decoded, from prompts to ends of answers.
 
-    ``commit`` gives the session the committed tokens; it never has to find them by comparing tokens.
+    ``commit`` tells the session the committed tokens and the nodes that became them.
     """
 
     lengths: list[int]
@@ -210,7 +208,7 @@ class Session(ABC):
 
     @abstractmethod
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch. It is called between steps, when rows have ended."""
+        """Keep only these rows of the batch, in this order. Called between steps, when other rows have ended."""
 
     def rollback(self, lengths: list[int]) -> None:
         """Remove all but the first ``lengths`` committed tokens of each row.
@@ -250,27 +248,27 @@ class Drafter(ABC):
     def identity(self) -> tuple[object, ...]:
         """Return everything that decides the drafts: settings and a hash of the weights.
 
-        An interrupted evaluation stores its ``repr`` and resumes only if that is unchanged.
+        An interrupted evaluation resumes only if the ``repr`` of the result is the stored one.
         """
 
     @abstractmethod
     def open(self, rows: int, cache: TreeCache | None = None) -> Session:
         """Return a session for ``rows`` rows that have no tokens yet.
 
-        ``cache`` is the target's cache, for drafters with ``early_exit_layers``; None if there is no target.
+        ``cache`` is the target's key/value cache, which drafters with ``early_exit_layers`` write; None: no target.
         """
 
     def cache_slots(self, draft_config: DraftConfig) -> int:
-        """Return the number of positions in the target's cache that drafting needs beyond the nodes of the tree."""
+        """Return the number of positions per row that drafting needs in the target's cache beyond the tree's nodes."""
         return 0
 
     def remember(self, tokens: list[int]) -> None:
-        """Store a prompt with its answer, if the drafter searches earlier answers."""
+        """Store ``tokens``, a prompt and its answer, if the drafter searches earlier answers; by default do nothing."""
         return
 
 
 def last_valid(values: Tensor, counts: list[int]) -> Tensor:
-    """Return entry ``counts[b] - 1`` of each row b: [B, T, ...] -> [B, ...]."""
+    """Return each row's last valid entry, ``values[b, counts[b] - 1]`` for row b: [B, T, ...] -> [B, ...]."""
     if len(counts) == 1:
         return values[:, counts[0] - 1]
     index = on_device(counts, values.device) - 1
@@ -278,5 +276,5 @@ def last_valid(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def take_rows(values: Tensor, rows: list[int]) -> Tensor:
-    """Return ``values[rows]`` without waiting for the device."""
+    """Return ``values[rows]``, the rows with these indices on the first axis, without waiting for the device."""
     return values.index_select(0, on_device(rows, values.device))

@@ -13,7 +13,7 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.loop import EXACT, GREEDY, DecodingSequence, OnTokens, decode, prepare
 from drafthead.models.decoding.sampling import TargetSampler
-from drafthead.models.decoding.step import DecodeResult
+from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Answer:
     text: str
     tokens: list[int]
     mean_accepted_length: float
-    """Tokens added per step: accepted drafts and the target's own token. 1 for plain decoding and without steps."""
+    """Tokens added per step: accepted drafts and the target's own token. 1 in plain decoding."""
     tokens_per_second: float
     """Tokens of the answer, divided by the time of prefill and decoding."""
     log: DecodeResult
@@ -66,14 +66,17 @@ def generate(
         seed=seed,
         on_tokens=on_tokens,
     )
-    steps = len(log.steps)
     return Answer(
         text=base.tokenizer.decode(log.tokens, skip_special_tokens=True),
         tokens=log.tokens,
-        mean_accepted_length=sum(s.committed for s in log.steps) / steps if steps else 1.0,
+        mean_accepted_length=_mean_accepted_length(log.steps),
         tokens_per_second=len(log.tokens) / log.total_s,
         log=log,
     )
+
+
+def _mean_accepted_length(steps: list[StepRecord]) -> float:
+    return sum(step.committed for step in steps) / len(steps) if steps else 1.0
 
 
 class Piece(NamedTuple):
@@ -86,7 +89,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TextStream:
-    """An answer that is decoded while a caller iterates over its pieces, once. Statistics are those so far."""
+    """An answer that is decoded while a caller iterates over its pieces, once. Its statistics are those so far."""
 
     base: BaseModel
     sequence: DecodingSequence
@@ -109,9 +112,8 @@ class TextStream:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens of the answer per step, as in ``Answer``; 1 before the first step."""
-        steps = self.sequence.steps
-        return sum(step.committed for step in steps) / len(steps) if steps else 1.0
+        """Tokens added per step so far; 1 before the first step."""
+        return _mean_accepted_length(self.sequence.steps)
 
     @property
     def tokens_per_second(self) -> float:
@@ -152,7 +154,10 @@ def stream(
 
 
 def text_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[tuple[int, bool]]) -> Iterator[Piece]:
-    """Yield the text of ``(token, accepted)`` pairs as soon as it is final."""
+    """Decode the pairs ``(token, accepted)`` to pieces of text, each as soon as later tokens cannot change it.
+
+    ``accepted`` is True for an accepted draft.
+    """
     answer: list[int] = []
     # Each token is decoded together with the previous piece, on which a leading space depends.
     previous = shown = 0

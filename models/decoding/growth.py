@@ -71,11 +71,11 @@ class TreeLevel:
 
 
 @lru_cache(maxsize=512)
-def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int) -> tuple[TreeLevel, ...]:
-    """Return the levels of ``tree`` from level 1 on.
+def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, vocabulary: int) -> tuple[TreeLevel, ...]:
+    """Return the levels of ``tree``, from the root's children on.
 
-    With top-k candidates, a node takes its parent's candidate of the node's rank, at most ``most`` - 1 (``most`` is the
-    size of the draft vocabulary). With sampled candidates, the first child takes the first sample, and so on.
+    With ``sampled`` candidates, a node's first child takes the first sample, and so on. With top-k candidates, a child
+    takes the candidate of its own rank, or the last one if the draft vocabulary has only ``vocabulary`` ids.
     """
     tensor = partial(on_device, device=device)
     levels = []
@@ -89,7 +89,7 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, most: int)
         if sampled:
             ranks = [parents[:index].count(parent) for index, parent in enumerate(parents)]
         else:
-            ranks = [min(tree.ranks[n], most - 1) for n in nodes]
+            ranks = [min(tree.ranks[n], vocabulary - 1) for n in nodes]
         width = max(ranks) + 1
         inner = [index for index, n in enumerate(nodes) if n in tree.parents]
         levels.append(
@@ -156,17 +156,14 @@ class StepwiseSession(Session, LogitsSource):
 
     @abstractmethod
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Prepare a step after ``last_token`` ([B] int64), before the first ``expand``."""
+        """Prepare drafting a tree with the roots ``last_token`` ([B] int64); called before the first ``expand``."""
 
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        drafter = self.drafter
-        if draft_config.depth > drafter.depth:
-            raise ValueError(f"the tree is {draft_config.depth} deep, but the head drafts {drafter.depth} positions")
         if draft_config.depth == 0:  # combinations and draft LMs shorten the tree after the step's own test
             return root_only(last_token)
         self.start(last_token, draft_config)
-        return grow(self, last_token, draft_config, drafter.d2t, drafter.vocab_size, rng)
+        return grow(self, last_token, draft_config, self.drafter.d2t, self.drafter.vocab_size, rng)
 
 
 def root_only(last_token: Tensor) -> Proposal:
@@ -214,7 +211,7 @@ def grow(
     stopping = _Stopping(draft_config, tokens)
     probs: list[Tensor] = []
     frontier = last_token[:, None], torch.zeros_like(last_token[:, None])
-    for level in tree_levels(tree, device, sampled, most=len(d2t)):
+    for level in tree_levels(tree, device, sampled, len(d2t)):
         logits = source.expand(*frontier)
         slots = level.slots
         if not stopping.has_parents(source):
@@ -246,8 +243,8 @@ def grow(
 def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
     """Return the index, [N] int64, of the distribution that the children of each node of ``tree`` were drawn from.
 
-    ``probs`` of a level are [B, F, V] in the order in which the drafter has read the nodes (``slots``), or [B, 1, V] if
-    all nodes of a level share one. The index of a node without children is not used.
+    ``probs`` has a tensor per level: [B, F, V] in the order ``slots`` in which the drafter ran over the nodes, or
+    [B, 1, V] if all nodes of a level share one distribution. The index of a node without children is not used.
     """
     count = sum(level.shape[1] for level in probs)
     order = slots if count > len(probs) else tree.shape_on(slots.device).depths[0]
@@ -302,7 +299,7 @@ class _Stopping:
         self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
 
     def has_parents(self, source: LogitsSource) -> bool:
-        """Apply ``prefix_threshold`` before children are drawn; return False if no node gets any."""
+        """Apply ``prefix_threshold`` to the nodes expanded last; return False if none of them may get children."""
         if self._prefix == 0:
             return True
         self._path_confidence = self._path_confidence * source.confidence()
@@ -310,9 +307,9 @@ class _Stopping:
         return self._any_expandable()
 
     def drawing(self, width: int) -> Tensor | None:
-        """Return the parents whose children are sampled, [B, width] bool, or None if these are all.
+        """Return a mask, [B, width] bool, of the distributions from which any node's children are sampled; None: all.
 
-        ``width`` is the number of distributions of the level: F, or 1 if all parents share one.
+        ``width`` is the number of distributions of the level: one per parent, or 1 if all parents share one.
         """
         if self._prefix == 0:
             return None
@@ -321,8 +318,8 @@ class _Stopping:
     def continues(self, level: TreeLevel, exists: Tensor | None, likelihood: Tensor | None) -> bool:
         """Add a level's nodes, apply ``confidence_threshold``, and return False if it leaves no node to draft after.
 
-        ``exists`` and ``likelihood``, [B, M] each, are the results of ``_sampled`` and ``_likeliest``. Without
-        ``likelihood`` the result is always True.
+        ``exists`` marks the sampled nodes that exist, and ``likelihood`` has the drafter's probabilities of top-k
+        nodes, [B, M] each. Without ``likelihood`` the result is always True.
         """
         if not self.cuts:
             return True
@@ -364,9 +361,9 @@ class _Stopping:
 def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
     """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
 
-    ``last_token`` [B] are the roots; ``d2t`` [W] maps draft ids to target ids.
-    A node's score is the product of the drafter's probabilities along its path (here its logarithm). A parent therefore
-    scores above its children, and the kept nodes form a tree. All rows get the same number of nodes.
+    ``last_token`` [B] are the roots; ``d2t`` [W] maps draft ids to target ids. A node's score
+    is the logarithm of the product of the drafter's probabilities along its path. A parent therefore scores above its
+    children, and the kept nodes form a tree. All rows get the same number of nodes.
     """
     rows, device = last_token.shape[0], last_token.device
     scores: list[Tensor] = []

@@ -68,7 +68,7 @@ class DecodingSequence:
 
 @dataclass(kw_only=True)
 class DecodeLoop:
-    """Decodes prompts, up to ``batch_size`` at once.
+    """The loop that decodes prompts, up to ``batch_size`` at once.
 
     Without a drafter, the next prompt takes the row of a sequence that ended. With a drafter, whose session cannot
     replace rows, the next prompts wait until all sequences of the batch have ended.
@@ -198,11 +198,11 @@ def decode(
     ignore_eos: bool = False,
     timed: bool = False,
 ) -> DecodeResult:
-    """Decode one prompt. With an exact rule, the answer's distribution does not depend on the drafter.
+    """Decode a prompt of token ids. With an exact rule, the answer's distribution does not depend on the drafter.
 
-    The arguments are those of ``generate``. EOS ends the answer and is its last token; with ``ignore_eos``, decoding
-    continues to ``max_new_tokens``, to time a fixed length. With ``timed``, the host waits for the device after each
-    part of a step, so that ``draft_s`` and ``verify_s`` are exact.
+    The arguments are those of ``drafthead.generate``, and two more. ``ignore_eos``: do not end the answer at EOS, but
+    continue to ``max_new_tokens``, to time a fixed length. ``timed``: wait for the device after drafting and after
+    verification, so that the ``draft_s`` and ``verify_s`` of each step are exact.
     """
     return decode_batch(
         base,
@@ -310,7 +310,10 @@ def prepare(
 
 
 def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_tokens: int, where: str) -> None:
-    """Reject a prompt that the base cannot read and answer; ``where`` names the prompt in messages."""
+    """Reject a prompt ``ids`` that is empty, has ids outside the vocabulary, or leaves no room for ``max_new_tokens``.
+
+    ``where`` names the prompt in messages.
+    """
     if not ids:
         raise UserError(f"{where} is empty; give at least one token, or leave the prompt out")
     outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < vocab_size), None)
@@ -327,7 +330,7 @@ def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_
 
 
 def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule) -> None:
-    """Reject a drafter, a draft config and a rule that do not fit together, or that would bias the output."""
+    """Reject a drafter, a draft config and a rule that do not fit together or the base, or would bias the output."""
     if drafter is None:
         return
     if drafter.vocab_size is not None and drafter.vocab_size > base.vocab_size:
@@ -352,7 +355,7 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
         )
     if isinstance(draft_config.tree, TokenTree) and draft_config.depth > drafter.depth:
         raise UserError(
-            f"the tree is {draft_config.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
-            "shallower one"
+            f"the tree is {draft_config.depth} drafts deep, but the drafter drafts at most {drafter.depth}; choose a "
+            "shallower tree"
         )
     rule.check(draft_config)

@@ -57,39 +57,40 @@ class PerRowRng:
         self._seeds, self._device, self._dtype = seeds, device, wide_dtype(device)
         self._counters = [4 * position + 2 * stream for position in positions]
         # Decisions and samples use separate generators: a sample must not depend on the number of decisions before it.
-        self._generators: dict[tuple[int, int], list[np.random.Generator]] = {}
+        self._generators: dict[tuple[bool, int], list[np.random.Generator]] = {}
         self._decisions = torch.zeros(len(seeds), 0, dtype=self._dtype, device=device)
         self._used = torch.zeros(len(seeds), dtype=torch.int64, device=device)
         self._calls = 0
 
-    def uniform(self, part: int, count: int, offset: int) -> Tensor:
-        """Return [B, count] numbers in [0, 1), for decisions (``part`` 0) or samples (``part`` 1).
+    def uniform(self, samples: bool, count: int, offset: int) -> Tensor:
+        """Return the next [B, count] numbers in [0, 1) for decisions, or if ``samples`` for samples of distributions.
 
-        ``offset`` is that of ``categorical``.
+        The numbers are those of a step that starts ``offset`` tokens later in the answer.
         """
-        if (part, offset) not in self._generators:
+        key = samples, offset
+        if key not in self._generators:
             pairs = zip(self._seeds, self._counters, strict=True)
-            self._generators[part, offset] = [_generator(seed, counter + 4 * offset + part) for seed, counter in pairs]
-        numbers = torch.from_numpy(np.stack([g.random(count) for g in self._generators[part, offset]])).to(self._dtype)
+            self._generators[key] = [_generator(seed, counter + 4 * offset + samples) for seed, counter in pairs]
+        numbers = torch.from_numpy(np.stack([g.random(count) for g in self._generators[key]])).to(self._dtype)
         # Rounded to float32, a number may become 1.
         return numbers.clamp_(max=1 - torch.finfo(self._dtype).eps / 2).to(self._device, non_blocking=True)
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """Return ``u * q < p`` for the next number u in [0, 1) of each active row; inactive rows use no number."""
+        """Return ``u * q < p`` for each active row's next random number u in [0, 1), and False for inactive rows."""
         if self._calls >= self._decisions.shape[1]:  # some row may have used up its numbers
-            self._decisions = torch.cat([self._decisions, self.uniform(0, _BLOCK, 0)], 1)
+            self._decisions = torch.cat([self._decisions, self.uniform(False, _BLOCK, 0)], 1)
         u = self._decisions.gather(1, self._used[:, None])[:, 0]
         self._used = self._used + active
         self._calls += 1
         return active & (u * q < p)
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Sample by inverting the cumulative distribution, in float64 (float32 on MPS).
+        """Return a sample of each distribution in [B, C, V], by inverting its cumulative sum in float64 (MPS: float32).
 
         A token of probability 0 is never drawn, unless all have probability 0.
         """
         _, count, vocabulary = probs.shape
-        points = self.uniform(1, count, offset or 0)
+        points = self.uniform(True, count, offset or 0)
         cumulative = probs.to(self._dtype).cumsum(-1)
         # u is at most 1 - 2**-53, so the product is below the total, and the token has a positive probability.
         drawn: Tensor = torch.searchsorted(cumulative, points[..., None] * cumulative[..., -1:], right=True)[..., 0]

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class DecodeConfig:
     def same_text(self) -> bool:
         """True if the answer equals that of decoding without drafts with the same seed, at any temperature.
 
-        A greedy answer by the exact rule equals it even if this is False, with sampled drafts.
+        False for sampled drafts, although the exact rule then still gives equal answers at temperature 0.
         """
         return self.rule.name == "exact" and self.draft_config.draft_sampling is DraftSampling.TOP_K
 
@@ -91,7 +92,7 @@ class Step:
     proposal: Proposal
     acceptance: Acceptance
     logits: Tensor
-    """[B, N, V]: the base's logits after every node."""
+    """[B, N, V]: the base's logits after every node of ``proposal``."""
     hidden: HiddenStates
     """[B, 1 + depth, ...]: the base's states after the root and after the accepted drafts, then padding."""
 
@@ -148,7 +149,7 @@ class DecodeState:
         session: Session | None,
         last_token: Tensor,
     ) -> None:
-        """Continue after ``last_token`` [B]; ``cache`` and ``session`` have read all tokens before it."""
+        """Continue after ``last_token`` [B] int64; ``cache`` and ``session`` have all tokens before it."""
         self.base, self.drafter, self.config = base, drafter, config
         self.cache, self.session, self.last_token = cache, session, last_token
         self.spec = HiddenStatesSpec() if drafter is None else drafter.spec
@@ -174,7 +175,7 @@ class DecodeState:
             drafter: the drafter, or None for decoding without drafts.
             config: settings of the steps.
             rows: number of rows.
-            capacity: most tokens of a row, with a tree's nodes.
+            capacity: most tokens of a row, including the nodes of one tree.
             nodes: most nodes of a tree, if later trees may be larger than that of ``config``.
         """
         extra = 0 if drafter is None else drafter.cache_slots(config.draft_config)
@@ -188,13 +189,12 @@ class DecodeState:
         return decoding
 
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
-        """Read the common beginning of ``prompts`` (two or more) once; rows then copy its keys and values.
+        """Run the base once over the common beginning of ``prompts``; ``read_prompts`` then copies its keys and values.
 
-        The common beginning is shorter than every prompt, because each row must read at least one token itself.
+        The common beginning is shorter than every prompt, because each row must read at least one token itself. With
+        fewer than two prompts, do nothing.
         """
-        if len(prompts) < 2:
-            return
-        if ids := list(commonprefix(prompts)[: min(map(len, prompts)) - 1]):
+        if len(prompts) > 1 and (ids := list(commonprefix(prompts)[: min(map(len, prompts)) - 1])):
             cache = self.base.new_cache(len(ids))
             hidden = self.base.forward(torch.tensor([ids], device=self.base.device), cache).final
             self._prefix = ids, cache, hidden
@@ -314,8 +314,10 @@ class DecodeState:
         wide = wide_dtype(tokens.device)
         columns = [number.to(wide)[:, None] for number in numbers.values()]
         host = torch.cat([*columns, tokens.to(wide)], 1).tolist()
-        by_name = [dict(zip(numbers, row, strict=False)) for row in host]
-        committed = [int(row["committed"]) for row in by_name]
+        records: list[dict[str, Any]] = [
+            {name: n if name == "entropy" else int(n) for name, n in zip(numbers, row, strict=False)} for row in host
+        ]
+        committed = [record["committed"] for record in records]
         self.cache.commit_path(nodes, committed)
         if self.session is not None:
             self.session.commit(path, committed, hidden, nodes)
@@ -327,17 +329,8 @@ class DecodeState:
                 for row, count in zip(host, committed, strict=True)
             ],
             records=[
-                StepRecord(
-                    position=position,
-                    committed=int(row["committed"]),
-                    accepted=int(row["accepted"]),
-                    proposed=int(row["proposed"]),
-                    depth=int(row["depth"]),
-                    entropy=row.get("entropy", float("nan")),
-                    draft_s=drafted - started,
-                    verify_s=verified - drafted,
-                )
-                for position, row in zip(positions, by_name, strict=True)
+                StepRecord(position=position, draft_s=drafted - started, verify_s=verified - drafted, **record)
+                for position, record in zip(positions, records, strict=True)
             ],
             proposal=proposal,
             acceptance=acceptance,
@@ -346,7 +339,7 @@ class DecodeState:
         )
 
     def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
-        """Return the number of ``tokens`` to commit in each row, [B]: up to ``most_tokens`` and the first EOS."""
+        """Return ``counts`` [B], each row's accepted ``tokens``, cut to ``most_tokens`` and after the first EOS."""
         if most_tokens is not None:
             counts = counts.clamp(max=on_device(most_tokens, counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:
@@ -358,7 +351,7 @@ class DecodeState:
         return counts
 
     def _extend_contexts(self, tokens: Tensor, counts: Tensor, rows: list[int] | None = None) -> None:
-        """Append the first ``counts`` of ``tokens`` to the contexts of ``rows`` (default: all), if there are any."""
+        """Append each row's first ``counts`` [B] of ``tokens`` [B, T] to the contexts of ``rows`` (None: all)."""
         if self._context is None:
             return
         index = on_device(range(len(self._context_lengths)) if rows is None else rows, tokens.device)
@@ -369,7 +362,7 @@ class DecodeState:
         self._context_lengths = self._context_lengths.index_add(0, index, counts)
 
     def clear(self, rows: list[int]) -> None:
-        """Remove the cached tokens of ended ``rows``, so that they do not grow; do nothing in a batch of one row."""
+        """Empty the cache of ended ``rows``, to which each step adds tokens; in a batch of one row, do nothing."""
         if self.cache.rows > 1 and rows:
             self.cache.crop([0 if n in rows else length for n, length in enumerate(self.cache.lengths)])
             self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 0)
@@ -388,7 +381,8 @@ class DecodeState:
 def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | None, proposal: Proposal) -> Target:
     """Return a function that maps nodes [B, M] to the target's distributions after them, [B, M, V].
 
-    ``logits`` [B, N, V] are those after all nodes. ``contexts``, if the sampler reads them, end with the roots.
+    ``logits`` [B, N, V] are the base's after all N nodes of ``proposal``. ``contexts`` has the tokens up to the roots,
+    included; None if ``sampler`` does not depend on earlier tokens.
     """
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 
@@ -401,10 +395,8 @@ def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | No
 
 
 def _with_paths(contexts: Contexts, proposal: Proposal, nodes: Tensor) -> Contexts:
-    """Return a context for each of ``nodes`` [B, M], as B * M rows: its row of ``contexts`` and the path to the node.
-
-    ``contexts`` end with the roots.
-    """
+    """Return the contexts of ``nodes`` [B, M], as B * M rows: a row of ``contexts``, which ends with the root of the
+    proposed tree, and then the drafts on the path from the root to the node."""
     shape, roots = proposal.shape, proposal.tokens[:, :1, None]
     (batch, per_row), rows = nodes.shape, torch.arange(len(nodes), device=nodes.device)[:, None]
     on_path = shape.ancestors.expand(batch, -1, -1)[rows, nodes]
@@ -419,7 +411,7 @@ def _with_paths(contexts: Contexts, proposal: Proposal, nodes: Tensor) -> Contex
 
 
 def _sizes(proposal: Proposal) -> dict[str, Tensor]:
-    """Return the number of drafted nodes and the drafts on the longest path of every row, [B] int64 each."""
+    """Return each row's number of drafted nodes (``proposed``) and of drafts on the longest path (``depth``), [B]."""
     shape, roots = proposal.shape, proposal.tokens[:, 0]
     if shape.tree is not None:
         return {
