@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import yaml
 
 import drafthead
 from drafthead.cli import COMMANDS
-from drafthead.commands.command import REGISTERED, Registered
+from drafthead.commands.command import REGISTERED
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.help import settings_table
 from drafthead.eval.engines.served import READS
@@ -38,7 +39,7 @@ def commands_page() -> str:
         *_table("command | purpose", ((f"[`{name}`](#drafthead-{name})", COMMANDS[name][1]) for name in COMMANDS)),
     ]
     for name, module in _modules().items():
-        usage = REGISTERED[name].usage if name in REGISTERED else str(module.__doc__)
+        usage = REGISTERED[name][1] if name in REGISTERED else str(module.__doc__)
         lines += ["", f"## drafthead {name}", "```", usage.strip("\n"), "```"]
     return "\n".join(lines)
 
@@ -54,10 +55,10 @@ def settings_page() -> str:
         "- `base=NAME` is short for `base.name=NAME`, except in `train`, where it chooses a file of `recipes/base/`.\n"
         "- In `phases.NAME.KEY`, NAME is a phase of the recipe, such as `distill`.\n"
     ]
-    for name, registered in commands().items():
+    for name, settings_class in commands().items():
         summary = COMMANDS[name][1]
         parts.append(f"## drafthead {name}\n{summary[0].upper()}{summary[1:]}.\n")
-        parts.append(settings_table(registered.cls, spelled=registered.spelled))
+        parts.append(settings_table(settings_class))
     parts.append("## Sources of text and prompts\nKeys of an item of `data.text.sources` and `data.answers.sources`.\n")
     parts.append(settings_table(SourceConfig))
     parts += [f"## head={name}\n\n{settings_table(config_class(name), 'head.')}" for name in _heads()]
@@ -147,10 +148,9 @@ def pages() -> Iterator[tuple[Path, str]]:
         yield FOLDER / f"{name}.md", "\n".join([GENERATED, *lines, ""])
 
 
-def commands() -> dict[str, Registered]:
-    """Return the settings of every command except ``data``, whose settings are those of ``train``."""
-    names = [name for name in _modules() if name not in ("train", "data")]
-    return {"train": Registered(RunConfig, {}, "")} | {name: REGISTERED[name] for name in names}
+def commands() -> dict[str, type[Any]]:
+    """Return the settings class of every command by name, except ``data``, whose settings are those of ``train``."""
+    return {"train": RunConfig} | {name: REGISTERED[name][0] for name in _modules() if name not in ("train", "data")}
 
 
 def _modules() -> dict[str, ModuleType]:

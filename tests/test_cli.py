@@ -99,7 +99,7 @@ def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.Capt
         ("certify", ["only"], "'only' is not a setting"),
         ("certify", ["only="], "only= has no value"),
         ("certify", ["only=[x"], "only=.x cannot be read"),
-        ("certify", ["=5"], "'=5' names no setting"),
+        ("certify", ["=5"], "'=5' is not a setting"),
         ("certify", ["only=nonsense"], "'nonsense'"),
         ("train", ["recipe=medusa_smollm3"], "recipe=medusa_smollm3 is not .*; did you mean medusa_smollm2 or"),
         ("train", ["recipe=medusa_smollm2", "base=/models/mine"], "base=custom base.name=/models/mine$"),

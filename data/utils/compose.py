@@ -85,9 +85,9 @@ def say(line: str) -> None:
 
 @contextmanager
 def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
-    """Turn expected errors into one line and an exit code: 1 for bad input, 130 for Ctrl-C.
+    """End the process with one line if the block raises an expected error; exit code 1 for bad input, 130 for Ctrl-C.
 
-    Errors of Hydra itself (an unknown key or group) are explained with the keys of the settings class ``cls``.
+    For an unknown key, the message suggests similar keys of the settings class ``cls``, unless it is None.
     """
     try:
         yield
@@ -113,7 +113,7 @@ def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
 
 
 def _unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
-    """Return the message for a file ``name`` that the recipe group does not have."""
+    """Return the message for a file ``name`` that the recipe group does not have; it has the files ``choices``."""
     near = get_close_matches(name, choices)
     advice = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(choices)}"
     if group == "base" and not near:

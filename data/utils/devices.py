@@ -25,7 +25,7 @@ def choose_device(name: str) -> None:
     """Compute on ``name`` ("cpu", "cuda:1", "mps") in this process, instead of the accelerator that torch finds.
 
     Raises:
-        UserError: torch cannot compute on it.
+        UserError: torch cannot compute on this device.
     """
     _chosen[:] = [device_of(name)]
     if _chosen[0].index is not None:  # accelerate, which places each process's work, follows it too
@@ -33,7 +33,10 @@ def choose_device(name: str) -> None:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return ``device``, or for None the chosen one, else the accelerator, else the CPU; a ``UserError`` if absent."""
+    """Return ``device``; for None the device of ``choose_device``, else the accelerator that torch finds, else the CPU.
+
+    A device on which torch cannot compute raises a ``UserError``.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return _chosen[0] if _chosen else accelerator or torch.device("cpu")
@@ -145,7 +148,7 @@ def rng_states() -> list[Tensor]:
 
 
 def set_rng_states(states: Sequence[Tensor]) -> None:
-    """Restore ``rng_states``; do nothing if the number of accelerators has changed."""
+    """Set the random states that ``rng_states`` returned; do nothing if the number of accelerators has changed."""
     if not states or len(states) != len(rng_states()):
         return
     module = torch.get_device_module(device_of(None))
@@ -167,7 +170,7 @@ def unchanged_rng() -> Iterator[None]:
 
 
 def graphs_of(device: torch.device) -> Any:
-    """Return the module that captures graphs on ``device`` (``graph``, ``Stream``, ``new_graph``'s class), or None."""
+    """Return torch's module that captures graphs on ``device``, such as ``torch.cuda``; None if it has no graphs."""
     if device.type == "xpu" and hasattr(torch.xpu, "XPUGraph"):
         return torch.xpu
     return torch.cuda if device.type == "cuda" else None

@@ -54,7 +54,10 @@ class Display:
         self.line(f"   {name}: {seconds:.1f} s")
 
     def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
-        """Set the bar ``label``; without a terminal print a line every 10 s, from ``after`` s after the first call."""
+        """Show ``done`` of ``total`` in the progress bar ``label``.
+
+        Without a terminal, print a line every 10 s, starting ``after`` seconds after the label's first call.
+        """
         if self.console.is_terminal:
             if self._bar is None:
                 columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn())

@@ -57,7 +57,7 @@ def new_file(path: Path, writer: str = "") -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` with ``new_file``; several processes may write the same file."""
+    """Write ``content`` to ``path`` atomically; several processes may write the same file at the same time."""
     with new_file(path, f".{os.getpid()}") as tmp_path:
         tmp_path.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -172,7 +172,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def require_space(path: Path, needed: int, purpose: str) -> None:
-    """Raise a ``UserError`` if fewer than ``needed`` bytes are free for ``path``."""
+    """Raise a ``UserError``, which starts with ``purpose``, if fewer than ``needed`` bytes are free for ``path``."""
     existing = path
     while not existing.exists():
         existing = existing.parent
@@ -236,9 +236,9 @@ def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
 
 
 def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str] | None:
-    """Return the first difference as (key, actual, expected) in the order of the expected keys, or None.
+    """Return the first difference between two JSON values as (dotted key, actual, expected), or None if equal.
 
-    The key is dotted and starts with ``key``. The values are JSON, or "(absent)".
+    Keys of ``expected`` are compared first. The result's key starts with ``key``; a missing value is "(absent)".
     """
     if isinstance(actual, dict) and isinstance(expected, dict):
         for name in [*expected, *(n for n in actual if n not in expected)]:

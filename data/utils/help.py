@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -53,7 +53,7 @@ class Setting:
 def describe(cls: Any, prefix: str = "") -> Iterator[Setting]:
     """Yield every setting of ``cls`` and of nested settings classes, in order of definition, with ``prefix`` + key."""
     for f in fields(cls):
-        kind, key = types_of(cls)[f.name], f"{prefix}{f.name}"
+        kind, key = types_of(cls)[f.name], f"{prefix}{f.name.rstrip('_')}"  # the field `from_` is the key `from`
         inner = without_none(kind)
         if get_origin(inner) is dict and is_settings(get_args(inner)[1]):
             inner, key = get_args(inner)[1], f"{key}.NAME"
@@ -89,17 +89,13 @@ def docstrings(cls: Any) -> dict[str, str]:
     return inherited
 
 
-def help_text(usage: str, cls: Any, spelled: Mapping[str, str] | None = None) -> str:
-    """Return a command's help: ``usage``, then one line for every setting, grouped by settings class.
-
-    ``spelled`` maps field names to the keys that users type, if both differ.
-    """
+def help_text(usage: str, cls: Any) -> str:
+    """Return a command's help: ``usage``, then one line for every setting of ``cls``, grouped by settings class."""
     lines = [usage.rstrip("\n"), "", "settings (key=default):"]
     for section, group in _sections(describe(cls)).items():
         lines += ["", f"{section}:"] if section else []
         for setting in group:
-            key = (spelled or {}).get(setting.key, setting.key)
-            typed = f"  {key}={setting.default_text or ('...' if setting.required else '')}"
+            typed = f"  {setting.key}={setting.default_text or ('...' if setting.required else '')}"
             text = first_sentence(setting.help) + (f" ({setting.limit})" if setting.limit else "")
             indent = " " * COLUMN
             explanation = textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
@@ -124,19 +120,18 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=\.)\s(?=[A-Z`\d])", text)[0].replace("``", "").rstrip(".")
 
 
-def settings_table(cls: Any, prefix: str = "", spelled: Mapping[str, str] | None = None) -> str:
+def settings_table(cls: Any, prefix: str = "") -> str:
     """Return the settings of a class as Markdown tables, one per nested class, with their whole docstrings.
 
-    ``prefix`` is put before every key; ``spelled`` is as in ``help_text``.
+    ``prefix`` is put before every key.
     """
     tables: list[str] = []
     for section, group in _sections(describe(cls, prefix)).items():
         rows = [f"**{section}**", ""] if section and f"{section}." != prefix else []
         rows += ["| setting | default | limit | meaning |", "|---|---|---|---|"]
         for setting in group:
-            key = (spelled or {}).get(setting.key, setting.key)
             default = "required" if setting.required else f"`{setting.default_text}`" if setting.default_text else ""
-            cells = (f"`{key}`", default, setting.limit, setting.help.replace("``", "`"))
+            cells = (f"`{setting.key}`", default, setting.limit, setting.help.replace("``", "`"))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         tables += ["\n".join(rows) + "\n"] if group else []
     return "\n".join(tables)

@@ -75,7 +75,7 @@ class OtherProcesses:
 
 
 def cores_used(cpu_s: float, wall_s: float) -> float | None:
-    """Return the average number of cores that use ``cpu_s`` CPU seconds in ``wall_s`` seconds; None if that is 0."""
+    """Return the average number of cores that use ``cpu_s`` CPU seconds in ``wall_s`` seconds; None for 0 seconds."""
     # Ticks round, so a quiet machine may come out slightly below zero.
     return max(0.0, cpu_s / wall_s) if wall_s > 0 else None
 

@@ -42,7 +42,6 @@ def settings(**options: Any) -> Callable[[type[T]], type[T]]:
     """Return a decorator that makes a class a ``dataclass(**options)`` that raises ``UserError`` for bad values."""
 
     def decorate(cls: type[T]) -> type[T]:
-        """Return ``cls`` as a dataclass whose constructor raises ``UserError``."""
         checked: Any = pydantic.dataclasses.dataclass(config=_CONFIG, **options)(cls)
         init = checked.__init__
 
@@ -135,7 +134,8 @@ def _type_name(kind: Any) -> str:
 def unknown_key(key: str, location: Sequence[int | str], cls: Any, siblings: Sequence[str] = ()) -> str:
     """Return the message for an unknown ``key`` at ``location`` in ``cls``, with settings of similar names.
 
-    ``siblings`` are the keys next to it, if the settings class does not know them.
+    ``siblings`` are the keys next to the unknown one, such as the names of phases. They are used if the parent of the
+    key is not a settings class.
     """
     name, parent = str(location[-1]), without_none(locate(cls, location[:-1])[1])
     near = get_close_matches(name, [f.name for f in fields(parent)] if is_settings(parent) else siblings)
@@ -143,8 +143,9 @@ def unknown_key(key: str, location: Sequence[int | str], cls: Any, siblings: Seq
     return f"{key} is not a setting" + (f"; did you mean {' or '.join(near)}?" if near else "; see --help")
 
 
-_TYPES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-_TYPES |= {list: "a list", dict: "a mapping"}
+_TYPES: dict[Any, str] = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "a mapping"
+}  # fmt: skip
 
 
 def limit_of(kind: Any) -> str:

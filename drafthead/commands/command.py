@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
@@ -23,55 +23,41 @@ T = TypeVar("T")
 Task = Callable[[T], None]
 
 
-class Registered(NamedTuple):
-    """Settings of a command, for the reference page."""
-
-    cls: type[Any]
-    spelled: dict[str, str]
-    """Field names mapped to the keys that users type, if both differ."""
-    usage: str
+REGISTERED: dict[str, tuple[type[Any], str]] = {}
+"""Settings class and usage of all imported commands, by the command's name, for the reference page."""
 
 
-REGISTERED: dict[str, Registered] = {}
-"""Settings of all imported commands, by the command's name."""
-
-
-def command(
-    name: str, cls: type[T], usage: str, *, spelled: dict[str, str] | None = None, words: str = ""
-) -> Callable[[Task[T]], Callable[[], None]]:
+def command(name: str, cls: type[T], usage: str, *, words: str = "") -> Callable[[Task[T]], Callable[[], None]]:
     """Return a decorator that turns a function of checked settings into a command's entry point.
 
     Args:
         name: name of the command, as in ``drafthead NAME``.
-        cls: settings class of the command. If it has a field ``base``, ``base=NAME`` sets the base's name.
+        cls: settings class of the command. If it has a field ``base``, ``base=NAME`` sets the base's name. A field
+            ``from_`` is the key ``from``, which is a keyword of Python.
         usage: text that ``--help`` prints before the settings: the docstring of the command's module.
-        spelled: typed keys mapped to fields, for keys that cannot be field names, such as ``from``.
         words: field that receives all arguments that are not settings, joined by spaces; "": they are errors.
     """
-    keys = spelled or {}
-    REGISTERED[name] = Registered(cls, {field: key for key, field in keys.items()}, usage)
+    REGISTERED[name] = cls, usage
 
     def decorate(task: Task[T]) -> Callable[[], None]:
-        """Return the entry point that runs ``task``."""
-
         def main() -> None:
             """Run the command with the arguments of the process, or print its help."""
             take_device()
             arguments = sys.argv[1:]
             if {"--help", "-h"} & {*arguments} or (not arguments and required(cls)):
-                sys.stdout.write(help_text(usage, cls, REGISTERED[name].spelled))
+                sys.stdout.write(help_text(usage, cls))
                 raise SystemExit(0)
             with one_line_errors(cls):
                 only_prints = ("--cfg", "job") in pairwise(arguments)
                 if only_prints:
                     at = arguments.index("--cfg")
                     del arguments[at : at + 2]
-                cfg = _composed(arguments, cls, keys, words)
+                cfg = _composed(arguments, cls, words)
                 missing = [name for name in required(cls) if OmegaConf.is_missing(cfg, name)]
                 if only_prints:
                     sys.stdout.write(OmegaConf.to_yaml(cfg))
                 elif missing:
-                    typed = " ".join(f"{REGISTERED[name].spelled.get(key, key)}=..." for key in missing)
+                    typed = " ".join(f"{key.rstrip('_')}=..." for key in missing)
                     raise UserError(f"missing: {typed}; see --help for their meaning")
                 else:
                     task(parse(cfg, cls))
@@ -86,22 +72,23 @@ def required(cls: type[Any]) -> list[str]:
     return [f.name for f in fields(cls) if default_of(f) is MISSING]
 
 
-def _composed(arguments: list[str], cls: Any, spelled: dict[str, str], words: str) -> DictConfig:
-    """Return the defaults of ``cls``, changed by arguments as users type them; values are YAML."""
+def _composed(arguments: list[str], cls: Any, words: str) -> DictConfig:
+    """Return the defaults of ``cls``, changed by arguments as users type them; values are YAML.
+
+    ``words`` is the field for the other arguments, or "" (see ``command``).
+    """
     given, text = OmegaConf.create(), list[str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        is_setting = key.split(".")[0] in {*types_of(cls), *spelled} or re.fullmatch(r"[a-z_.]+=\S*", argument)
+        is_setting = key.split(".")[0] in types_of(cls) or re.fullmatch(r"[a-z_.]+=\S*", argument)
         if words and not (equals and is_setting):
             text.append(argument)
-        elif not equals:
+        elif not equals or not key:
             raise UserError(f"{argument!r} is not a setting; settings are key=value, see --help")
-        elif not key:
-            raise UserError(f"{argument!r} names no setting; settings are key=value, see --help")
         elif not value.strip():
             raise UserError(f"{argument} has no value; give one ({argument}VALUE), see --help")
         else:
-            key = {"base": "base.name", **spelled}.get(key, key)
+            key = {"base": "base.name", "from": "from_"}.get(key, key)
             value = re.sub(r"([{,]\s*\w+):(?=[^\s/])", r"\1: ", value) if "{" in value else value  # {a:b} as {a: b}
             try:
                 given.merge_with_dotlist([f"{key}={value}"])
@@ -119,9 +106,10 @@ def _composed(arguments: list[str], cls: Any, spelled: dict[str, str], words: st
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to ``out``, and rename it to ``out`` if the block ends without an error.
+    """Yield a new temporary folder next to ``out``, and rename it to ``out`` if the block ends without an error.
 
-    First raise ``UserError`` if ``out`` is a file or has contents. After an error the temporary folder is deleted.
+    If ``out`` is a file or has contents, raise a ``UserError`` instead. After an error in the block, the temporary
+    folder is deleted.
     """
     try:
         taken = out.exists() and (not out.is_dir() or any(out.iterdir()))

@@ -32,7 +32,7 @@ OURS = ("format", "settings", "base", "draft_vocab")
 class ImportConfig:
     """Settings of ``drafthead import``."""
 
-    source: str
+    from_: str
     """Published head: a folder or Hub repository (``user/name``) with safetensors. Pickle files are never loaded."""
     out: str
     """Folder to write; it must be empty or not exist yet."""
@@ -53,16 +53,14 @@ class ImportConfig:
             format_named(self.format)
 
 
-# `from` is a keyword of Python, so the field has another name.
 @command(
     "import",
     ImportConfig,
     __doc__.format(formats=textwrap.fill(", ".join(all_formats()), 111, subsequent_indent=" " * 9)),
-    spelled={"from": "source"},
 )
 def main(config: ImportConfig) -> None:
     """Read the published head, attach it to the base, and save it as a drafthead head."""
-    folder, published_config = _open_published(config.source, config.revision)
+    folder, published_config = _open_published(config.from_, config.revision)
     content = {**published_config, **config.config}
     file_format = recognise(content, str(folder)) if config.format == "auto" else format_named(config.format)
     checkpoint = file_format.read(folder, config.config)
@@ -70,7 +68,7 @@ def main(config: ImportConfig) -> None:
     with new_folder(Path(config.out)) as tmp_path:
         with display.stage(f"base {config.base.name or 'random'}"):
             base = BaseModel.load(config.base, progress=display.line)
-        with display.stage(f"{file_format.title} from {config.source}"):
+        with display.stage(f"{file_format.title} from {config.from_}"):
             head = file_format.attach(checkpoint, base)
             read_trees(folder, head)
             head.save_pretrained(tmp_path)
