@@ -105,7 +105,7 @@ def render(
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of ``variables`` ({} for None); if ``tools`` is a path, with the list in its JSON file instead."""
+    """Return a copy of the chat template's ``variables``; a path under ``tools`` becomes the list in this JSON file."""
     given = dict(variables or {})
     if isinstance(given.get("tools"), str):
         given["tools"] = read_json(Path(given["tools"]))

@@ -114,13 +114,8 @@ def digest_rows(dataset: datasets.Dataset) -> str:
 def collate(dataset: datasets.Dataset, row_numbers: list[int]) -> TrainBatch:
     """Return the rows ``row_numbers`` of a packed dataset as one batch [B, T], in that order."""
     table = dataset.with_format("arrow")[row_numbers]
-
-    def column(name: str) -> _Array:
-        """Return a column of the rows as an array [B, T]."""
-        values: _Array = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        return values.reshape(len(row_numbers), -1)
-
-    return _batch({name: column(name) for name in _ROW})
+    flat = {name: table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False) for name in _ROW}
+    return _batch({name: values.reshape(len(row_numbers), -1) for name, values in flat.items()})
 
 
 def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
@@ -129,8 +124,8 @@ def collate_rows(rows: list[PackedRow], seq_len: int) -> TrainBatch:
 
 
 def _batch(columns: dict[str, _Array]) -> TrainBatch:
-    kinds = {"loss_mask": np.bool_}
-    tensors: Any = {n: torch.from_numpy(array.astype(kinds.get(n, np.int64))) for n, array in columns.items()}
+    dtypes = {"loss_mask": np.bool_}
+    tensors: Any = {n: torch.from_numpy(array.astype(dtypes.get(n, np.int64))) for n, array in columns.items()}
     return TrainBatch(**tensors)
 
 
@@ -165,7 +160,7 @@ def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:
-    """Yield the rows of ``pack`` with ``split=True``, one by one."""
+    """Yield rows of ``seq_len`` tokens, filled with ``documents`` in order; those that do not fit are cut in pieces."""
     row = PackedRow(seq_len)
     for number, document in enumerate(documents):
         start = 0
@@ -184,7 +179,10 @@ def split_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRo
 
 
 def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedRow]:
-    """Yield rows with whole documents, each in the best of ``OPEN_ROWS`` open rows; memory stays constant."""
+    """Yield rows of ``seq_len`` tokens, filled with whole documents; a document longer than a row loses its end.
+
+    A document is added to the fullest of up to ``OPEN_ROWS`` unfinished rows in which it fits, or to a new row.
+    """
     rows: list[PackedRow] = []
     total = shortened = 0
     for number, document in enumerate(documents):
@@ -224,7 +222,7 @@ def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], seq_len: int) ->
 
 
 def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[dict[str, _Array], list[list[list[int]]]]:
-    """Return the columns ``_ROW``, each [R, T], and the pieces of every row (``pack``)."""
+    """Return the columns ``_ROW``, each [R, T], and the column pieces as ``pack`` documents it, for R rows."""
     arrays = {name: np.zeros((len(rows), seq_len), kind.to_pandas_dtype()) for name, kind in _ROW.items()}
     arrays["document_ids"][:] = NO_DOCUMENT
     pieces: list[list[list[int]]] = [[] for _ in rows]

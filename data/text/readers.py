@@ -73,11 +73,11 @@ def json_object(line: bytes) -> dict[str, Any]:
 def open_dataset(
     name: str, subset: str | None = None, split: str | None = None, revision: str | None = None, stream: bool = False
 ) -> Any:
-    """Open a dataset, with ``stream`` as an ``IterableDataset``, unless ``save_to_disk`` wrote it.
+    """Open a dataset with the library ``datasets``; call it inside ``dataset_errors``.
 
     ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``). The
     default of ``split`` is the first of ``SPLITS`` that the dataset has, or else its first split; for a data file
-    "train". Call it inside ``dataset_errors``.
+    "train". ``stream`` returns an ``IterableDataset``, except for a folder of ``save_to_disk``.
     """
     import datasets
 
@@ -107,7 +107,10 @@ def open_dataset(
 
 @contextmanager
 def dataset_errors(name: str, settings: str) -> Iterator[None]:
-    """Turn errors of ``datasets`` (network, split, damaged file) into a ``UserError`` that shows ``settings``."""
+    """Turn errors of ``datasets`` in the block (network, split, damaged file) into a ``UserError``.
+
+    Its message shows the dataset's ``name`` and the ``settings`` with which it was opened.
+    """
     from datasets.exceptions import DatasetGenerationError
 
     try:

@@ -131,7 +131,7 @@ def _expand(text: str) -> SourceConfig:
 
 
 def num_entries(source: SourceConfig) -> int | None:
-    """Return an upper bound on a source's entries; None without ``limit``, except for the kinds jsonl and text."""
+    """Return an upper bound on a source's entries: its ``limit``, or the lines of its local files; else None."""
     if source.limit is not None or source.kind not in ("jsonl", "text"):
         return source.limit
     return sum(1 for path in files_of(source) for _ in readers.read_lines(path))
@@ -247,8 +247,8 @@ def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Mess
 def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
     """Return the prompt in a text or a conversation; an empty list if the conversation starts with the assistant.
 
-    The prompt of a conversation ends before its n-th answer (n is ``turns``), with the user's turn; the answers before
-    are emptied. None counts as an empty text.
+    The prompt of a conversation ends before answer number ``turns`` (from 1), with a message of the user. Earlier
+    answers become empty, because the base gives its own. None counts as an empty text.
     """
     if value is None or isinstance(value, str):
         return user_turn(value or "")
@@ -304,9 +304,10 @@ def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
 
 
 def as_suite_prompt(value: Any, where: str) -> list[Message]:
-    """Return the prompt in a line of ``data.prompts``, with an empty answer before each later text of ``suite_prompt``.
+    """Return the conversation to answer in a line of ``data.prompts``: a text, a conversation or the user's texts.
 
-    ``value`` is what ``suite_prompt`` accepts; messages name it ``where``.
+    Each message that the base shall answer, except the last, is followed by an empty assistant message. Errors name
+    ``value`` as ``where``.
     """
     try:
         messages, later = suite_prompt(value)
@@ -423,7 +424,10 @@ def _load(
     key: Callable[[T], str],
     seed: int,
 ) -> list[T]:
-    """Return the entries that ``read`` yields for each source and its share of ``total``."""
+    """Return the entries of all sources without duplicates (entries of equal ``key``), shuffled by ``seed``.
+
+    ``read(source, most)`` yields a source's entries; ``most`` is its share of ``total``, or None if that is None.
+    """
     unique: dict[str, T] = {}
     for source, share in zip(sources, shares(sources) or [1.0] * len(sources), strict=True):
         entry: T | None = None

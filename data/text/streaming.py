@@ -45,7 +45,7 @@ class SourceStream:
         self.load({"epoch": 0, "taken": 0})
 
     def load(self, state: State) -> None:
-        """Go to a position that ``state`` returned for the same source and shard."""
+        """Continue from a position that ``state`` returned for the same source and shard."""
         self._epoch, self._taken = int(state["epoch"]), int(state["taken"])
         self._rows: Any = None
         self._start: State | None = state.get("dataset")
@@ -75,7 +75,7 @@ class SourceStream:
         return text
 
     def _dataset_texts(self) -> Iterator[str]:
-        """Yield the texts of the shard's files if the dataset has a file per shard, else of every ``shards``-th row."""
+        """Yield the texts of the shard's files or, if the dataset has fewer files than shards, of every ``shards``-th row."""
         source = self.source
         with open_source(source, stream=True) as rows:
             rows = rows if source.limit is None else rows.take(source.limit)
@@ -108,7 +108,7 @@ class Mixture:
         self._given = [0] * len(sources)
 
     def load(self, state: State) -> None:
-        """Go to a position that ``state`` returned for the same sources and shard."""
+        """Continue from a position that ``state`` returned for the same sources and shard."""
         self._given = list(state["given"])
         for stream, position in zip(self._streams, state["sources"], strict=True):
             stream.load(position)
@@ -170,7 +170,7 @@ class StreamedRows:
 
 
 class _Shard:
-    """One shard, whose windows can be packed in any order; ascending order is fastest."""
+    """One shard of the stream, as windows of ``WINDOW`` rows that are packed in any order; ascending is fastest."""
 
     def __init__(self, texts: Mixture, tokenizer: Tokenizer, seq_len: int, seed: tuple[int, int], path: Path) -> None:
         self.texts, self.tokenizer, self.seq_len, self.seed, self.path = texts, tokenizer, seq_len, seed, path
@@ -184,7 +184,7 @@ class _Shard:
             self._positions |= {int(window): state for window, state in saved.items()}
 
     def window(self, number: int) -> list[PackedRow]:
-        """Return the rows of window ``number``, shuffled."""
+        """Return the rows of window ``number`` (from 0), shuffled."""
         with self._lock:
             if number != self._next:
                 start = max(window for window in self._positions if window <= number)

@@ -52,7 +52,7 @@ class Findings:
         self.rejected.append(str(error))
 
     def remark(self, text: str, where: str) -> None:
-        """Count a remark; ``where`` names the row."""
+        """Count the remark ``text`` about the row named ``where``."""
         count, first = self.remarks.get(text, (0, where))
         self.remarks[text] = count + 1, first
 
@@ -67,7 +67,7 @@ class Findings:
             )
 
     def lines(self) -> list[str]:
-        """Return one line per kind of finding."""
+        """Return the lines to print: one per remark, with its count, and one about the rejected rows."""
         found = [f"{count:,} {text} (first: {where})" for text, (count, where) in self.remarks.items()]
         if self.rejected:
             found.append(f"{len(self.rejected):,} transcripts skipped (first: {self.rejected[0]})")
@@ -88,7 +88,7 @@ def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple
 
 
 def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Transcript]:
-    """Return the conversation in a row; or, from a row with token ids (a logged response of vLLM), its answers."""
+    """Return the conversation in a row or, from a row with token ids (a logged response of vLLM), each answer."""
     listed: Any = row.get("choices") if isinstance(row.get("choices"), list) else []
     choices: list[Any] = [choice for choice in listed if isinstance(choice, dict)] or [row]
     pairs: list[Any] = [(c.get("prompt_token_ids") or row.get("prompt_token_ids"), c.get("token_ids")) for c in choices]
@@ -109,7 +109,7 @@ def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Tr
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the checked messages of a conversation."""
+    """Return a conversation's messages for the chat template; raise a ``UserError`` if they cannot be trained on."""
     messages: list[dict[str, Any]] = []
     for message, turn in zip(iter_messages(value, TRANSCRIPT_ROLES), value, strict=True):
         number, before = len(messages) + 1, messages[-1]["role"] if messages else "system"
@@ -194,7 +194,7 @@ class TranscriptEncoder:
                     raise UserError(f"turn {number} {error}") from None
 
     def _turn(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> Answered:
-        """Return the last message as the answer to the messages before it."""
+        """Return the token ids of the last message, as the answer to the messages before it."""
         if special := [text for text in self.tokenizer.all_special_tokens if text in messages[-1]["content"]]:
             raise UserError(f"(assistant) holds the special token {special[0]!r}")
         prompt, whole = self._render(messages[:-1], tools=tools), self._render(messages, False, tools)
@@ -208,7 +208,10 @@ class TranscriptEncoder:
         return ids[: end + 1], len(prompt_ids)
 
     def _check_answer(self, prompt: str, answer: str, message: Mapping[str, Any]) -> None:
-        """Reject an answer if the chat template has changed more than its white space."""
+        """Raise a ``UserError`` if ``answer``, the template's text for ``message``, changes more than white space.
+
+        ``prompt`` is the template's text before it, without white space.
+        """
         written, position = _squeezed(answer), 0
         content, reasoning = _squeezed(message["content"]), _squeezed(message.get("reasoning_content", ""))
         if content.startswith(EMPTY_REASONING):
