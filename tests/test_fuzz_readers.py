@@ -18,9 +18,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.hidden_states import HiddenStateCache
-from drafthead.data.answers.store import Answer, AnswerStore
+from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, open_packed, pack

@@ -12,8 +12,7 @@ from pathlib import Path
 import datasets
 from accelerate.utils import set_seed
 
-from drafthead.data.answers.backend import ProcessGroup
-from drafthead.data.answers.store import AnswerStore, open_answers
+from drafthead.data.answers.store import AnswerStore, ProcessGroup, open_answers
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.utils.errors import UserError

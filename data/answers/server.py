@@ -18,8 +18,7 @@ import openai
 from openai.types import Completion, CompletionChoice
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
-from drafthead.data.answers.backend import ProcessGroup, Prompt
-from drafthead.data.answers.store import Answer
+from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.text.chat import Tokenizer
 from drafthead.data.utils.errors import UserError
 
@@ -288,7 +287,7 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
 
 @dataclass(eq=False)
 class ServerBackend:
-    """A :class:`~drafthead.data.answers.backend.Backend` that requests answers from a server."""
+    """Generator of answers that requests them from a server; ``BuiltInBackend`` has the same interface."""
 
     config: ServerConfig
     completions: Completions
@@ -354,7 +353,7 @@ class ServerBackend:
                 return
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
-        """Yield the answers in the order of their prompt numbers."""
+        """Yield answers sampled by ``sampler``, by ascending prompt number."""
         yield from sorted(self._answers(prompts, sampler), key=lambda g: g.prompt_number)
 
     def _find_model(self) -> tuple[str, bool]:

@@ -6,7 +6,7 @@ transformers, because the client of a server needs neither.
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,8 @@ from drafthead.data.utils.files import new_file
 
 REMEDY = "choose another folder for these settings (data.folder=...), or remove this one"
 _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
+Prompt = tuple[int, list[int]]
+"""Number of a prompt in the corpus's list of prompts, and its token ids."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,16 @@ class Answer:
         n = len(self.input_ids)
         if not 1 <= self.boundary < n:
             raise ValueError(f"prompt {self.prompt_number}: boundary must be in [1, {n}), got {self.boundary}")
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """This process's rank among the processes that share a corpus, their number, and their barrier."""
+
+    rank: int = 0
+    size: int = 1
+    wait: Callable[[], None] = lambda: None
+    """Barrier: it returns when every process of the group has called it."""
 
 
 @dataclass(frozen=True)

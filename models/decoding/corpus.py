@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from drafthead.data.answers.answer_config import SamplerConfig
-from drafthead.data.answers.backend import Backend, ProcessGroup, Prompt
-from drafthead.data.answers.store import Answer
+from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.batch import Ratio
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
@@ -102,7 +101,7 @@ def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfi
 
 @dataclass(frozen=True)
 class BuiltInBackend:
-    """A :class:`~drafthead.data.answers.backend.Backend` that decodes with the base, on every process of the group.
+    """Generator of answers that decodes with the base on every process; ``ServerBackend`` has the same interface.
 
     Prompts are answered in blocks of ``BATCHES_PER_BLOCK`` batches. Each block starts with an empty batch and is saved
     as one shard. Rounding depends on the rows of a batch; with fixed blocks, hidden states are bit-equal for any number
@@ -116,7 +115,10 @@ class BuiltInBackend:
     max_prompt_tokens: int
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest entry ``dtype``: the dtype of the base, on which the answers depend."""
+        """Return the manifest entry ``dtype``: the dtype of the base, on which the answers depend.
+
+        ``recorded``, the manifest of a resumed corpus, is not read.
+        """
         return {"dtype": str(self.base.dtype)}
 
     def at(self, temperature: float) -> "BuiltInBackend":
@@ -133,15 +135,17 @@ class BuiltInBackend:
         """Yield (number among the unfinished blocks, answers) of this process's blocks, which are assigned in turn.
 
         A block has prompts of similar length, because the cost of a batch depends on its longest row. Blocks are
-        shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative. The
-        arguments are those of ``Backend.shards``.
+        shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative.
+        ``prompts`` are the same on all processes of ``group``. ``done`` has the numbers of prompts that are answered
+        already. ``on_done`` is called after every answer. No two processes yield the same number.
         """
         size = BATCHES_PER_BLOCK * self.batch_size
         prompts = sorted(prompts, key=lambda prompt: -len(prompt[1]))
         blocks = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         random.Random(self.sampler.seed).shuffle(blocks)
         missing = [[prompt for prompt in block if prompt[0] not in done] for block in blocks]
-        for number, block in group.share(list(enumerate(block for block in missing if block))):
+        unfinished = [block for block in missing if block]
+        for number, block in list(enumerate(unfinished))[group.rank :: group.size]:
             answers = []
             for answer in generate_answers(
                 self.base,
@@ -156,7 +160,7 @@ class BuiltInBackend:
             yield number, sorted(answers, key=lambda a: a.prompt_number)
 
     def answer(self, prompts: Sequence[Prompt], sampler: SamplerConfig) -> Iterator[Answer]:
-        """Yield answers, without hidden states, in the order in which they finish."""
+        """Yield answers sampled by ``sampler``, without hidden states, in the order in which they finish."""
         longest = max((len(ids) for _, ids in prompts), default=1)
         return generate_answers(self.base, prompts, sampler, batch_size=self.batch_size, max_prompt_tokens=longest)
 
@@ -203,17 +207,17 @@ EXPECTED_YIELD = 0.6
 
 def self_prompted_prompts(
     base: BaseModel,
-    backend: Backend,
+    answer: Callable[[Sequence[Prompt], SamplerConfig], Iterator[Answer]],
     wanted: int,
     seed: int,
     batch_size: int,
     progress: Callable[[str, int, int], None],
     max_tokens: int,
 ) -> list[str]:
-    """Return ``wanted`` different prompts that the base wrote, by ``backend`` at temperature 1 and top-p 0.95.
+    """Return ``wanted`` different prompts that the base writes at temperature 1 and top-p 0.95.
 
-    ``progress`` is called with a description, the number of prompts so far, and ``wanted``. Raise a UserError if
-    too few prompts are usable.
+    ``answer`` is the method of a backend. ``progress`` is called with a description, the number of prompts so far, and
+    ``wanted``. Raise a ``UserError`` if too few prompts are usable.
     """
     opening = _user_opening(base)
     turns: dict[str, None] = {}
@@ -223,7 +227,7 @@ def self_prompted_prompts(
         sampler = SamplerConfig(temperature=1.0, top_p=0.95, max_new_tokens=min(MAX_TURN_TOKENS, max_tokens), seed=seed)
         prompts = [(attempt + i, opening) for i in range(batch)]
         attempt += batch
-        for row in backend.answer(prompts, sampler):
+        for row in answer(prompts, sampler):
             text = base.tokenizer.decode(row.input_ids[row.boundary :], skip_special_tokens=True).strip()
             if row.finished and len(text) >= MIN_CHARS:
                 turns.setdefault(text)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from drafthead.data.answers.backend import Backend, ProcessGroup, Prompt
-from drafthead.data.answers.store import AnswerStore
+from drafthead.data.answers.store import AnswerStore, ProcessGroup, Prompt
 from drafthead.data.embedded import training_sets
 from drafthead.data.text.chat import Message, num_turns, turns_of, unread_variables, user_turn
 from drafthead.data.text.sources import load_prompts
@@ -19,6 +18,9 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, agreement, self_prompted_prompts
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
+
+if TYPE_CHECKING:
+    from drafthead.data.answers.server import ServerBackend
 
 Progress = Callable[[str, int, int], None]
 """Function that is called with a label, the number of finished items and the total."""
@@ -113,7 +115,7 @@ class AnswerGenerator:
         return self._open()
 
     @cached_property
-    def backend(self) -> Backend:
+    def backend(self) -> "BuiltInBackend | ServerBackend":
         """The built-in decoding, or the server of the settings."""
         config, base = self.config, self.base
         if config.server.url is None:
@@ -251,7 +253,7 @@ class AnswerGenerator:
         if config.self_prompted:
             written = self_prompted_prompts(
                 self.base,
-                self.backend,
+                self.backend.answer,
                 config.self_prompted,
                 self.seed,
                 config.batch_size,

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.draft_vocab import draft_vocabulary
 from drafthead.data.answers.hidden_states import FORMAT, AnswerStates, HiddenStateCache, StoredHiddenStates
-from drafthead.data.answers.store import REMEDY, AnswerStore, answers_folder
+from drafthead.data.answers.store import REMEDY, AnswerStore, ProcessGroup, answers_folder
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents

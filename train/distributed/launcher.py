@@ -13,7 +13,7 @@ from typing import cast
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
-from drafthead.data.answers.backend import ProcessGroup
+from drafthead.data.answers.store import ProcessGroup
 from drafthead.data.utils.devices import device_of
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError

@@ -14,9 +14,8 @@ from openai.types import Completion
 
 from drafthead.data.answers import server as client
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
-from drafthead.data.answers.backend import ProcessGroup
 from drafthead.data.answers.server import BadAnswerError, Completions, ServerBackend, check_server
-from drafthead.data.answers.store import Answer
+from drafthead.data.answers.store import Answer, ProcessGroup
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.utils.errors import UserError
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
-from drafthead.data.answers.backend import ProcessGroup
-from drafthead.data.answers.store import AnswerStore
+from drafthead.data.answers.store import AnswerStore, ProcessGroup
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_manifest, write_checksummed_json, write_json, write_manifest
