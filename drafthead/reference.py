@@ -163,7 +163,10 @@ def _heads() -> list[str]:
 
 
 def _recipe(path: Path) -> tuple[str, str, str, str, str]:
-    """Return base, name, description, machine and expected result of a recipe, from the comment at its head."""
+    """Return the base of a recipe and its table row: name, description, machine and expected result.
+
+    The texts are from the comment at the head of the file.
+    """
     text = _paragraph(path)
     expected = re.search(r"Expect: (.+?)(?:\.(?= [A-Z`])|\.?$)", text)
     machine = re.search(r"\d CPU cores(?:, [^.]*)?|\d GPUs of [^.]*?\([^)]*\)|\d GPUs of [^.]*", text)

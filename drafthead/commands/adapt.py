@@ -104,7 +104,10 @@ def main(config: AdaptConfig) -> None:
 
 
 def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[list[int]]) -> dict[str, Any]:
-    """Return the settings and inputs that must be equal to resume a stream."""
+    """Return the settings and inputs that must be equal to resume a stream, as JSON values.
+
+    ``base`` is the base's identity, and ``ids`` are the token ids of each prompt.
+    """
     online = {key: getattr(config, key) for key in ("interval", "positions", "objective", "steps", "max_tokens")}
     return {
         **online,
@@ -127,7 +130,7 @@ def accepted_length(rows: Sequence[dict[str, Any]], key: str = "steps") -> float
 
 
 def summary(rows: Sequence[dict[str, Any]], learner: OnlineLearner) -> list[str]:
-    """Return lines about the gain in accepted length and the time that updates took."""
+    """Return the lines to print at the end: accepted lengths over ``rows`` of the log, and the time of updates."""
     quarter = max(1, len(rows) // 4)
     lines = [
         f"mean accepted length: {accepted_length(rows):.2f} over {len(rows)} answers; the first {quarter}: "

@@ -133,7 +133,7 @@ def check_callable(config: CertifyConfig, display: Display) -> None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table to print."""
+    """Return the results as a table to print."""
     shown = Table(title="distribution of the committed tokens, against the target's own")
     for heading in ("rule", "draft_sampling", "sampler", "shape"):
         shown.add_column(heading, overflow="fold")

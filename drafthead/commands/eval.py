@@ -45,9 +45,9 @@ from drafthead.models.drafters.expression import is_drafter, load_base_and_draft
 from drafthead.models.heads.parts.draft_head import DraftHead
 
 TIMED_ON = 8
-"""Number of prompts of the dev half on which a combined drafter is timed, for the prediction."""
+"""Number of prompts of the suite's dev half on which a combined drafter is timed, to predict its speed."""
 SETTINGS = "eval-settings.json"
-"""Settings of the results in the folder, with a hash of the base, the drafter and this machine."""
+"""File with the settings of the results in its folder, and a hash of the base, the drafter and this machine."""
 RESULTS = ("eval.json", "report.html", "results.md", "plots", SETTINGS)
 
 
@@ -109,9 +109,10 @@ def main(config: EvalRunConfig) -> None:
 
 
 def keep_earlier(folder: Path, settings: dict[str, Any]) -> Path | None:
-    """Move results with other ``settings`` to a new folder ``earlier-N`` in ``folder``, and return the new folder.
+    """Move results in ``folder`` that were measured with other ``settings`` to a new folder ``earlier-N`` in it.
 
-    Logs of single answers stay, because an evaluation with a larger ``limit`` continues them.
+    Return the new folder, or None if nothing was moved. Write the new settings. Logs of single answers stay, because an
+    evaluation with a larger ``limit`` continues them.
     """
     settings = {key: value for key, value in settings.items() if key not in ("out", "resume", "dry")}
     settings = json.loads(json.dumps(settings, default=str))  # as they are read

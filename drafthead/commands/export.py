@@ -40,7 +40,7 @@ from drafthead.models.heads.parts.loading import config_class, load_base_and_hea
 
 CHECK_FILE = "export_check.json"
 BASE = "base"
-"""Folder of the merged base in an exported folder."""
+"""Name of the folder with the merged base, inside the exported folder."""
 
 
 @settings(kw_only=True)

@@ -138,7 +138,7 @@ def main(config: ReplayConfig) -> None:
 
 
 def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float | None = None) -> dict[str, Any]:
-    """Return a row of the table. ``speedup`` is None if the cost of drafting is unknown."""
+    """Return a row of the printed table, for the drafts called ``name``; ``speedup`` None means unknown costs."""
     numbers = {"mean accepted length": simulated.mean_accepted_length, "95 %": simulated.interval}
     return {"draft": name, "nodes": nodes} | numbers | {"predicted speedup": speedup}
 
@@ -146,7 +146,11 @@ def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float
 def head_rows(
     base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
 ) -> list[dict[str, Any]]:
-    """Return rows for chains, trees (not with ``rule=block``), and the own tree of a head with a threshold (top-k)."""
+    """Return the table's rows for ``head``: chains, trees of ``config.nodes`` and the head's own tree.
+
+    With ``rule=block`` there are only chains. The own tree has a row only with top-k drafts and the exact rule, if the
+    head has a confidence threshold.
+    """
     probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
         sampler=Sampler(temperature=config.draft_temperature),
@@ -184,7 +188,10 @@ def rows(
     draft_sampling: DraftSampling,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Return rows for chains of ``lengths`` and the best trees of ``sizes``, each on answers not used to search it."""
+    """Return the table's rows for chains of ``lengths`` and the best trees of ``sizes`` nodes.
+
+    Acceptance is simulated with ``answers``. A tree is simulated on answers that its search did not use.
+    """
     depth = answers[0].shape[1]
     chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}
     trees: dict[int, SimulatedAcceptance] = {}

@@ -131,7 +131,10 @@ def equal_width(base: BaseModel, reference: int, depth: int) -> int:
 
 
 def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
-    """Train one draft model in a new process; a finished run ends at once."""
+    """Train a draft model of ``depth`` layers and ``width`` MLP channels in the run folder ``folder``, by a new process.
+
+    A run that is finished already ends at once.
+    """
     settings = [f"recipe={config.recipe}", f"head.num_layers={depth}", f"head.intermediate_size={width}"]
     settings += [f"out={folder}", f"name={folder.name}", "stages=[corpora,train]", *config.train]
     done = subprocess.run([sys.executable, "-m", "drafthead", "train", *settings], check=False)
@@ -142,7 +145,8 @@ def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
 def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer]) -> dict[str, Any]:
     """Return simulated acceptance, measured latencies in seconds, and the best chain with its predicted tokens/s.
 
-    "verify_s" starts with the seconds of 1 token. "draft_tokens" is the length of the best chain.
+    "draft_tokens" is the length of the best chain, and "tokens" its mean accepted length. "verify_s" has the seconds of
+    a pass of the base over 1, 2, ... tokens.
     """
     ranks = [accept_probs_of_ranks(answer, 1) for answer in text_ranks(head, texts)]
     costs = measure_costs(base, head)
