@@ -131,7 +131,7 @@ def equal_width(base: BaseModel, reference: int, depth: int) -> int:
 
 
 def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
-    """Train a draft model of ``depth`` layers and ``width`` MLP channels in the run folder ``folder``, by a new process.
+    """Train a draft model of ``depth`` layers and ``width`` MLP channels in a new process and the run ``folder``.
 
     A run that is finished already ends at once.
     """
