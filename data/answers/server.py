@@ -137,7 +137,10 @@ class Completions:
         candidates = (stated, self.tokenizer.eos_token_id, *sorted(self.eos_ids))
         eos = next((token for token in candidates if token in self.eos_ids), None)
         if eos is None:
-            raise UserError(f"the server ended the answer to prompt {number}, but the base has no end-of-turn token")
+            raise UserError(
+                f"the server ended the answer to prompt {number}, but the base has no end-of-turn token; set "
+                "eos_token_id in the base's generation_config.json"
+            )
         return [*answer, eos], True
 
 

@@ -110,7 +110,7 @@ class AnswerStore:
             files.read_manifest(folder)
         elif not files.check_manifest(folder, manifest, REMEDY):
             if any(folder.glob("shard-*.parquet")):
-                raise UserError(f"{folder} holds answers but no manifest; restore it or remove the folder")
+                raise UserError(f"{folder} holds answers but no manifest.json; restore this file or remove the folder")
             files.write_manifest(folder, manifest)
         self._tables: dict[int, pa.Table] = {}
         self._entries: dict[int, _Entry] = {}
@@ -216,7 +216,9 @@ class AnswerStore:
         for answer in map(self.answer, self._entries):
             of_answer = np.bincount(answer, minlength=vocab_size)
             if len(of_answer) > vocab_size:
-                raise UserError(f"{self.folder} has token id {len(of_answer) - 1}, but the vocabulary has {vocab_size}")
+                raise UserError(
+                    f"{self.folder} has token id {len(of_answer) - 1}, but the vocabulary has {vocab_size}; {REMEDY}"
+                )
             counts += of_answer
         return counts
 

@@ -124,7 +124,7 @@ def long_context() -> list[EvalItem]:
 
 
 def _length(characters: int) -> str:
-    """Return the task of a long prompt: "over_2k" for 2,000 to 4,000 tokens, counted as four characters each."""
+    """Return a long prompt's task: "over_2k" for 2,000 to 4,000 tokens, if a token has four ``characters``."""
     return f"over_{characters // 8000 * 2}k"
 
 

@@ -62,7 +62,7 @@ def held_out(text: str) -> bool:
 
 
 def documents(name: str) -> Iterator[str]:
-    """Yield the training documents of a set in a fixed order; those of embedded sets without ``held_out`` ones."""
+    """Yield the training documents of the set ``name`` in a fixed order, without ``held_out`` ones of embedded sets."""
     if name != "stdlib_tiny":
         assert name in DOCUMENT_SETS["embedded"]
         texts = _stdlib() if name == "python_stdlib" else passages()
@@ -76,7 +76,7 @@ def documents(name: str) -> Iterator[str]:
 
 
 def prompts(name: str) -> Iterator[str]:
-    """Yield the training questions of a set, without those that are used for evaluation."""
+    """Yield the training prompts of the set ``name``, without questions that are used for evaluation."""
     if name == "tiny":
         return iter(templates()["tiny"])
     assert name == "questions"

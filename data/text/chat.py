@@ -109,8 +109,8 @@ def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
     given = dict(variables or {})
     if isinstance(given.get("tools"), str):
         given["tools"] = read_json(Path(given["tools"]))
-    if not isinstance(given.get("tools") or [], list):
-        raise UserError("tools must be a JSON list of tool definitions, as the chat template takes them")
+    if not isinstance(tools := given.get("tools") or [], list):
+        raise UserError(f"chat template variable tools must be a list of tool definitions, got {tools!r}"[:400])
     return given
 
 

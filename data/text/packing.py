@@ -42,7 +42,7 @@ class PackedRow:
     """Per piece: the document's number, the start of the piece in the document, and the piece itself."""
 
     def add(self, number: int, document: Document, start: int, length: int) -> None:
-        """Append ``length`` tokens of a document from ``start``."""
+        """Append ``length`` tokens of ``document`` from token ``start`` on; ``number`` is the document's number."""
         span = slice(start, start + length)
         self.pieces.append((number, start, Document(document.input_ids[span], document.loss_mask[span])))
         self.space -= length

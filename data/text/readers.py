@@ -93,7 +93,7 @@ def open_dataset(
             return loaded
         chosen = split or next((s for s in SPLITS if s in loaded), next(iter(loaded)))
         if chosen not in loaded:
-            raise UserError(f"dataset {name!r} has no split {chosen!r}; present: {', '.join(loaded)}")
+            raise UserError(f"dataset {name!r} has no split {chosen!r}; choose one of {', '.join(loaded)}")
         return loaded[chosen]
     if name.startswith(("/", ".", "~")) and not path.exists():
         raise UserError(f"dataset {name!r} names a path that does not exist; check the path")

@@ -28,7 +28,7 @@ ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
 }
-"""Names of roles in datasets, mapped to ours."""
+"""Names of roles in datasets, mapped to system, user or assistant."""
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Names of columns that hold conversations."""
 AUTO = "auto"
@@ -215,7 +215,7 @@ def column_value(
 
 
 def as_text(value: Any, where: str) -> str:
-    """Return ``value`` if it is a text, and an empty text for None; reject other values."""
+    """Return ``value`` if it is a text, and "" for None; otherwise raise a ``UserError`` that names it ``where``."""
     if value is not None and not isinstance(value, str):
         raise UserError(f"{where} holds a {type(value).__name__}, expected text; set source.column")
     return value or ""
@@ -319,7 +319,11 @@ def as_suite_prompt(value: Any, where: str) -> list[Message]:
 def iter_rows(
     source: SourceConfig, stream: bool = False, on_error: Callable[[UserError], None] | None = None
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (row, name) of a dataset or JSON lines; ``on_error`` gets errors of broken lines, None raises them."""
+    """Yield (row, its name in messages) of a dataset or JSON lines.
+
+    A dataset is downloaded, or read over the network with ``stream`` or a limit. ``on_error`` is called with the error
+    of a broken line; with None, the error is raised.
+    """
     if source.kind == "hf":
         with open_source(source, stream or source.limit is not None) as rows:
             for number, row in enumerate(rows):
@@ -383,7 +387,7 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
     """
 
     def read(source: SourceConfig, most: int | None) -> Iterator[str]:
-        """Yield the documents of a source."""
+        """Yield the documents of ``source``, up to about ``most`` characters (None: all)."""
         texts = iter_documents(source, most)
         # Embedded and builtin sets are complete, unless weights limit them.
         return texts if source.weight is None or most is None else _up_to(texts, most)
@@ -395,7 +399,7 @@ def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> l
     """Return up to ``limit`` prompts (None: all) of all sources without near-duplicates, shuffled by ``seed``."""
 
     def read(source: SourceConfig, most: int | None) -> Iterator[list[Message]]:
-        """Yield the prompts of a source."""
+        """Yield the prompts of ``source``; only ``most`` of a large dataset or of a source with a weight."""
         # Datasets may be large, so no more than needed is read. Other sources are read whole and cut after the shuffle.
         if source.kind == "hf" and source.limit is None:
             source = replace(source, limit=most)

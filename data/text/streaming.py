@@ -55,7 +55,7 @@ class SourceStream:
         self._texts = islice(iter_documents(self.source), first, None, self.shards) if local else self._dataset_texts()
 
     def state(self) -> State:
-        """Return the position of the next text."""
+        """Return the position of the next text, to pass to ``load``."""
         state: State = {"epoch": self._epoch, "taken": self._taken}
         if self._rows is not None:
             return state | {"dataset": {"rows": self._rows.state_dict(), "number": self._number}}
@@ -114,7 +114,7 @@ class Mixture:
             stream.load(position)
 
     def state(self) -> State:
-        """Return the position of the next text."""
+        """Return the position of the next text, to pass to ``load``."""
         return {"given": list(self._given), "sources": [stream.state() for stream in self._streams]}
 
     def __next__(self) -> str:

@@ -34,7 +34,7 @@ def parse(cfg: DictConfig, cls: type[T]) -> T:
     try:
         values = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise UserError(f"the settings cannot be resolved: {_one_line(error)}") from None
+        raise UserError(f"a ${{...}} in the settings cannot be resolved: {_one_line(error)}; correct it") from None
     assert isinstance(values, dict)
     return check(_without_missing(values), cls)
 
@@ -158,7 +158,7 @@ _NOISE = ("reference_type", "object_type", "full_key", "See https", "To append t
 
 
 def _one_line(error: BaseException) -> str:
-    """Return message and cause of an error, without the lines about the hydra library itself."""
+    """Return message and cause of an error of Hydra or OmegaConf in one line, without its lines about the library."""
     lines = [line.strip() for line in str(error).splitlines()]
     message = " ".join(line for line in lines if line and not line.startswith(_NOISE))
     if isinstance(error, OverrideParseException):

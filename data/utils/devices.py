@@ -86,7 +86,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 on MPS, which has no wider type. It holds token ids exactly."""
+    """Return the widest float type of ``device``: float64, or float32 on MPS. Token ids are exact in both."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

@@ -40,7 +40,7 @@ class Display:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Print a heading before the block, and the block's duration after it."""
+        """Print the heading ``name`` before the block, and the block's duration after it."""
         self.console.print(f"[bold]== {name}[/bold]")
         started = monotonic()
         try:

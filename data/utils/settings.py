@@ -82,7 +82,7 @@ class SettingError(UserError):
 
 
 def require(holds: bool, key: str, limit: str, value: Any) -> None:
-    """Raise a ``SettingError`` unless ``holds``; for use in ``__post_init__``."""
+    """Raise a ``SettingError`` "``key`` must be ``limit``, got ``value``" unless ``holds``; for ``__post_init__``."""
     if not holds:
         raise SettingError(key, limit, value)
 
@@ -101,7 +101,10 @@ def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
 
 
 def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
-    """Return the first fault that pydantic found, in one line and in the words of our other messages."""
+    """Return the first fault that pydantic found in values for the settings class ``cls``, in one line.
+
+    ``prefix`` is put before the dotted key of the wrong value.
+    """
     faults = error.errors()
     # A misspelt key is the cause when the key that it should be is missing too.
     fault = next((item for item in faults if item["type"] == "unexpected_keyword_argument"), faults[0])
@@ -149,7 +152,7 @@ _TYPES: dict[Any, str] = {
 
 
 def limit_of(kind: Any) -> str:
-    """Return the limit of a field's type in words: its choices or its interval; "" if it has none."""
+    """Return the limit of a field's type ``kind`` in words: its choices or its interval; "" if it has none."""
     kind = without_none(kind)
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"

@@ -68,7 +68,10 @@ def main(config: AdaptConfig) -> None:
     ids = [conversation_ids(base.tokenizer, p, template_kwargs=base.config.chat_template_kwargs) for p in prompts]
     fits = [n for n, each in enumerate(ids) if len(each) + config.max_new_tokens <= base.max_context]
     if not fits:
-        raise UserError(f"no prompt of {config.suite} fits the context of {base.max_context}; lower max_new_tokens")
+        raise UserError(
+            f"no prompt of {config.suite} and its answer of max_new_tokens={config.max_new_tokens} fit the base's "
+            f"context of {base.max_context} tokens; lower max_new_tokens or choose another suite"
+        )
     if len(fits) < len(ids):
         display.line(f"   {len(ids) - len(fits)} of {len(ids)} prompts do not fit the context of {base.max_context}")
     made_by = stream_identity(config, frozen.base_identity, ids)

@@ -40,7 +40,7 @@ from drafthead.models.drafters.expression import DrafterConfig, load_base_and_dr
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 
 PLAIN_TOKENS = 33
-"""Tokens decoded without drafts at the start, to measure that speed. The first comes from the prefill, not a step."""
+"""Number of tokens to decode without drafts, to measure plain speed. The first comes from the prefill, not a step."""
 SVG_WIDTH = 96
 
 
@@ -120,7 +120,7 @@ class Chat:
         ids = base.prompt_ids([*self._system, *user_turn("Tell me a story.")])
         tokens = min(PLAIN_TOKENS, base.max_context - len(ids))
         if tokens < 2:
-            raise UserError(f"the system message leaves no room in the base's context of {base.max_context} tokens")
+            raise UserError(f"system= leaves no room in the base's context of {base.max_context} tokens; shorten it")
         wait_for_huge_pages()  # moving weights slows decoding down
         decode(base, drafter, ids, max_new_tokens=min(4, tokens), draft_config=draft_config)  # warm up
         decode(base, None, ids, max_new_tokens=2)

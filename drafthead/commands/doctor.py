@@ -60,7 +60,7 @@ SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(temperature=0.8, top_p=0.9)}
 ANSWER = 32
 """Number of tokens of each answer."""
 CONTEXTS, ROWS = (200, 1000, 8000), (16, 64, 256, 1024)
-"""Context lengths after which forward passes are timed, and batch sizes."""
+"""Context lengths after which forward passes are timed; batch sizes of the timed generation."""
 LIMIT_S = 110
 """Seconds for the whole page. The part that exceeds the limit is stopped, and later parts are not started."""
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
