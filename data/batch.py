@@ -9,6 +9,7 @@ W draft vocabulary, D hidden size of the base, R rows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStatesSpec:
-    """Names the base's hidden states that a head reads in addition to the final one."""
+    """Choice of the base's hidden states that a head reads in addition to the final one."""
 
     layers: tuple[int, ...] = ()
     """Layers whose outputs are concatenated on the last axis; 1 is the first layer, 0 the embedding."""
@@ -113,13 +114,9 @@ class HiddenStates:
 
 def pad_rows(rows: Sequence[HiddenStates]) -> HiddenStates:
     """Join hidden states of single rows ([1, T, ...], T varies) to one batch, padded with zeros."""
-
-    def pad(states: list[Tensor]) -> Tensor:
-        """Return rows [1, T, ...] as one tensor [B, T, ...]."""
-        return torch.nn.utils.rnn.pad_sequence([row[0] for row in states], batch_first=True)
-
-    layers = [row.layers for row in rows if row.layers is not None]
-    return HiddenStates(final=pad([row.final for row in rows]), layers=pad(layers) if layers else None)
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    layers = [row.layers[0] for row in rows if row.layers is not None]
+    return HiddenStates(final=pad([row.final[0] for row in rows]), layers=pad(layers) if layers else None)
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class LossOutput:
     """A head's loss on a micro-batch, as sums without averaging."""
 
     loss_sum: Tensor
-    """Scalar float32: loss summed over trained tokens. Divide it by the ``tokens`` of all micro-batches and ranks."""
+    """Scalar float32: loss summed over trained tokens, to be divided by all micro-batches' and ranks' ``tokens``."""
     tokens: Tensor
     """Scalar int64: number of trained tokens at the draft position with most of them, usually the first."""
     sums: Tensor

@@ -191,10 +191,8 @@ def _whole_rows(documents: Iterable[Document], seq_len: int) -> Iterator[PackedR
             continue
         total += 1
         shortened += length < len(document)
-        fitting = [row for row in rows if row.space >= length]
-        if fitting:
-            row = min(fitting, key=lambda r: r.space)
-        else:
+        row = min((row for row in rows if row.space >= length), key=lambda row: row.space, default=None)
+        if row is None:
             if len(rows) == OPEN_ROWS:
                 fullest = min(rows, key=lambda r: r.space)
                 rows.remove(fullest)

@@ -24,30 +24,12 @@ class Setting:
     """A key of a settings class, described for ``--help`` and the reference page."""
 
     key: str
-    kind: Any
-    default: Any
+    default: str | None
+    """The default as users would type it; None for a required setting."""
+    limit: str
+    """Choices or interval of the setting; "" if there is neither."""
     help: str
     """The docstring below the field, in one line."""
-
-    @property
-    def section(self) -> str:
-        """Key of the settings class that contains the setting; "" for settings at the top level."""
-        return self.key.rpartition(".")[0]
-
-    @property
-    def required(self) -> bool:
-        """True if the setting has no default."""
-        return self.default is NO_DEFAULT
-
-    @property
-    def limit(self) -> str:
-        """Choices or interval of the setting; "" if there is neither."""
-        return limit_of(self.kind)
-
-    @property
-    def default_text(self) -> str:
-        """The default as users would type it; "" for a required setting."""
-        return "" if self.default is NO_DEFAULT else _typed(self.default)
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Setting]:
@@ -60,7 +42,9 @@ def describe(cls: Any, prefix: str = "") -> Iterator[Setting]:
         if is_settings(inner):
             yield from describe(inner, f"{key}.")
         else:
-            yield Setting(key, kind, default_of(f), docstrings(cls).get(f.name, ""))
+            default = default_of(f)
+            typed = None if default is NO_DEFAULT else _typed(default)
+            yield Setting(key, typed, limit_of(kind), docstrings(cls).get(f.name, ""))
 
 
 def _typed(value: Any) -> str:
@@ -95,7 +79,7 @@ def help_text(usage: str, cls: Any) -> str:
     for section, group in _sections(describe(cls)).items():
         lines += ["", f"{section}:"] if section else []
         for setting in group:
-            typed = f"  {setting.key}={setting.default_text or ('...' if setting.required else '')}"
+            typed = f"  {setting.key}={'...' if setting.default is None else setting.default}"
             text = first_sentence(setting.help) + (f" ({setting.limit})" if setting.limit else "")
             indent = " " * COLUMN
             explanation = textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
@@ -110,8 +94,8 @@ def help_text(usage: str, cls: Any) -> str:
 def _sections(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
     """Group settings by the key of their class; top-level settings come first, the required ones before the others."""
     sections: dict[str, list[Setting]] = {"": []}
-    for setting in sorted(settings, key=lambda setting: bool(setting.section) or not setting.required):
-        sections.setdefault(setting.section, []).append(setting)
+    for setting in sorted(settings, key=lambda setting: "." in setting.key or setting.default is not None):
+        sections.setdefault(setting.key.rpartition(".")[0], []).append(setting)
     return sections
 
 
@@ -130,7 +114,7 @@ def settings_table(cls: Any, prefix: str = "") -> str:
         rows = [f"**{section}**", ""] if section and f"{section}." != prefix else []
         rows += ["| setting | default | limit | meaning |", "|---|---|---|---|"]
         for setting in group:
-            default = "required" if setting.required else f"`{setting.default_text}`" if setting.default_text else ""
+            default = "required" if setting.default is None else f"`{setting.default}`" if setting.default else ""
             cells = (f"`{setting.key}`", default, setting.limit, setting.help.replace("``", "`"))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         tables += ["\n".join(rows) + "\n"] if group else []
