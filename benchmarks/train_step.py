@@ -111,8 +111,9 @@ class Bench:
         self.head = run.head_config().build(self.base, d2t)
         if run.trains_base:
             self.head.train_base(now=self.phase.train_base)
-        cache = random_cache(folder, rows, self.head) if self.phase.store_hidden_states else None
-        self.data = PhaseData(rows, self.base, self.head.spec, cache)
+        self.data = PhaseData(rows, self.base, self.head.spec)
+        if self.phase.store_hidden_states:
+            self.data.cache = random_cache(folder, rows, self.head)
         sharding.shard(self.head.train())
         self.optimizer = head_optimizer(self.head, self.phase.optim)
 

@@ -266,7 +266,6 @@ class OnlineLearner:
                     OBJECTIVES[self.config.objective],
                     lr=self.config.optim.lr,
                     clip_norm=self.config.optim.clip_norm,
-                    reduce=lambda tensor: tensor,
                 )
             self.head.eval()
         self.updates += 1

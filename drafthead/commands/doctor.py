@@ -188,7 +188,7 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
     optimizer = head_optimizer(head.train(), phase.optim)
     for _ in range(steps):
         batches = [(batch, head.base.hidden_states(batch, head.spec))]
-        train_step(head, optimizer, batches, phase.loss, lr=lr, clip_norm=1.0, reduce=lambda tensor: tensor)
+        train_step(head, optimizer, batches, phase.loss, lr=lr, clip_norm=1.0)
     head.eval()
 
 

@@ -144,7 +144,6 @@ class StepMemory:
                 phase.loss,
                 lr=phase.optim.lr,
                 clip_norm=phase.optim.clip_norm,
-                reduce=lambda tensor: tensor,
                 profile_hook=lambda part: peaks.update({part: memory.peak - held}),
             )
             optimizer.zero_grad(set_to_none=True)

@@ -25,31 +25,36 @@ MAX_UNSEEN_ROWS = 64
 
 
 class PhaseData:
-    """Rows of a phase and their hidden states. A step's rows depend only on the seed and the number of the step."""
+    """Packed rows of a phase and the base's hidden states at their tokens.
+
+    The phase trains on an endless sequence of rows: epochs of the same rows, each shuffled anew. The seed determines
+    any part of the sequence, so a resumed run needs no stored position.
+    """
 
     def __init__(
         self,
         rows: datasets.Dataset | StreamedRows,
         base: BaseModel,
         spec: HiddenStatesSpec,
-        cache: StoredHiddenStates | None,
         subset: np.ndarray | None = None,
+        seed: int = 0,
     ) -> None:
-        """Use only the rows numbered ``subset``, by default all. Without ``cache`` the base computes hidden states."""
-        self.rows, self.base, self.spec, self.cache = rows, base, spec, cache
+        """Use the rows with numbers ``subset`` (None: all). ``spec`` names the layers of hidden states to return."""
+        self.rows, self.base, self.spec, self.seed = rows, base, spec, seed
+        self.cache: StoredHiddenStates | None = None
+        """Hidden states on disk. With None, the base computes hidden states when rows are loaded."""
         self.waited_s = 0.0
         """Seconds that ``stream`` has waited for the reading thread since the trainer last set this to 0."""
-        self._order = RowOrder(0 if isinstance(rows, StreamedRows) else len(rows) if subset is None else subset)
+        self.subset = np.arange(0 if isinstance(rows, StreamedRows) else len(rows)) if subset is None else subset
+        self._epoch = -1
+        self._order = self.subset
+        """Row numbers in the order of the epoch ``_epoch``."""
 
     def __len__(self) -> int:
         return len(self.rows)  # type: ignore[arg-type]  # a stream has no end
 
-    def epochs(self, rows: int) -> float:
-        """Return how often each row is read by the time that ``rows`` rows are read."""
-        return rows / len(self._order)
-
     def load(self, numbers: list[int]) -> Batch:
-        """Return the rows ``numbers`` and their hidden states, on the base's device."""
+        """Return the rows ``numbers`` and the base's hidden states at their tokens, on the base's device."""
         return self.with_hidden_states(*self.read(numbers))
 
     def stream(self, batches: Iterable[list[int]]) -> Iterator[Batch]:
@@ -66,7 +71,7 @@ class PhaseData:
                     yield self.with_hidden_states(batch, cached)
 
     def read(self, numbers: list[int]) -> tuple[TrainBatch, Tensor | None]:
-        """Return the rows ``numbers`` and their cached hidden states (None without a cache), in host memory."""
+        """Return the rows ``numbers`` and their hidden states from disk (None without ``cache``), in host memory."""
         if isinstance(self.rows, StreamedRows):
             return self.rows.batch(numbers), None
         batch = collate(self.rows, numbers)
@@ -77,46 +82,30 @@ class PhaseData:
         return batch, pinned(values, self.base.device)
 
     def with_hidden_states(self, batch: TrainBatch, cached: Tensor | None) -> Batch:
-        """Move a result of ``read`` to the base's device; the base computes hidden states that were not cached."""
+        """Move rows to the base's device, with ``cached`` hidden states; if None, the base computes the states."""
         batch = batch.to(self.base.device)
         if cached is None:
             return batch, self.base.hidden_states(batch, self.spec)
         return batch, HiddenStates.split(cached.to(self.base.device, non_blocking=True), self.base.hidden_size)
 
-    def numbers(self, seed: int, first: int, count: int) -> list[int]:
-        """Return ``RowOrder.numbers``; for a text stream, whose rows have no end, the positions themselves."""
-        if isinstance(self.rows, StreamedRows):  # it shuffles its rows itself
+    def numbers(self, first: int, count: int) -> list[int]:
+        """Return ``count`` row numbers of the endless sequence of shuffled epochs, from index ``first`` (0-based)."""
+        if isinstance(self.rows, StreamedRows):  # a stream numbers its rows in the order of training
             return list(range(first, first + count))
-        return self._order.numbers(seed, first, count)
-
-
-class RowOrder:
-    """An endless stream of reshuffled epochs. The seed determines any range of it, so resuming stores no position."""
-
-    def __init__(self, rows: int | np.ndarray) -> None:
-        """Take the rows to shuffle: their count, or an array of row numbers."""
-        self._rows = np.arange(rows) if isinstance(rows, int) else rows
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def numbers(self, seed: int, first: int, count: int) -> list[int]:
-        """Return the row numbers at positions ``first`` to ``first + count - 1`` (from 0) of the shuffled epochs."""
         numbers = []
         for index in range(first, first + count):
-            epoch, position = divmod(index, len(self._rows))
-            if (seed, epoch) not in self._orders:
-                self._orders = {(seed, epoch): np.random.default_rng([seed, epoch]).permutation(self._rows)}
-            numbers.append(int(self._orders[(seed, epoch)][position]))
+            epoch, position = divmod(index, len(self.subset))
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.subset)
+            numbers.append(int(self._order[position]))
         return numbers
 
 
 def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: int) -> list[list[int]]:
-    """Return the micro-batches of process ``rank`` in a step that trains on the rows ``numbers``.
+    """Return the row numbers of each micro-batch of process ``rank``, in a step that trains on the rows ``numbers``.
 
-    Every process gets the same number of micro-batches, each with 1 to ``micro_batch_size`` rows; too few rows raise a
-    ``UserError``. The rows of a step do not depend on the number of processes. Example: 8 rows in micro-batches of 2 on
+    Every process gets the same number of micro-batches, each with 1 to ``micro_batch_size`` rows. Too few rows raise a
+    ``UserError``. Example: 8 rows in micro-batches of 2 on
     2 processes are [0 1] [4 5] on rank 0 and [2 3] [6 7] on rank 1.
     """
     count = -(-len(numbers) // (micro_batch_size * processes)) * processes
@@ -131,48 +120,51 @@ def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: 
 def open_phase(
     corpora: Corpora, name: str, phase: PhaseConfig, spec: HiddenStatesSpec, seed: int = 0, num_rows: int | None = None
 ) -> PhaseData:
-    """Open the rows of a phase's corpus. With ``store_hidden_states``, compute and store missing hidden states now.
+    """Open the rows of a phase's corpus, in the training order of ``seed``.
 
-    They are stored for the first ``num_rows`` rows in the order of ``seed``; by default for all rows of the phase.
+    With ``store_hidden_states``, hidden states that are not on disk are computed and stored now, for the first
+    ``num_rows`` rows of the training order (None: for all rows).
     """
     if phase.corpus == "text" and corpora.config.text.stream:
-        return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec, None)
+        return PhaseData(corpora.text_stream(phase.seq_len, phase.micro_batch_size), corpora.base, spec)
     if phase.corpus == "text":
         rows, prompts = corpora.text_rows(phase.seq_len), None
         if phase.train_base:
             rows = rows.select(range(len(rows) - _rows_left_out(rows)))
     else:
         rows, prompts = corpora.answer_rows(phase.seq_len, held_out=False)
-    subset = np.arange(len(rows))
+    subset: np.ndarray | None = None
     if phase.max_tokens is not None:
         # Random rows with about this many trained tokens; larger subsets contain smaller ones.
         trained = np.array([int(collate(rows, [row]).loss_mask.sum()) for row in range(len(rows))])
         order = np.random.default_rng(0).permutation(len(rows))
         subset = order[: 1 + np.searchsorted(np.cumsum(trained[order]), phase.max_tokens)]
-    needed = len(subset) if num_rows is None else min(num_rows, len(subset))
-    only = set(RowOrder(subset).numbers(seed, 0, needed))
-    cache = corpora.stored_hidden_states(rows, name, spec, prompts, only) if phase.store_hidden_states else None
-    return PhaseData(rows, corpora.base, spec, cache, subset)
+    data = PhaseData(rows, corpora.base, spec, subset, seed)
+    if phase.store_hidden_states:
+        needed = len(data.subset) if num_rows is None else min(num_rows, len(data.subset))
+        data.cache = corpora.stored_hidden_states(rows, name, spec, prompts, set(data.numbers(0, needed)))
+    return data
 
 
 def open_held_out(
     corpora: Corpora, seq_len: int, spec: HiddenStatesSpec, cached: bool, base: BaseModel | None = None
 ) -> PhaseData:
-    """Open the held-out answers with hidden states of the corpora's base, computed and stored now if ``cached``.
+    """Open the held-out answers in rows of ``seq_len`` tokens.
 
-    Hidden states of another ``base``, such as a trained one, are always computed.
+    If ``cached``, missing hidden states are computed and stored now. ``base`` is the model whose hidden states are read
+    (None: the corpora's base). States of any other model, such as a trained base, are never stored.
     """
     rows, prompts = corpora.answer_rows(seq_len, held_out=True)
-    if base is not None and base is not corpora.base:
-        return PhaseData(rows, base, spec, None)
-    cache = corpora.stored_hidden_states(rows, "held-out", spec, prompts) if cached else None
-    return PhaseData(rows, corpora.base, spec, cache)
+    data = PhaseData(rows, corpora.base if base is None else base, spec)
+    if cached and data.base is corpora.base:
+        data.cache = corpora.stored_hidden_states(rows, "held-out", spec, prompts)
+    return data
 
 
 def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets.Dataset | None:
     """Return the last rows of the text corpus, on which no phase trains the base; None for a run without text.
 
-    Phases that train only the head may have used them. ``phases`` are those of the run, by name.
+    Phases that train only the head may have trained on these rows. ``phases`` are the run's phases by name.
     """
     text_phases = [p for p in phases.values() if p.corpus == "text"]
     base_phases = [p for p in text_phases if p.train_base]
@@ -184,5 +176,5 @@ def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets
 
 
 def _rows_left_out(rows: datasets.Dataset) -> int:
-    """Return the number of last rows that ``train_base`` phases leave out: a tenth, 1 to ``MAX_UNSEEN_ROWS``."""
+    """Return the number of last text rows that ``train_base`` phases leave out: a tenth, 1 to ``MAX_UNSEEN_ROWS``."""
     return min(MAX_UNSEEN_ROWS, max(1, len(rows) // 10))

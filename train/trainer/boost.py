@@ -22,10 +22,10 @@ from drafthead.train.trainer.batches import Batch
 
 
 def load_first(name: str, head: DraftHead) -> DraftHead:
-    """Load the first head, a folder or Hub repository, onto the base of ``head``.
+    """Load the head from ``name``, a folder or Hub repository, onto the base of ``head``; return it in eval mode.
 
-    It is in eval mode. A ``UserError`` rejects a head that was trained with its base, or that reads other layers of the
-    base than ``head`` (reading only the final hidden state is allowed).
+    Raise a ``UserError`` if the loaded head was trained with its base, or reads other layers of the base than ``head``
+    does. A head that reads only the final hidden state is always accepted.
     """
     first = load_head(name, head.base)
     if first.config.trains_base:
@@ -39,7 +39,10 @@ def load_first(name: str, head: DraftHead) -> DraftHead:
 
 
 def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float) -> Iterator[Batch]:
-    """Yield ``batches`` with the ``target_weights`` for a head of ``depth`` positions that complements ``first``."""
+    """Yield ``batches`` with loss weights that teach a second head of ``depth`` positions what ``first`` misses.
+
+    A token that the head ``first`` would draft has weight ``floor`` as a target, any other token weight 1.
+    """
     tree = first.tree or TokenTree.chain(first.depth)
     for batch, hidden in batches:
         ranks = first.candidate_ranks(batch, hidden, top=WIDTH)
@@ -47,11 +50,11 @@ def boosted(batches: Iterator[Batch], first: DraftHead, depth: int, floor: float
 
 
 def target_weights(ranks: Tensor, tree: TokenTree, depth: int, floor: float) -> Tensor:
-    """Return the weights [B, T, depth] of every token as a target: ``floor`` or 1.
+    """Return loss weights [B, T, depth] of every token as a target: ``floor`` if the first head drafts it, else 1.
 
-    ``floor``: its rank (from 0) is at most the largest rank in ``tree`` at this depth. ``ranks`` [B, T, K] come from
-    ``candidate_ranks``; -1 means no target. Tokens without a rank have weight 1. Draft positions k count from 1:
-    position k of anchor t predicts token t + 1 + k, so ``ranks[b, t, k - 1]`` determines
+    The first head drafts a token if the token's rank is at most the largest rank in ``tree`` at that depth.
+    ``ranks`` [B, T, K] of the true tokens among the first head's candidates count from 0; -1 means no target. Draft
+    positions k count from 1: position k of anchor t predicts token t + 1 + k, so ``ranks[b, t, k - 1]`` determines
     ``weights[b, t + 1 + k, k - 1]``.
     """
     widths = [1 + max((path[-1] for path in tree.paths if len(path) == k), default=-1) for k in range(1, depth + 1)]

@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.utils.devices import rng_states, set_rng_states
-from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
     difference,
@@ -49,16 +48,16 @@ from drafthead.data.utils.settings import NonNegative, Positive
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora
-from drafthead.train.distributed.processes import Processes
+from drafthead.train.distributed.launcher import Launch
 from drafthead.train.distributed.sharding import full_state_dict
-from drafthead.train.trainer.step import TrainProgress
 
 
 def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Return ``value`` as JSON with each tensor replaced by its name, and the tensors by name.
+    """Split nested dictionaries, lists and tuples into values for a JSON file and tensors for a safetensors file.
 
-    ``value`` nests dictionaries, lists and tuples; names start with ``name``. Tensors are moved to the CPU. Example:
-    ``{"a": (1, t)}`` becomes ``{"map": [["a", {"tuple": [1, {"tensor": "a.1"}]}]]}`` and ``{"a.1": t}``.
+    Return ``value`` with every tensor replaced by its name, and the tensors on the CPU by name. All names start with
+    ``name``. Example: ``{"a": (1, t)}`` becomes ``{"map": [["a", {"tuple": [1, {"tensor": "a.1"}]}]]}`` and
+    ``{"a.1": t}``. Values of other types are a ``TypeError``.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -68,12 +67,7 @@ def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
             tensors[path] = item.detach().cpu().contiguous()
             return {"tensor": path}
         if isinstance(item, Mapping):
-            pairs = []
-            for key, inner in item.items():
-                if not isinstance(key, str | int):
-                    raise TypeError(f"a key of the state is a {type(key).__name__}: {key!r}")
-                pairs.append([key, walk(inner, f"{path}.{key}" if path else str(key))])
-            return {"map": pairs}
+            return {"map": [[key, walk(inner, f"{path}.{key}" if path else str(key))] for key, inner in item.items()]}
         if isinstance(item, list | tuple):
             kind = "list" if isinstance(item, list) else "tuple"
             return {kind: [walk(inner, f"{path}.{index}") for index, inner in enumerate(item)]}
@@ -85,7 +79,7 @@ def split_tensors(value: Any, name: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def join_tensors(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value of which ``split_tensors`` made ``plain`` and ``tensors``."""
+    """Reverse ``split_tensors``: return ``plain`` as nested dictionaries, lists and tuples, with its ``tensors``."""
     if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()
@@ -93,14 +87,12 @@ def join_tensors(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[content]
     if kind == "map":
         return {key: join_tensors(inner, tensors) for key, inner in content}
-    if kind not in ("list", "tuple"):
-        raise ValueError(f"{kind!r} is not a kind of value")
     items = [join_tensors(inner, tensors) for inner in content]
     return items if kind == "list" else tuple(items)
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the states of this process's generators in Python, NumPy and torch, as tensors and plain values."""
+    """Return the states of this process's random generators (Python, NumPy, torch, accelerators) by library."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -112,7 +104,10 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore a result of ``capture_rng``; the accelerators' states only if their number has not changed."""
+    """Set this process's random generators to a result of ``capture_rng``.
+
+    Accelerators' generators are left alone if ``state`` comes from another number of accelerators.
+    """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -123,7 +118,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def undisturbed_rng() -> Iterator[None]:
-    """Restore the random generators' states after the block. Use it for work that a resumed run may repeat or skip."""
+    """Undo the block's effect on random generators. Use it for work that a resumed run may repeat or skip."""
     state = capture_rng()
     try:
         yield
@@ -137,20 +132,20 @@ BEST = "best"
 FORMAT = 2
 
 
-@pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
+@pydantic_dataclass(kw_only=True, config=ConfigDict(strict=True))
 class TrainState:
-    """The progress of a run. Counters give finished items, so they are also the index of the next phase or step."""
+    """The progress of a run between two steps. Counters of finished items are the index of the next phase or step."""
 
-    phase: NonNegative
+    phase: NonNegative = 0
     """Index (from 0) of the phase that continues; the number of phases if all are finished."""
-    step: NonNegative
+    step: NonNegative = 0
     """Optimiser steps finished in the phase: the position in its schedule and data. In ``adapt``: finished updates."""
-    global_step: NonNegative
+    global_step: NonNegative = 0
     """Optimiser steps finished over all phases, as in the checkpoint's name. In ``adapt``: finished answers."""
     processes: Positive = 1
     """Number of processes with which the run started; it sets the rows of a step. Another number may resume the run."""
     score: float | None = None
-    """Held-out mean accepted length; None if it was not measured at this step."""
+    """Held-out mean accepted length after the latest step; None if it was not measured there."""
     losses: list[float | None] = field(default_factory=list)
     """Losses of the phase's latest ``loss_spikes.window`` steps, oldest first; None for a skipped update."""
 
@@ -181,11 +176,20 @@ def save_checkpoint(
     manifests: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write ``folder/step-<global_step>`` and return it; remove all but the newest ``keep`` checkpoints and the best.
+    """Write the checkpoint ``folder/step-<global_step>`` and return its path. Call this on one process only.
 
-    Call it on one process only. The link ``best`` is updated. Checkpoints of later steps are also removed: since the
-    run did not resume from them, they are damaged or belong to an earlier run. ``head`` and ``optimizer`` hold full
-    tensors, not shards; ``Checkpoint`` describes the other arguments.
+    All but the newest ``keep`` checkpoints and the best one are removed, and the link ``best`` is updated. Checkpoints
+    of later steps are also removed: since the run did not resume from them, they are damaged or belong to an earlier
+    run.
+
+    Args:
+        folder: Folder of all checkpoints of the run.
+        state: Progress of the run.
+        head: State dict of the head, with full tensors instead of shards.
+        optimizer: State dict of the optimiser, with full tensors instead of shards.
+        rng: Results of ``capture_rng``, one per process, by rank.
+        manifests: Manifests of the corpora on which the head was trained, by their name.
+        keep: Number of newest checkpoints to keep.
     """
     plain_optimizer, optimizer_tensors = split_tensors(optimizer)
     plain_rng, rng_tensors = split_tensors(list(rng), "rank")
@@ -225,12 +229,10 @@ def save_checkpoint(
 
 
 def load_latest(folder: Path) -> Checkpoint | None:
-    """Return the newest intact checkpoint of ``folder``; None if the folder has no checkpoint.
+    """Load the newest intact checkpoint of ``folder``; return None if the folder has no checkpoint.
 
-    A damaged checkpoint (a missing file, a wrong checksum) is skipped and listed in ``Checkpoint.warnings``.
-
-    Raises:
-        UserError: All checkpoints are damaged.
+    Damaged checkpoints (a missing file, a wrong checksum) are skipped and listed in ``Checkpoint.warnings``. If all are
+    damaged, raise a ``UserError``.
     """
     paths = checkpoints(folder)
     warnings: list[str] = []
@@ -248,9 +250,9 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 
 def load_best(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint with the largest held-out mean accepted length, of equal ones the latest.
+    """Load the checkpoint with the largest held-out mean accepted length, of equal ones the latest.
 
-    The result is None if none was measured. A damaged best checkpoint is a ``UserError``.
+    Return None if no checkpoint has a measured length. Raise a ``UserError`` if the best checkpoint is damaged.
     """
     best = best_of(checkpoints(folder))
     return None if best is None else _load(best, ())
@@ -293,14 +295,14 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best_of(paths: list[Path]) -> Path | None:
-    """Return the latest of ``paths`` (oldest first) with the largest ``score``; None if none was measured."""
+    """Return the checkpoint with the largest ``score``, of equal ones the last; None if none has a score."""
     scores = {path: saved_state(path).get("score") for path in paths}
     measured = [path for path in reversed(paths) if isinstance(scores[path], int | float)]
     return max(measured, key=lambda path: float(scores[path] or 0), default=None)
 
 
 def saved_state(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's ``TrainState`` as a dictionary, without verifying its files; empty if it is unreadable."""
+    """Return the fields of the ``TrainState`` in a checkpoint folder, unverified; empty if they cannot be read."""
     try:
         state = json.loads((path / STATE).read_bytes())["content"]["state"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -309,6 +311,7 @@ def saved_state(path: Path) -> dict[str, Any]:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
+    """Remove checkpoints other than the best and the ``keep`` up to ``newest``, and update the link ``best``."""
     paths = checkpoints(folder)
     index = paths.index(newest)
     best = best_of(paths[: index + 1])
@@ -339,38 +342,31 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 class CheckpointManager:
-    """Saving and restoring of one run's checkpoints. Create it on every process at once."""
+    """Saving and restoring of one run's checkpoints. Create the manager on all processes at the same time."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        head: DraftHead,
-        corpora: Corpora,
-        folder: Path,
-        processes: Processes,
-        display: Display,
-        progress: TrainProgress,
-    ) -> None:
+    def __init__(self, run: RunConfig, head: DraftHead, corpora: Corpora, folder: Path, launch: Launch) -> None:
         self.run, self.head, self.corpora, self.folder = run, head, corpora, folder
-        self.processes, self.display = processes, display
+        self.processes, self.display = launch.processes, launch.display
         self.checkpoints = folder / "checkpoints"
-        self.progress = progress
-        self.initial_world_size = processes.count
-        """Number of processes with which the run started; it sets the rows of a step. ``restore`` replaces it."""
+        self.state = TrainState(processes=self.processes.count)
+        """Progress of the run, which the trainer counts and ``restore`` replaces."""
         best = best_of(checkpoints(self.checkpoints))
-        self.best_score: float | None = processes.gather(saved_state(best)["score"] if best else None)[0]
+        self.best_score: float | None = self.processes.gather(saved_state(best)["score"] if best else None)[0]
         self._trained_on: dict[str, Any] = {}
         """Manifests of the corpora in the checkpoint from which the run resumed; empty if it did not resume."""
 
     def record_score(self, score: float) -> bool:
-        """Record rank 0's ``score``, on every process at once; return True if it is the largest of the run so far."""
-        self.progress.score = score = self.processes.gather(score)[0]  # either all processes save or none
+        """Record a held-out mean accepted length; return True if it is the largest of the run so far.
+
+        All processes must call this at the same time. The score of rank 0 counts.
+        """
+        self.state.score = score = self.processes.gather(score)[0]  # either all processes save or none
         is_best = self.best_score is None or score > self.best_score
         self.best_score = score if is_best else self.best_score
         return is_best
 
     def save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
-        """Save a checkpoint on the main process; all processes call it. Weights that are not finite raise an error."""
+        """Save a checkpoint on the main process; all processes must call this. Reject weights that are not finite."""
         weights, optimizer_state = full_state_dict(self.head, optimizer)
         rng = self.processes.gather(capture_rng())
         if self.processes.rank:
@@ -378,18 +374,10 @@ class CheckpointManager:
         broken = [name for name, t in weights.items() if not bool(torch.isfinite(t).all())]
         if broken:
             raise self.diverged(f"{broken[0]} is not finite")
-        progress = self.progress
-        state = TrainState(
-            phase=progress.phase + end_of_phase,
-            step=0 if end_of_phase else progress.step,
-            global_step=progress.total_steps,
-            processes=self.initial_world_size,
-            score=progress.score,
-            losses=[] if end_of_phase else progress.loss_spikes.losses,
-        )
+        state = self.state
         save_checkpoint(
             self.checkpoints,
-            state,
+            replace(state, phase=state.phase + 1, step=0, losses=[]) if end_of_phase else state,
             weights,
             optimizer_state,
             rng=rng,
@@ -398,9 +386,9 @@ class CheckpointManager:
         )
 
     def restore(self) -> Checkpoint | None:
-        """Restore head, progress and random generators from the newest intact checkpoint, on every process.
+        """Restore head, ``state`` and random generators from the newest intact checkpoint, on every process.
 
-        Return the checkpoint, whose optimiser and losses are left to the caller; None if there is none.
+        Return the checkpoint, whose optimiser state the caller must load; None if there is no checkpoint.
         """
         checkpoint, processes = load_latest(self.checkpoints), self.processes
         names = processes.gather(None if checkpoint is None else checkpoint.path.name)
@@ -417,9 +405,7 @@ class CheckpointManager:
         state, saved_count = checkpoint.state, len(checkpoint.rng)
         if state.phase > len(self.run.phases):
             raise UserError(f"{checkpoint.path} is in phase {state.phase + 1} of another run; use resume=false")
-        progress = self.progress
-        progress.phase, progress.step, progress.total_steps = state.phase, state.step, state.global_step
-        self.initial_world_size, self._trained_on = state.processes, checkpoint.manifests
+        self.state, self._trained_on = state, checkpoint.manifests
         load_weights(self.head, checkpoint)
         if processes.rank < saved_count:
             restore_rng(checkpoint.rng[processes.rank])
@@ -434,7 +420,7 @@ class CheckpointManager:
         return checkpoint
 
     def check_corpora(self) -> None:
-        """Reject opened corpora that differ from those of the checkpoint from which the run resumed, if it did."""
+        """Raise a ``UserError`` if a corpus has changed since the checkpoint from which the run resumed."""
         for name, manifest in self.corpora.manifests.items():
             changed = difference(update_names(self._trained_on[name]), manifest) if name in self._trained_on else None
             if changed is not None:
@@ -445,10 +431,10 @@ class CheckpointManager:
                 )
 
     def diverged(self, reason: str) -> UserError:
-        """Return the error with which a diverged run ends."""
-        name = list(self.run.phases)[self.progress.phase]
+        """Return the error with which a run ends that diverged for ``reason``."""
+        name = list(self.run.phases)[self.state.phase]
         return UserError(
-            f"phase {name}, step {self.progress.step}: {reason}; training stopped, and {self.checkpoints} has the last "
+            f"phase {name}, step {self.state.step}: {reason}; training stopped, and {self.checkpoints} has the last "
             f"good weights. Lower phases.{name}.optim.lr (now {self.run.phases[name].optim.lr}) and start over with "
             "resume=false, or change the limits in loss_spikes"
         )

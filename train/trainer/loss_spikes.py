@@ -1,8 +1,6 @@
-"""A filter for harmful updates: losses that are not finite, or far above recent losses."""
+"""Detection of harmful updates: losses that are not finite, or far above recent losses."""
 
 import math
-from collections import deque
-from collections.abc import Iterable
 from statistics import median
 from typing import Annotated
 
@@ -32,38 +30,24 @@ class LossSpikeConfig:
         require(0 <= self.limit < self.window, "limit", "in [0, loss_spikes.window)", self.limit)
 
 
-class LossSpikeFilter:
-    """Filter that decides at each step of a phase if the update is skipped.
+def skip_reason(config: LossSpikeConfig, losses: list[float | None], loss: float, grad_norm: float) -> str | None:
+    """Return the reason to skip the update of a training step, or None to apply it, and add the step to ``losses``.
 
     Every process gets the same reduced numbers, so all processes decide alike.
+
+    Args:
+        config: Limits of the loss.
+        losses: Losses of the phase's latest ``config.window`` steps, oldest first; None for a skipped update.
+        loss: Mean loss per trained token of the step.
+        grad_norm: Norm of the step's gradient before clipping.
     """
-
-    def __init__(self, config: LossSpikeConfig, losses: Iterable[float | None] = ()) -> None:
-        """Start with the phase's latest ``losses``, if a checkpoint has them."""
-        self.config = config
-        self._losses: deque[float | None] = deque(losses, maxlen=config.window)
-
-    @property
-    def losses(self) -> list[float | None]:
-        """Losses of the latest ``window`` steps, oldest first, None for a skipped update: the filter's whole state."""
-        return list(self._losses)
-
-    @property
-    def skipped(self) -> int:
-        """Number of skipped updates among the latest ``window`` steps."""
-        return sum(loss is None for loss in self._losses)
-
-    def skip_reason(self, loss: float, grad_norm: float) -> str | None:
-        """Record a step; return the reason to skip its update, or None to apply it. Call it once per step.
-
-        ``loss`` is the mean per trained token, ``grad_norm`` the norm before clipping.
-        """
-        reason = None
-        recent = [previous for previous in self._losses if previous is not None]
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            reason = f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}"
-        elif self.config.spike and len(recent) >= HISTORY and loss > self.config.spike * median(recent) > 0:
-            reason = f"the loss is {loss:.4g}, over {self.config.spike:g} times the median of {median(recent):.4g}"
-        # A skipped loss must not raise the median, or a diverging run would be accepted step by step.
-        self._losses.append(loss if reason is None else None)
-        return reason
+    reason = None
+    recent = [previous for previous in losses if previous is not None]
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        reason = f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}"
+    elif config.spike and len(recent) >= HISTORY and loss > config.spike * median(recent) > 0:
+        reason = f"the loss is {loss:.4g}, over {config.spike:g} times the median of {median(recent):.4g}"
+    # A skipped loss must not raise the median, or a diverging run would be accepted step by step.
+    losses.append(loss if reason is None else None)
+    del losses[: -config.window]
+    return reason

@@ -1,13 +1,13 @@
 """AdamW and Muon, and the learning rate as a function of the step."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -66,9 +66,9 @@ class OptimConfig:
 def lr_at(config: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of optimiser step ``step`` (0-based) in a phase of ``steps`` steps.
 
-    Step i has the rate at point i + 1 of the schedule, so that the first step's is not 0. The warm-up ends at step
-    ``warmup_steps - 1``. A decaying schedule that outlasts it ends with ``lr * final_lr_ratio`` at the last step. IBM's
-    training script is one step later: its first step has a learning rate of 0.
+    Step i has the rate at point i + 1 of the schedule, so that the first step's rate is not 0. The warm-up ends at step
+    ``warmup_steps - 1``. If the phase is longer than its warm-up, a decaying schedule ends with ``lr * final_lr_ratio``
+    at the last step. IBM's training script is one step later: its first step has a learning rate of 0.
     """
     done = step + 1
     rise = WARMUPS[config.warmup](done / config.warmup_steps) if done < config.warmup_steps else 1.0
@@ -79,30 +79,32 @@ def lr_at(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr * min(rise, config.final_lr_ratio + (1 - config.final_lr_ratio) * remaining)
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter],
-    config: OptimConfig,
-    lr_mult: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
-    matrices: Collection[Tensor] = (),
-) -> Optimizer:
-    """Return AdamW over the trainable ``parameters`` (none is a ``UserError``), but Muon over those in ``matrices``.
+def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
+    """Return the optimiser of a head's trainable parameters, which include the base's adapters if these are trained.
 
-    Only matrices decay. Before every step the training loop sets a group's ``lr`` to ``lr_at(...)`` times the group's
-    ``lr_mult``. Groups are sorted by multiplier, matrices first, with parameters in the given order. A resumed run
-    relies on this order.
+    ``config.name="muon"`` uses Muon for the weights of linear layers, except projections to the vocabulary, and AdamW
+    for all other parameters. A head without trainable parameters is a ``UserError``.
+
+    The training loop sets each group's ``lr`` before every step, to ``lr_at(...)`` times the group's ``lr_mult``.
+    Groups are sorted by multiplier, matrices first, with parameters in the head's order. A resumed run relies on this
+    order.
     """
+    muon_ids = set[int]()
+    if config.name == "muon":
+        projections = {id(weight) for k in range(head.depth) for weight in head.output_head(k).trained}
+        weights = [module.weight for module in head.modules() if isinstance(module, nn.Linear)]
+        muon_ids = {id(weight) for weight in weights if min(weight.shape) > 1} - projections
     adamw_groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     muon_groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    muon_ids = {id(matrix) for matrix in matrices}
-    for parameter in parameters:
+    for parameter in head.parameters():
         if parameter.requires_grad:
             groups = muon_groups if id(parameter) in muon_ids else adamw_groups
-            groups.setdefault((lr_mult(parameter), parameter.ndim < 2), []).append(parameter)
+            groups.setdefault((head.lr_mult(parameter), parameter.ndim < 2), []).append(parameter)
     if not adamw_groups and not muon_groups:
         raise UserError("the head has no trainable parameter; unfreeze a part of it with the settings head.*")
 
     def settings(groups: dict[tuple[float, bool], list[nn.Parameter]]) -> list[dict[str, Any]]:
-        """Return torch's parameter groups, with a weight decay for matrices only."""
+        """Return torch's parameter groups for (lr multiplier, is a vector) and parameters; only matrices decay."""
         return [
             {"params": group, "weight_decay": 0.0 if is_vector else config.weight_decay, "lr_mult": mult}
             for (mult, is_vector), group in sorted(groups.items(), key=lambda item: item[0])
@@ -121,10 +123,10 @@ def build_optimizer(
         mixed = any(len({isinstance(p, DTensor) for p in group}) > 1 for group in adamw_groups.values())
         betas = (config.betas[0], config.betas[1])
         optimizers.append(AdamW(settings(adamw_groups), lr=config.lr, betas=betas, foreach=False if mixed else None))
-    return optimizers[0] if len(optimizers) == 1 else JoinedOptimizer(optimizers)
+    return optimizers[0] if len(optimizers) == 1 else _JoinedOptimizer(optimizers)
 
 
-class JoinedOptimizer(Optimizer):
+class _JoinedOptimizer(Optimizer):
     """Several optimisers as one. Their groups and states are saved and loaded together."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -140,14 +142,3 @@ class JoinedOptimizer(Optimizer):
             # ``load_state_dict`` replaces our state and groups by new objects, so hand them on before every step.
             optimizer.state, optimizer.param_groups = self.state, list(islice(groups, len(optimizer.param_groups)))
             optimizer.step()
-
-
-def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
-    """Return the optimiser of a head's parameters, and of its base's adapters if they are trained.
-
-    Muon takes the weights of the head's linear layers, except projections to the vocabulary.
-    """
-    projections = {id(weight) for k in range(head.depth) for weight in head.output_head(k).trained}
-    linears = (module for module in head.modules() if isinstance(module, nn.Linear) and config.name == "muon")
-    matrices = [m.weight for m in linears if id(m.weight) not in projections and min(m.weight.shape) > 1]
-    return build_optimizer(head.parameters(), config, head.lr_mult, matrices)

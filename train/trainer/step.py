@@ -6,10 +6,10 @@
         DraftHead.loss               draft_head.py  the summed loss of a micro-batch; its backward pass follows
         Trainer._reduce              trainer.py     sums tokens, gradients and losses over the processes
         clip_gradients               step.py        scales the mean loss's gradients and returns their norm
-        LossSpikeFilter.skip_reason  loss_spikes.py None, or the reason to skip the update
+        skip_reason                  loss_spikes.py returns None, or the reason to skip the update
         Optimizer.step               optim.py       updates the weights, at the rate that ``lr_at`` gave the trainer
 
-Callers other than ``Trainer`` pass no filter, so their updates are never skipped.
+Callers other than ``Trainer`` pass no ``skip_reason``, so their updates are never skipped.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.trainer.loss_spikes import LossSpikeFilter
 
 
 @dataclass(frozen=True)
@@ -40,31 +39,14 @@ class StepResult:
         return StepResult(_added([self.total, other.total]), other.grad_norm)
 
     def metrics(self) -> dict[str, float]:
-        """Return floats: mean ``loss`` per trained token (nan without any), ``grad_norm``, and every ratio by name."""
-        ratios = {name: ratio.value for name, ratio in self.total.ratios().items()}
-        return {"loss": float(self.total.loss_sum / self.total.tokens), "grad_norm": float(self.grad_norm), **ratios}
+        """Return the results as floats: mean ``loss`` per trained token, ``grad_norm``, and the head's own metrics."""
+        return {**_metrics(self.total), "grad_norm": float(self.grad_norm)}
 
 
-@dataclass
-class TrainProgress:
-    """State of training between two steps, which checkpoints save."""
-
-    loss_spikes: LossSpikeFilter
-    """Filter for the updates of the current phase."""
-    phase: int = 0
-    """Index of the current phase, from 0; the number of phases after the last one."""
-    step: int = 0
-    """Finished optimiser steps of the phase."""
-    total_steps: int = 0
-    """Finished optimiser steps over all phases."""
-    score: float | None = None
-    """Held-out mean accepted length after the latest step; None if it was not measured there."""
-
-    def count_step(self) -> None:
-        """Count a finished step and reset ``score``, which belongs to the step before."""
-        self.step += 1
-        self.total_steps += 1
-        self.score = None
+def _metrics(total: LossOutput) -> dict[str, float]:
+    """Return the mean ``loss`` per trained token (nan without any) and the head's metrics by name, each a ratio."""
+    ratios = {name: ratio.value for name, ratio in total.ratios().items()}
+    return {"loss": float(total.loss_sum / total.tokens), **ratios}
 
 
 def _added(outputs: Sequence[LossOutput]) -> LossOutput:
@@ -85,22 +67,23 @@ def train_step(
     lr: float,
     clip_norm: float,
     share_done: float = 1.0,
-    reduce: Callable[[Tensor], Tensor],
+    reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     should_skip: Callable[[float, float], str | None] = lambda loss, grad_norm: None,
     profile_hook: Callable[[str], None] = lambda part: None,
 ) -> StepResult:
-    """Accumulate gradients over the micro-batches, reduce, divide, clip, and update the head. Return the results.
+    """Train the head on the micro-batches with one optimiser step, and return the loss, metrics and gradient norm.
 
-    The step waits for the device once, for the numbers that ``should_skip`` gets. If no token is trained, the optimiser
-    still takes a step, with gradients of 0.
+    Gradients of summed losses are accumulated, summed over the processes, divided by the number of trained tokens and
+    clipped. The step waits for the device once, for the numbers that ``should_skip`` gets. If no token is trained, the
+    optimiser still takes a step, with gradients of 0.
 
     Args:
         micro_batches: Batches and the base's hidden states at their tokens, at least one.
         lr: Learning rate of this step; a parameter group multiplies it by its ``lr_mult``.
         clip_norm: Largest norm of the mean loss's gradient; 0 turns clipping off.
         share_done: Share of the phase that is done after this step, in (0, 1].
-        reduce: Function that returns a tensor's sum over processes. It does not get sharded gradients, which the
-            backward pass has summed.
+        reduce: Function that returns a tensor's sum over processes; by default there is one process. Sharded gradients
+            are not passed to ``reduce``, because the backward pass has summed them.
         should_skip: Function of (mean loss, gradient norm before clipping) that returns the reason to skip the update,
             or None to apply it. It is not called if no token is trained.
         profile_hook: Function called with "head" after each backward pass, and with "optimiser" at the step's end.
@@ -138,7 +121,7 @@ def train_step(
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """Scale the gradients in place to a total norm of at most ``max_norm``; return the norm before scaling, a scalar.
 
-    With ``max_norm=inf`` finite gradients stay unchanged. Sharded and replicated parameters may be mixed.
+    ``max_norm=inf`` leaves finite gradients unchanged. ``parameters`` may mix sharded and replicated ones.
     """
     # torch's functions take either sharded or replicated tensors, so each group has its own call.
     groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
@@ -156,8 +139,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
 def evaluate_loss(
     head: DraftHead, batches: Iterable[tuple[TrainBatch, HiddenStates]], loss: LossConfig
 ) -> dict[str, float]:
-    """Return ``StepResult.metrics`` without "grad_norm" over ``batches`` (at least one); update nothing."""
-    total = _added([head.loss(batch, base_hidden, loss) for batch, base_hidden in batches])
-    metrics = StepResult(total, torch.zeros(())).metrics()
-    del metrics["grad_norm"]
-    return metrics
+    """Return the mean loss per trained token ("loss") and the head's metrics over all ``batches``, without training.
+
+    ``batches`` are at least one pair of a batch and the base's hidden states at its tokens.
+    """
+    return _metrics(_added([head.loss(batch, base_hidden, loss) for batch, base_hidden in batches]))

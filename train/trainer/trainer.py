@@ -1,6 +1,7 @@
 """The training loop: phases in order, a console line every ``log_every`` steps, checkpoints that resume exactly."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -23,18 +24,12 @@ from drafthead.train.distributed.launcher import Launch
 from drafthead.train.distributed.sharding import load_optimizer
 from drafthead.train.tracking.metrics_log import MetricsLog, console_line
 from drafthead.train.tracking.tracker import Tracker
-from drafthead.train.trainer.batches import (
-    Batch,
-    PhaseData,
-    open_held_out,
-    open_phase,
-    split_rows,
-)
+from drafthead.train.trainer.batches import Batch, PhaseData, open_held_out, open_phase, split_rows
 from drafthead.train.trainer.boost import boosted, load_first
 from drafthead.train.trainer.checkpoint import CheckpointManager, undisturbed_rng
-from drafthead.train.trainer.loss_spikes import LossSpikeFilter
+from drafthead.train.trainer.loss_spikes import skip_reason
 from drafthead.train.trainer.optim import head_optimizer, lr_at
-from drafthead.train.trainer.step import StepResult, TrainProgress, evaluate_loss, train_step
+from drafthead.train.trainer.step import StepResult, evaluate_loss, train_step
 
 
 class Trainer:
@@ -46,46 +41,43 @@ class Trainer:
         self.run, self.head, self.corpora, self.launch, self.tracker = run, head, corpora, launch, tracker
         self.processes, self.sharding, self.display = launch.processes, launch.sharding, launch.display
         self.log = MetricsLog(folder / "metrics.jsonl")
-        self.progress = TrainProgress(LossSpikeFilter(run.loss_spikes))
-        self.checkpoints = CheckpointManager(
-            run, head, corpora, folder, launch.processes, launch.display, self.progress
-        )
+        self.checkpoints = CheckpointManager(run, head, corpora, folder, launch)
+        self.state = self.checkpoints.state
 
     def train(self) -> None:
-        """Run every unfinished phase, from the newest checkpoint on. Divergence is a ``UserError``."""
+        """Train through every unfinished phase, from the newest checkpoint on. Divergence is a ``UserError``."""
         self.head.train()
         if self.processes.rank:
             set_seed(self.run.seed + self.processes.rank)  # heads are equal by now, but dropout must differ
-        checkpoint, progress = self.checkpoints.restore(), self.progress
+        checkpoint = self.checkpoints.restore()
+        state = self.state = self.checkpoints.state
         if self.launch.is_main:
-            self.log.truncate(progress.total_steps)
+            self.log.truncate(state.global_step)
             if self.tracker is not None:
                 self.tracker.replay(self.log.rows())
         names = list(self.run.phases)
         if self.sharding.shards_base:  # fill the caches while a process can still run the base
             with self.launch.main_process_first(self.run.per_node_data):
-                for name in names[progress.phase :]:
+                for name in names[state.phase :]:
                     self._open(name)
                 open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached=True)
         self.sharding.shard(self.head)
-        while progress.phase < len(names):
-            name = names[progress.phase]
+        while state.phase < len(names):
+            name = names[state.phase]
             phase = self.run.phases[name]
-            resumed = checkpoint if progress.step else None
             batch = phase.batch_line(self.processes.count, self._rows_per_step(phase))
             with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}, {batch}"):
                 if self.run.trains_base:
                     self.head.train_base(now=phase.train_base)
                 optimizer = head_optimizer(self.head, phase.optim)
-                losses = resumed.state.losses if resumed else ()
-                progress.loss_spikes = LossSpikeFilter(self.run.loss_spikes, losses)
-                if resumed is not None:
-                    load_optimizer(self.head, optimizer, resumed.optimizer)
+                if checkpoint is not None and state.step:
+                    load_optimizer(self.head, optimizer, checkpoint.optimizer)
                 self._train_phase(name, phase, optimizer)
             checkpoint = None
-            progress.phase, progress.step = progress.phase + 1, 0
+            state.phase, state.step, state.losses = state.phase + 1, 0, []
 
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
+        """Take the remaining steps of a phase, and log, validate, save and stop between them."""
         with undisturbed_rng(), self.launch.main_process_first(self.run.per_node_data):
             data = self._open(name)
             cached = phase.store_hidden_states or self.sharding.shards_base
@@ -94,47 +86,50 @@ class Trainer:
             self._check_common(name, digest_rows(data.rows))
         self.checkpoints.check_corpora()
         if phase.corpus == "answers":
-            reads = data.epochs(phase.steps * self._rows_per_step(phase))
+            reads = phase.steps * self._rows_per_step(phase) / len(data.subset)
             self.display.line(f"   each answer is read {reads:,.1f} times in this phase")
         with signals.defer_signals():
             # This iterator also computes the base's hidden states, or reads them from disk.
-            progress, batches = self.progress, data.stream(self._rows(data, phase))
+            state, batches = self.state, data.stream(self._rows(data, phase))
             if phase.boost.head:
                 first_head = load_first(phase.boost.head, self.head)
                 batches = boosted(batches, first_head, self.head.depth, phase.boost.floor)
             unlogged: StepResult | None = None
-            started, first = perf_counter(), progress.step
-            while progress.step < phase.steps:
-                lr = lr_at(phase.optim, progress.step, phase.steps)
+            started, first = perf_counter(), state.step
+            while state.step < phase.steps:
+                lr = lr_at(phase.optim, state.step, phase.steps)
                 result = self._step(phase, batches, optimizer, lr)
                 if result.skip_reason is None:
                     unlogged = result if unlogged is None else unlogged + result
                 else:
-                    config, skipped = self.run.loss_spikes, progress.loss_spikes.skipped
+                    config, skipped = self.run.loss_spikes, state.losses.count(None)
                     self.display.line(
-                        f"warning: phase {name}, step {progress.step}: {result.skip_reason}; the update is skipped, "
+                        f"warning: phase {name}, step {state.step}: {result.skip_reason}; the update is skipped, "
                         f"{skipped} of at most {config.limit} among the last {config.window}"
                     )
                     if skipped > config.limit:
                         raise self.checkpoints.diverged(f"{result.skip_reason}, and {skipped} updates were skipped")
                 stop = self.processes.all_reduce_max(signals.stop_signal())
-                is_last = progress.step == phase.steps
-                if unlogged is not None and (is_last or stop or progress.step % self.run.log_every == 0):
+                is_last = state.step == phase.steps
+                if unlogged is not None and (is_last or stop or state.step % self.run.log_every == 0):
                     waited, data.waited_s = data.waited_s, 0.0
-                    self._record(name, unlogged, lr, started, waited, progress.step - first)
-                    unlogged, started, first = None, perf_counter(), progress.step
+                    self._record(name, unlogged, lr, started, waited, state.step - first)
+                    unlogged, started, first = None, perf_counter(), state.step
                 paused = perf_counter()
                 is_best = False
-                if is_last or (not stop and progress.step % self.run.validate_every == 0):
+                if is_last or (not stop and state.step % self.run.validate_every == 0):
                     is_best = self._validate(name, phase, held_out)
-                if is_last or stop or is_best or progress.step % self.run.checkpoint.every_steps == 0:
+                if is_last or stop or is_best or state.step % self.run.checkpoint.every_steps == 0:
                     self.checkpoints.save(optimizer, end_of_phase=is_last)
                 if stop:
-                    raise signals.Stopped(stop, f"after step {progress.total_steps} (over all phases), which is saved")
+                    raise signals.Stopped(stop, f"after step {state.global_step} (over all phases), which is saved")
                 started += perf_counter() - paused  # logged speed leaves out validation and saving
 
     def _check_common(self, name: str, digest: str) -> None:
-        """Reject rows whose ``digest`` differs between processes, because a step's rows are given by their numbers."""
+        """Raise a ``UserError`` if the packed rows of phase ``name`` differ between processes, by their ``digest``.
+
+        The processes divide a step's rows by row number, so equal numbers must mean equal rows.
+        """
         digests = self.processes.gather(digest)
         if len(set(digests)) > 1:
             raise UserError(
@@ -146,7 +141,7 @@ class Trainer:
     def _step(
         self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
     ) -> StepResult:
-        progress = self.progress
+        state = self.state
         count = phase.micro_batches(self.processes.count, self._rows_per_step(phase))
         result = train_step(
             self.head,
@@ -155,61 +150,62 @@ class Trainer:
             phase.loss,
             lr=lr,
             clip_norm=phase.optim.clip_norm,
-            share_done=(progress.step + 1) / phase.steps,
+            share_done=(state.step + 1) / phase.steps,
             reduce=self._reduce,
-            should_skip=progress.loss_spikes.skip_reason,
+            should_skip=partial(skip_reason, self.run.loss_spikes, state.losses),
         )
-        progress.count_step()
+        # The score belongs to the step before.
+        state.step, state.global_step, state.score = state.step + 1, state.global_step + 1, None
         return result
 
     def _open(self, name: str) -> PhaseData:
-        """Open a phase's rows. A phase that stores hidden states stores only those of rows that its steps use."""
+        """Open the rows of the phase ``name``. Hidden states are stored only for rows that the phase's steps use."""
         phase = self.run.phases[name]
-        seed = self._row_seed(list(self.run.phases).index(name))
-        num_rows = phase.steps * self._rows_per_step(phase)
-        return open_phase(self.corpora, name, phase, self.head.spec, seed, num_rows)
-
-    def _row_seed(self, phase: int) -> int:
-        return self.run.seed * 1000 + phase
+        seed = self.run.seed * 1000 + list(self.run.phases).index(name)
+        return open_phase(
+            self.corpora, name, phase, self.head.spec, seed, num_rows=phase.steps * self._rows_per_step(phase)
+        )
 
     def _rows_per_step(self, phase: PhaseConfig) -> int:
-        return phase.rows(self.checkpoints.initial_world_size)
+        """Return the rows of one optimiser step, on as many processes as the run started with."""
+        return phase.rows(self.state.processes)
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
         """Yield this process's row numbers for each remaining micro-batch of the phase."""
-        progress = self.progress
-        rows, seed = self._rows_per_step(phase), self._row_seed(progress.phase)
-        for step in range(progress.step, phase.steps):
-            numbers = data.numbers(seed, step * rows, rows)
+        rows = self._rows_per_step(phase)
+        for step in range(self.state.step, phase.steps):
+            numbers = data.numbers(step * rows, rows)
             yield from split_rows(numbers, phase.micro_batch_size, self.processes.count, self.processes.rank)
 
     def _reduce(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all processes."""
         if self.processes.count == 1:
             return value
         reduced: torch.Tensor = self.launch.accelerator.reduce(value, "sum")
         return reduced
 
     def _record(self, name: str, result: StepResult, lr: float, started: float, waited: float, steps: int) -> None:
+        """Log ``result``, the sum of the latest ``steps`` steps, and their speed; reject steps without trained tokens.
+
+        The steps began at the time ``started`` and waited ``waited`` seconds for data.
+        """
         metrics = result.metrics()  # waits for the device, so the time below covers finished steps
-        seconds, progress = perf_counter() - started, self.progress
+        seconds, state = perf_counter() - started, self.state
         if not int(result.total.tokens):
             raise UserError(
-                f"phase {name}, step {progress.step}: the last {steps} steps had no token to train on. A target is at "
+                f"phase {name}, step {state.step}: the last {steps} steps had no token to train on. A target is at "
                 "least two tokens after its anchor, and no document is long enough; use longer texts or answers, or "
                 f"raise the rows of a step (phases.{name}.rows_per_step or micro_batch_size)"
             )
-        row: dict[str, Any] = {
-            "phase": name,
-            "step": progress.step,
-            "total_step": progress.total_steps,
+        values: dict[str, Any] = {
             "lr": lr,
             **metrics,
             "tokens_per_second": float(result.total.tokens) / seconds,
             "step_ms": 1e3 * seconds / steps,
-            "skipped": progress.loss_spikes.skipped,
+            "skipped": state.losses.count(None),
             "data_wait": waited / seconds,
         }
-        self._publish(row)
+        row = self._publish(name, values)
         self.display.line(console_line(row, self.run.phases[name].steps))
 
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
@@ -218,7 +214,7 @@ class Trainer:
         answers: list[Ranks] = []
 
         def batches() -> Iterator[Batch]:
-            label = f"held-out answers after {self.progress.step} steps"
+            label = f"held-out answers after {self.state.step} steps"
             for number in range(len(held_out)):
                 self.display.progress(label, number, len(held_out), after=10.0)
                 batch, base_hidden = held_out.load([number])
@@ -230,21 +226,22 @@ class Trainer:
         # The score is the mean accepted length of greedy decoding with a chain over all draft positions.
         probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
         length = simulate_acceptance(probs, TokenTree.chain(self.head.depth)).mean_accepted_length
-        progress = self.progress
-        row: dict[str, Any] = {"phase": name, "step": progress.step, "total_step": progress.total_steps}
-        row |= {f"held_out_{key}": value for key, value in metrics.items()}
-        self._publish(row | {"held_out_mean_accepted_length": length})
+        self._publish(name, {f"held_out_{k}": v for k, v in {**metrics, "mean_accepted_length": length}.items()})
         self.sharding.reshard(self.head)
         depth = 1 if self.head.config.trained_positions == 1 else self.head.depth
         acceptance = " ".join(f"{metrics[f'accept_{k}']:.3f}" for k in range(1, depth + 1))
         self.display.line(
-            f"   held out after {progress.step} steps: top-1 acceptance by depth {acceptance}; mean accepted length "
+            f"   held out after {self.state.step} steps: top-1 acceptance by depth {acceptance}; mean accepted length "
             f"{length:.2f} with a chain of {self.head.depth}"
         )
         return self.checkpoints.record_score(length)
 
-    def _publish(self, row: dict[str, Any]) -> None:
+    def _publish(self, name: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Add phase and step to ``values``, write them to ``metrics.jsonl`` and the tracker, and return the row."""
+        state = self.state
+        row = {"phase": name, "step": state.step, "total_step": state.global_step, **values}
         if self.launch.is_main:
             self.log.write(row)
             if self.tracker is not None:
-                self.tracker.log(row, step=self.progress.total_steps)
+                self.tracker.log(row, step=state.global_step)
+        return row

@@ -19,7 +19,7 @@ from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head
 from drafthead.models.heads.parts.loading import load_base_and_head, load_head
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.trainer.optim import OptimConfig, build_optimizer
+from drafthead.train.trainer.optim import OptimConfig, head_optimizer
 from support import TinyBase, randomised, row_of
 
 DOCUMENTS = (list(range(20, 32)), list(range(100, 109)))
@@ -118,7 +118,7 @@ def test_before_its_joint_phase_it_is_medusa_1(tiny_base: TinyBase) -> None:
 
 def test_heads_learn_faster_than_adapters(tiny_base: TinyBase) -> None:
     head = tuned_head(tiny_base(), heads_lr_mult=4.0)
-    groups = build_optimizer(head.parameters(), OptimConfig(lr=0.01, weight_decay=0.1), head.lr_mult).param_groups
+    groups = head_optimizer(head, OptimConfig(lr=0.01, weight_decay=0.1)).param_groups
     adapters = {id(p) for p in head.adapter.values()}
     assert sum(len(group["params"]) for group in groups) == len(list(head.parameters()))
     for group in groups:

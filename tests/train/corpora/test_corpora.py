@@ -125,7 +125,7 @@ def test_a_short_phase_has_the_base_read_its_own_rows_only(tiny_base: TinyBase, 
     phase = PhaseConfig(corpus="text", seq_len=64, store_hidden_states=True)
     data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, num_rows=4)
     assert isinstance(data.cache, HiddenStateCache)
-    numbers = data.numbers(5, 0, 4)
+    numbers = data.numbers(0, 4)
     assert sorted(set(range(len(data))) - set(data.cache.missing_rows())) == sorted(numbers)
     data.load(numbers)
     longer = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, num_rows=10**6)
@@ -138,7 +138,7 @@ def test_a_phase_may_train_on_a_random_part_and_a_larger_part_holds_it(tiny_base
     def taken(max_tokens: int | None) -> set[int]:
         phase = PhaseConfig(corpus="text", seq_len=64, store_hidden_states=True, max_tokens=max_tokens)
         data = open_phase(made, "pretrain", phase, HiddenStatesSpec(), seed=5, num_rows=10**6)
-        numbers = data.numbers(5, 0, 3 * len(data))
+        numbers = data.numbers(0, 3 * len(data))
         if max_tokens is not None:
             assert isinstance(data.cache, HiddenStateCache) and not set(numbers) & set(data.cache.missing_rows())
         return set(numbers)

@@ -17,7 +17,7 @@ def test_the_next_rows_are_read_meanwhile_and_no_more(tiny_base: TinyBase) -> No
         "document_ids": [[0] * 16] * 6,
         "loss_mask": [[True] * 16] * 6,
     }
-    data = PhaseData(datasets.Dataset.from_dict(rows), tiny_base(), HiddenStatesSpec(), None)
+    data = PhaseData(datasets.Dataset.from_dict(rows), tiny_base(), HiddenStatesSpec())
     original_read, asked, done = data.read, [], threading.Semaphore(0)
 
     def watched(numbers: list[int]) -> tuple[TrainBatch, torch.Tensor | None]:

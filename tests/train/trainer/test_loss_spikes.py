@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,46 +13,37 @@ from drafthead.data.utils.files import read_json_lines
 from drafthead.models.heads.medusa import MedusaHead
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.trainer.checkpoint import load_latest
-from drafthead.train.trainer.loss_spikes import HISTORY, LossSpikeConfig, LossSpikeFilter
+from drafthead.train.trainer.loss_spikes import HISTORY, LossSpikeConfig, skip_reason
 from support import composed
 
 
 def test_spikes_are_told_from_noise_once_the_median_is_known() -> None:
-    spikes = LossSpikeFilter(LossSpikeConfig(spike=3.0))
-    assert spikes.skip_reason(100.0, 1.0) is None, "nothing to compare with"
+    config, losses = LossSpikeConfig(spike=3.0), list[float | None]()
+    assert skip_reason(config, losses, 100.0, 1.0) is None, "nothing to compare with"
     for loss in [1.0, 2.0] * HISTORY:
-        assert spikes.skip_reason(loss, 1.0) is None
-    assert spikes.skip_reason(2.9, 1e6) is None
-    assert spikes.skip_reason(7.0, 1.0) == "the loss is 7, over 3 times the median of 2"
-    assert spikes.skipped == 1 and spikes.losses[-1] is None, "a skipped loss must not move the median"
+        assert skip_reason(config, losses, loss, 1.0) is None
+    assert skip_reason(config, losses, 2.9, 1e6) is None
+    assert skip_reason(config, losses, 7.0, 1.0) == "the loss is 7, over 3 times the median of 2"
+    assert losses.count(None) == 1 and losses[-1] is None, "a skipped loss must not move the median"
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
 def test_a_loss_that_is_not_finite_is_skipped_from_the_first_step(loss: float, norm: float) -> None:
-    assert "gradient norm" in (LossSpikeFilter(LossSpikeConfig(spike=0)).skip_reason(loss, norm) or "")
+    assert "gradient norm" in (skip_reason(LossSpikeConfig(spike=0), [], loss, norm) or "")
 
 
 def test_no_spikes_when_turned_off_or_at_a_loss_of_zero() -> None:
-    off, zero = LossSpikeFilter(LossSpikeConfig(spike=0)), LossSpikeFilter(LossSpikeConfig())
+    off, zero = partial(skip_reason, LossSpikeConfig(spike=0), []), partial(skip_reason, LossSpikeConfig(), [])
     for _ in range(2 * HISTORY):
-        assert off.skip_reason(1.0, 1.0) is None and zero.skip_reason(0.0, 1.0) is None
-    assert off.skip_reason(1e9, 1.0) is None and zero.skip_reason(0.1, 1.0) is None
+        assert off(1.0, 1.0) is None and zero(0.0, 1.0) is None
+    assert off(1e9, 1.0) is None and zero(0.1, 1.0) is None
 
 
 def test_the_count_is_of_the_latest_steps() -> None:
-    spikes = LossSpikeFilter(LossSpikeConfig(window=20, limit=2))
+    losses: list[float | None] = []
     for step in range(100):
-        spikes.skip_reason(math.nan if step % 9 == 0 else 1.0, 1.0)
-    assert spikes.skipped == 3, "of the latest 20"
-
-
-def test_the_filter_survives_a_resume() -> None:
-    spikes = LossSpikeFilter(LossSpikeConfig())
-    for loss in [2.0] * HISTORY + [math.nan]:
-        spikes.skip_reason(loss, 1.0)
-    again = LossSpikeFilter(LossSpikeConfig(), spikes.losses)
-    assert again.losses == spikes.losses and again.skipped == 1
-    assert again.skip_reason(11.0, 1.0) is not None
+        skip_reason(LossSpikeConfig(window=20, limit=2), losses, math.nan if step % 9 == 0 else 1.0, 1.0)
+    assert len(losses) == 20 and losses.count(None) == 3, "of the latest 20"
 
 
 # In a whole run -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
-from drafthead.train.trainer.optim import OptimConfig, build_optimizer, head_optimizer, lr_at
+from drafthead.train.trainer.optim import OptimConfig, head_optimizer, lr_at
 from drafthead.train.trainer.step import train_step
 from support import random_base
 
@@ -64,7 +64,7 @@ def test_the_two_stages_of_ibm_at_every_step() -> None:
 
 
 class Joint(nn.Module):
-    """Heads and an adapter of the base."""
+    """Heads and an adapter of the base: as much of a head as ``head_optimizer`` needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,23 +77,23 @@ class Joint(nn.Module):
 
 
 def test_a_factor_for_some_parameters_and_decay_of_trainable_matrices_only() -> None:
-    module = Joint()
-    groups = build_optimizer(module.parameters(), OptimConfig(weight_decay=0.3), module.lr_mult).param_groups
+    module: Any = Joint()
+    groups = head_optimizer(module, OptimConfig(weight_decay=0.3)).param_groups
     expected = [module.adapter.weight, module.adapter.bias, module.heads.weight, module.heads.bias]
     assert [group["params"] for group in groups] == [[p] for p in expected]
     assert [(g["lr_mult"], g["weight_decay"]) for g in groups] == [(1, 0.3), (1, 0), (4, 0.3), (4, 0)]
     assert groups[0]["betas"] == (0.9, 0.95)
     with pytest.raises(UserError, match="no trainable parameter"):
-        build_optimizer(module.frozen.parameters(), OptimConfig())
+        head_optimizer(module.requires_grad_(False), OptimConfig())
 
 
 def test_the_order_of_parameters_decides_the_place_of_their_state() -> None:
     """Whatever order factors are met in, the groups are the same: a resumed run must find its state."""
-    module = Joint()
-    expected = build_optimizer(module.parameters(), OptimConfig(), module.lr_mult).state_dict()
+    module: Any = Joint()
+    expected = head_optimizer(module, OptimConfig()).state_dict()
     parts = [*module.adapter.parameters(), *module.heads.parameters()]
-    state = build_optimizer(parts, OptimConfig(), module.lr_mult).state_dict()
-    assert state == expected
+    module.parameters = lambda: parts
+    assert head_optimizer(module, OptimConfig()).state_dict() == expected
 
 
 class _Quadratic:
@@ -108,11 +108,11 @@ class _Quadratic:
 
 
 def test_a_step_takes_the_factor_into_account() -> None:
-    module = Joint()
+    module: Any = Joint()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    optimizer = build_optimizer(module.parameters(), OptimConfig(), module.lr_mult)
+    optimizer = head_optimizer(module, OptimConfig())
     batch: list[Any] = [(None, None)]
-    train_step(_Quadratic(module), optimizer, batch, LossConfig(), lr=0.01, clip_norm=0.0, reduce=lambda t: t)
+    train_step(_Quadratic(module), optimizer, batch, LossConfig(), lr=0.01, clip_norm=0.0)
     for name, parameter in module.named_parameters():  # Adam's first step is the learning rate, whatever the gradient
         moved = {"heads": 0.04, "adapter": 0.01, "frozen": 0.0}[name.split(".")[0]]
         torch.testing.assert_close(
