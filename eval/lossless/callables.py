@@ -35,7 +35,7 @@ DRAWS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform
 
 
 class _Choices(TorchFunctionMode):
-    """The random choices of one run: first those given by ``script`` (option numbers), then the likeliest options."""
+    """Random choices of one run: first the options (indices) that ``script`` lists, then the likeliest options."""
 
     def __init__(self, script: tuple[int, ...]) -> None:
         super().__init__()
@@ -94,7 +94,10 @@ class _Choices(TorchFunctionMode):
         return self._below(numbers, limits) ^ asks_above
 
     def _below(self, numbers: Any, limits: Any) -> Tensor:
-        """Choose whether uniform numbers are below ``limits``, given all earlier comparisons of these numbers."""
+        """Choose for each number whether it is below its limit; return the choices.
+
+        ``numbers`` are uniform in [low, high), the bounds that earlier comparisons left. A choice moves a bound.
+        """
         limits = torch.as_tensor(limits, dtype=torch.float64)
         shape = (numbers.low + limits).shape
         low, high, limits = (tensor.expand(shape) for tensor in (numbers.low, numbers.high, limits))
@@ -112,7 +115,7 @@ class _Choices(TorchFunctionMode):
 def sampler_distribution(
     sampler: SpeculativeSampler, target: TabularLM, draft: TabularLM, length: int
 ) -> CommittedProbs:
-    """Return the exact distribution of the tokens that one step of ``sampler`` commits."""
+    """Return the exact distribution of the tokens that a step of ``sampler`` with up to ``length`` drafts commits."""
 
     def run(script: tuple[int, ...]) -> tuple[list[int], _Choices]:
         choices = _Choices(script)
@@ -154,7 +157,8 @@ def distances(
 ) -> tuple[list[float], int]:
     """Return the total variation between ``sampler``'s output and each target, and the total number of outcomes.
 
-    There are ``PAIRS`` random targets and draft models over ``vocabulary`` tokens, or one pair with fixed ``probs``.
+    A step has up to ``length`` drafts. ``probs`` are the next-token probabilities of one target and its draft model;
+    None: ``PAIRS`` random pairs over ``vocabulary`` tokens.
     """
     targets = [TabularLM.random(vocabulary, length, seed) for seed in range(PAIRS)]
     pairs = [(target, target.near(PAIRS + seed, 1.0)) for seed, target in enumerate(targets)]
@@ -187,6 +191,8 @@ def load_sampler(name: str) -> SpeculativeSampler:
 
 
 def _next_token(table: TabularLM) -> NextToken:
+    """Return the function that gives a sampler the next-token probabilities of ``table``."""
+
     def probs(prefix: Sequence[int]) -> Tensor:
         number = 0
         for token in prefix:

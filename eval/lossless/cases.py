@@ -39,18 +39,19 @@ OTHER_DRAFT_SAMPLERS = ((Sampler(temperature=1.0, top_p=0.8), RAW), (RAW, Sample
 TOP_K, WITH, WITHOUT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 SAMPLED = (WITH, WITHOUT)
 EVERY = (TOP_K, *SAMPLED)
-TARGET_SPREAD, DRAFT_SPREAD = 1.5, 1.5
-"""Standard deviations of the target's logits, and of the drafter's differences from them."""
+DRAFT_SPREAD = 1.5
+"""Standard deviation of the differences between the drafter's logits and the target's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Draft settings of one drafter."""
+    """Settings of one drafter, for one or several of which a ``Shape`` is made."""
 
     tree: TokenTree | DynamicTree
     shared: bool = False
     """All nodes of a tree level share one distribution and its samples, as in Medusa."""
     draft_vocabulary: int | None = None
+    """Number of ids that the drafter can draft; None: all."""
     top_k: bool = False
     """Use top-k drafting even if the other drafters sample."""
     confidence_threshold: float = 0.0
@@ -65,6 +66,7 @@ class Shape:
     vocabulary: int
     parts: tuple[Part, ...]
     kinds: tuple[DraftSampling, ...] = EVERY
+    """Ways to draw the drafts with which the shape is enumerated."""
     relay: bool = False
     """The drafters draft in turn along one path. Otherwise their trees are combined in one."""
 
@@ -75,7 +77,10 @@ class Shape:
         return sum(depths) if self.relay else max(depths)
 
     def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
-        """Return a function that drafts this shape from tables near ``target``, by ``sampler`` (None: top-k)."""
+        """Return a function that drafts this shape from random tables near ``target``; ``seed`` determines the tables.
+
+        Drafts are drawn by ``draft_sampling`` with ``sampler``; None: top-k drafts.
+        """
         drafts: list[TableDraft] = []
         for number, drafter in enumerate(self.parts):
             draft_config = DraftConfig(
@@ -150,8 +155,8 @@ class Case:
     """Accept drafts that equal the target's argmax, as decoding does at temperature 0."""
 
     def tables(self, seed: int) -> tuple[TabularLM, Draft]:
-        """Return a random target and its drafter."""
-        target = TabularLM.random(self.shape.vocabulary, self.shape.depth, seed, TARGET_SPREAD)
+        """Return a random target and a function that drafts for it; ``seed`` determines both."""
+        target = TabularLM.random(self.shape.vocabulary, self.shape.depth, seed)
         return target, self.shape.draft(self.draft_sampling, self.draft_sampler, target, seed + 1)
 
 
@@ -169,6 +174,7 @@ def cases() -> Iterator[Case]:
 
 
 def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> Iterator[Case]:
+    """Yield a case per sampler, and with sampled drafts a case per pair of different samplers."""
     for sampler in SAMPLERS:
         yield _case(rule, kind, shape, sampler)
     for sampler, draft_sampler in () if kind is TOP_K else OTHER_DRAFT_SAMPLERS:
@@ -176,7 +182,7 @@ def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> I
 
 
 def _case(rule: AcceptanceRule, kind: DraftSampling, shape: Shape, sampler: Sampler) -> Case:
-    """Return a case in which the drafter has the target's sampler, except its penalty; unless the target is greedy."""
+    """Return a case whose drafter samples like the target, without a penalty; for a greedy target, at temperature 1."""
     sampler_of_drafts = RAW if sampler.greedy else replace(sampler, repetition_penalty=1.0)
     draft_sampler = None if kind is TOP_K else sampler_of_drafts
     return Case(rule=rule, draft_sampling=kind, shape=shape, sampler=sampler, draft_sampler=draft_sampler)
@@ -204,6 +210,7 @@ def _argmax_with_probs() -> Proposal:
 
 
 def _two_kinds() -> Proposal:
+    """Combine a draft sampled with replacement and a draft sampled without."""
     target = TabularLM.random(4, 1, 0)
     drafts = [CHAINS[0].draft(kind, RAW, target, 0) for kind in SAMPLED]
     rng = PerRowRng([0], [0], DRAFT, torch.device("cpu"))
@@ -211,7 +218,7 @@ def _two_kinds() -> Proposal:
 
 
 def refusals() -> tuple[Refusal, ...]:
-    """Return the biased combinations that must be refused."""
+    """Return the combinations of rule and drafts that would bias the output and must be refused."""
     tree, dynamic, greedy = TREE_22.tree, DynamicTree(nodes=7), Sampler()
     return (
         Refusal("exact", "top k, with probs", "chain 1", _argmax_with_probs),
@@ -254,7 +261,7 @@ def _table(*rows: tuple[float, float]) -> TabularLM:
 
 
 def _shortened(table: TabularLM, depth: int, length: Callable[[Proposal], torch.Tensor]) -> Draft:
-    """Return a drafter of sampled chains whose first ``length`` ([B]) drafts are verified."""
+    """Return a function that samples chains of ``depth`` drafts; only the first ``length(proposal)`` are verified."""
     draft_config = DraftConfig(tree=TokenTree.chain(depth), draft_sampling=WITH, sampler=RAW)
 
     def draft(last_token: torch.Tensor, rng: RandomSource) -> Proposal:
@@ -286,7 +293,7 @@ def _by_search(proposal: Proposal) -> torch.Tensor:
 
 
 def counterexamples() -> tuple[Counterexample, ...]:
-    """Return cases in which ``certify`` must find a bias. If it did not, its other results would prove nothing."""
+    """Return biased samplers whose bias ``certify`` must find. Otherwise its other results would prove nothing."""
     even, uneven = (0.5, 0.5), (0.7, 0.3)
     return (
         # (0.55, 0.45) instead of (0.5, 0.5)

@@ -48,10 +48,11 @@ class Row:
 
 @lru_cache(maxsize=64)
 def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
-    """Return how far ``rule`` moves a token's distribution: the mean over random targets with drafters near them.
+    """Return the total variation between a token's distribution under ``rule`` and the target's distribution.
 
-    The value is exact for each of 64 fixed pairs of target and drafter over 8 tokens, with a chain of one draft; 0 for
-    a lossless rule. It compares lossy rules with each other. It does not predict the effect on a real model's answers.
+    It is the mean over random targets with drafters near them. The value is exact for each of 64 fixed pairs of target
+    and drafter over 8 tokens, with a chain of one draft; 0 for a lossless rule. It compares lossy rules with each
+    other. It does not predict the effect on a real model's answers.
     """
     if rule.lossless:
         return 0.0
@@ -65,7 +66,10 @@ def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = D
 
 
 def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
-    """Enumerate a ``Case`` (``seed`` gives its tables) or a ``Counterexample``; try to build a ``Refusal``."""
+    """Return the result of a case: enumerate its outcomes, or, for a ``Refusal``, try to build the combination.
+
+    ``seed`` determines the random tables of a ``Case``.
+    """
     if isinstance(case, Refusal):
         reason = ""
         try:
@@ -97,7 +101,7 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
 
 
 def certify(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    """Return all rows, or those whose rule, draft sampling, sampler or shape contains ``only``.
+    """Check all cases, or those whose rule, draft sampling, sampler or shape contains ``only``; return their rows.
 
     Args:
         only: text that one of these columns contains, such as ``block`` or ``chain 2 + chain 2``.
@@ -116,7 +120,7 @@ def certify(only: str = "", progress: Callable[[int, int], None] | None = None) 
 
 
 def labels(case: Case | Refusal | Counterexample) -> dict[str, Any]:
-    """Return the first four columns of a case's row."""
+    """Return the columns "rule", "draft_sampling", "sampler" and "shape" of a case's row."""
     if not isinstance(case, Case):
         sampler = "any" if isinstance(case, Refusal) else settings_label(RAW, "temperature")
         return {"rule": case.rule, "draft_sampling": case.draft_sampling, "sampler": sampler, "shape": case.shape}

@@ -30,10 +30,10 @@ MOST_CHOICES = 32
 
 
 class EnumeratedRng:
-    """``RandomSource`` whose choices follow each row's script; after the script's end it takes the likeliest option."""
+    """``RandomSource`` that follows each row's script of choices, then takes the likeliest options."""
 
     def __init__(self, choices: Tensor, lengths: Tensor) -> None:
-        """Take the scripts: [B, MOST_CHOICES] int8 choices, of which the first ``lengths`` ([B] int64) are given."""
+        """Take the scripts: option indices [B, MOST_CHOICES] int8, of which a row's first ``lengths`` [B] are given."""
         self._choices, self._given = choices.clone(), lengths
         self._used = torch.zeros_like(lengths)
         self.weights = torch.ones(len(lengths), dtype=torch.float64)
@@ -82,6 +82,7 @@ class EnumeratedRng:
         return choice
 
     def _fork(self, probs: Tensor, rows: Tensor, taken: Tensor) -> None:
+        """Add a script for every possible option but ``taken`` [B] of the rows where ``rows`` [B] is true."""
         possible = (probs > 0) & rows[:, None]
         row, option = possible.scatter(1, taken[:, None], False).nonzero(as_tuple=True)
         if len(row):
@@ -126,6 +127,7 @@ class CommittedProbs:
 
 
 def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Tensor:
+    """Extend the masses of all sequences of ``length`` tokens by a token drawn from ``probs`` [prefixes, V]."""
     first = sum(vocabulary**level for level in range(length))  # prefixes of one length are adjacent, in order
     return (masses[:, None] * probs[first : first + len(masses)]).flatten()
 
@@ -134,9 +136,10 @@ def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Te
 def committed(
     draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, greedy: bool = False
 ) -> CommittedProbs:
-    """Return the masses of the tokens that one step commits, with at most ``depth`` drafts on a path.
+    """Enumerate one step of decoding; return the masses of the tokens that it commits.
 
-    With ``greedy``, drafts are accepted if they equal the target's argmax, as in decoding at temperature 0.
+    ``depth`` is the largest number of drafts on a path. With ``greedy``, drafts are accepted if they equal the target's
+    argmax, as in decoding at temperature 0.
     """
     committed_probs = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
@@ -167,9 +170,10 @@ def committed(
 
 
 def total_variation(committed_probs: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
-    """Return the total variation between the committed tokens, completed by the target, and the target's ``probs``.
+    """Return the total variation between the committed tokens' distribution and the target's.
 
-    Only the first ``length`` tokens are compared; by default depth + 1, the most that a step commits.
+    ``probs`` [prefixes, V] are the target's, which also complete shorter sequences. Only the first ``length`` tokens
+    are compared; None: depth + 1, the most that a step commits.
     """
     target_masses = probs[0]
     for n in range(1, committed_probs.depth + 1):

@@ -35,7 +35,10 @@ def fresh_logits(base: BaseModel, ids: list[int]) -> torch.Tensor:
 
 
 def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: list[int], position: int) -> float:
-    """Return the gap between the target's logits of both answers' tokens at ``position``; inf after an end."""
+    """Return the distance between the target's logits of two answers' tokens at answer position ``position``.
+
+    ``ids`` are the prompt's. The answers must be equal before the position. The distance is inf if one has ended there.
+    """
     if position >= min(len(expected), len(other)):
         return float("inf")
     logits = fresh_logits(base, ids + expected[:position])
@@ -46,10 +49,10 @@ def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: li
 def draw_margin(
     base: BaseModel, sampler: Sampler, seed: int, ids: list[int], expected: list[int], other: list[int], position: int
 ) -> float:
-    """Return how far the number drawn at ``position`` is from choosing each answer's token: the larger one.
+    """Return how far the random number at answer position ``position`` is from choosing each of two answers' tokens.
 
-    A token is chosen if the number falls into its interval of the cumulative distribution. The result is the larger
-    distance of the number from the intervals of both answers' tokens.
+    A token is chosen if the number falls into its interval of the cumulative distribution. The result is the larger of
+    the number's distances from the intervals of both tokens. ``ids`` are the prompt's.
     """
     before = ids + expected[:position]
     probs = (
@@ -67,7 +70,7 @@ def draw_margin(
 def recompute_tokens(
     base: BaseModel, drafter: Drafter, config: DecodeConfig, ids: list[int], result: DecodeResult, position: int
 ) -> tuple[int | None, int | None]:
-    """Compute the target's greedy choice at answer position ``position`` again, in two ways.
+    """Compute the target's greedy choice at position ``position`` (from 0) of an answer again, in two ways.
 
     Returns:
         ``fresh_token``: from one forward pass over the whole prefix, into an empty cache. ``cached_token``: from a
@@ -108,14 +111,14 @@ class Equality:
     tokens: tuple[int, int] | None = None
     """The expected token and the answer's token at that position; None if one answer ended there."""
     margin: float | None = None
-    """Gap between the target's logits of the two tokens; for sampled ones, ``draw_margin``. None without both."""
+    """Distance of the target's logits of the two tokens (sampled answers: ``draw_margin``); None if an answer ended."""
     near_tie: bool = False
     """True if the margin is below the dtype's (or an engine's) tolerance: rounding explains the difference."""
     diagnosis: Diagnosis | None = None
     """Cause of the difference; None if the answers are equal."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the difference as JSON values."""
+        """Return position, tokens, margin and diagnosis as JSON values."""
         return {
             "position": self.position,
             "tokens": self.tokens and list(self.tokens),
@@ -173,7 +176,7 @@ def compare_outputs(
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Count equal answers: "same" out of "of"; "found" counts the others by diagnosis; "dtype".
+    """Return the number of equal answers ("same"), of all ("of"), of the others by diagnosis ("found"), and "dtype".
 
     In bfloat16 ties are common, so judge by the rate. In float32 everything except ties is a fault.
     """

@@ -49,7 +49,7 @@ class DraftQuality:
     logits: Tensor
     """[n, K, W] float32 logits of all draft positions at the first answer's n first positions."""
     mean_accepted_length: float
-    """Of greedy decoding, bonus token included, with the head's own tree, or with a chain if it has none."""
+    """Mean accepted length of greedy decoding with the original head's tree, or with a chain if it has none."""
     accuracy: float
     """Share of positions at which the first draft is right; training logs it as ``held_out_accept_1``."""
 
@@ -59,6 +59,7 @@ class ExportCheck:
     """Comparison of the original head with the exported one."""
 
     dtype: torch.dtype
+    """Dtype of the exported weights."""
     before: DraftQuality
     after: DraftQuality
     same_vocabulary: bool
@@ -116,7 +117,11 @@ def check_export(
     estimate: float | None = None,
     estimate_tolerance: float = 0.2,
 ) -> ExportCheck:
-    """Draft with both heads along ``texts``, which must be greedy answers of ``base``, and compare them."""
+    """Draft with both heads along ``texts``, which must be greedy answers of ``base``, and compare the heads.
+
+    ``dtype`` is that of the exported weights. ``estimate`` is the first draft position's accuracy in training (None:
+    unknown), and ``estimate_tolerance`` how much lower the exported head's may be.
+    """
     tree = original.tree or TokenTree.chain(original.depth)
     before, after = (_quality(base, head, texts, tree) for head in (original, reloaded))
     same_vocabulary = torch.equal(original.d2t, reloaded.d2t)

@@ -33,16 +33,16 @@ class TabularLM:
         self.vocabulary = vocabulary or logits.shape[1]
 
     @classmethod
-    def random(cls, vocabulary: int, depth: int, seed: int, spread: float = 1.5) -> "TabularLM":
-        """Return a table for prefixes of up to ``depth`` tokens; its logits have standard deviation ``spread``."""
+    def random(cls, vocabulary: int, depth: int, seed: int) -> "TabularLM":
+        """Return a table for prefixes of up to ``depth`` tokens, with normal logits of standard deviation 1.5."""
         generator = torch.Generator().manual_seed(seed)
         count = sum(vocabulary**level for level in range(depth + 1))
-        return cls(spread * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
+        return cls(1.5 * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
 
     def near(self, seed: int, spread: float) -> "TabularLM":
-        """Return this table plus normal noise of standard deviation ``spread``: a drafter that approximates a target.
+        """Return a drafter that approximates this target: the same logits plus normal noise.
 
-        ``seed`` determines the noise.
+        ``spread`` is the noise's standard deviation, and ``seed`` determines the noise.
         """
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.logits.shape, dtype=torch.float64, generator=generator)
@@ -57,7 +57,7 @@ class TabularLM:
         return torch.where(longer < len(self.logits), longer, 0)
 
     def of_nodes(self, proposal: Proposal) -> Tensor:
-        """Return [B, N] the number of the prefix that ends with each node; 0 for the root."""
+        """Return the numbers [B, N] of the prefixes that end with each node of a tree; 0 for the root."""
         tokens = proposal.tokens
         prefixes = torch.zeros_like(tokens)
         parents = proposal.shape.parents.expand(tokens.shape)
@@ -89,7 +89,7 @@ class _ByPrefix(LogitsSource):
         self._table, self._root, self._prefixes = table, True, prefixes[:, None]
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        if not self._root:  # which ends its prefix
+        if not self._root:  # the root's prefix is given
             self._prefixes = self._table.after(self._prefixes.gather(1, parents), tokens)
         self._root = False
         return self._table.logits[self._prefixes]
@@ -141,7 +141,7 @@ def combined_draft(parts: Sequence[Draft], last_token: Tensor, rng: RandomSource
 
 
 def relay_draft(parts: Sequence[TableDraft], last_token: Tensor, rng: RandomSource) -> Proposal:
-    """Draft chains along one path after ``last_token`` [B]: each drafter continues after the last token drafted."""
+    """Draft one path after ``last_token`` [B]: each drafter's chain continues after the chain of the drafter before."""
     proposal = root_only(last_token)
     for drafter in parts:
         leaf = drafted_tokens(proposal)[:, None]
