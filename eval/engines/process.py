@@ -13,11 +13,11 @@ NOISE = ("WARNING", "INFO", "DEBUG", "Traceback", "^")
 
 
 class EngineError(Exception):
-    """A failure of the engine itself: it is missing, too old, has ended or does not respond. It ends the evaluation."""
+    """A failure of a serving engine: it is missing, too old, has ended or does not respond. It ends the evaluation."""
 
 
 class EngineProcess:
-    """``python runner.py ...`` in a new process group, started by the constructor.
+    """The process ``python runner.py ARGUMENTS`` in its own process group, started by the constructor.
 
     Its standard input is a pipe from our process. When our process ends, by whatever signal, the pipe closes and the
     runner kills its process group.
@@ -60,6 +60,7 @@ class EngineProcess:
             raise EngineError(f"{self.name} died ({how}){self._tail()}")
 
     def _tail(self) -> str:
+        """Return the last line of the process's output that looks like an error, after a colon; "" without output."""
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         telling = [line for line in lines if any(word in line for word in ("Error", "error", "ASSERT", "assert"))]

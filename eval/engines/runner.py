@@ -16,7 +16,7 @@ from typing import Any
 
 
 def follow_parent() -> None:
-    """Kill this process group when standard input closes."""
+    """Start a thread that kills this process group when standard input closes."""
 
     def wait() -> None:
         """Read standard input until it closes, then kill the group."""
@@ -28,7 +28,7 @@ def follow_parent() -> None:
 
 
 def vllm(port: str, arguments: list[str]) -> None:
-    """Run vLLM's OpenAI-compatible server."""
+    """Run vLLM's OpenAI-compatible server with its command-line ``arguments``."""
     sys.argv = ["vllm", "--host", "127.0.0.1", "--port", port, *arguments]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 

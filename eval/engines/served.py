@@ -45,6 +45,7 @@ READS = {
 }
 """Formats that each engine loads. The first format that supports the head is used."""
 PLAIN = "_plain"
+"""End of the name of an engine's method without the head."""
 MOST_CONTEXT = 4096
 """Largest context, in tokens, for which an engine allocates its cache."""
 VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")
@@ -64,7 +65,9 @@ class ServedEngines:
     head: DraftHead | None = None
     """The head with which our decoder drafts that chain."""
     drafts: int = 0
+    """Length of the chain that all of them draft."""
     methods: dict[str, Callable[[list[int]], DecodeResult]] = field(default_factory=dict)
+    """Functions that answer prompt ids, by method: ``vllm`` with the head, ``vllm_plain`` without it."""
     marks: dict[str, str] = field(default_factory=dict)
     """Per method a hash of everything that determines its answers. Stored results with another hash are not used."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -73,7 +76,10 @@ class ServedEngines:
 
 @contextmanager
 def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, log: Log) -> Iterator[ServedEngines]:
-    """Export the head below ``folder``, start the engines of ``config``, and stop them at the end or after errors."""
+    """Export the head below ``folder`` and start the engines of ``config``; stop them when the context ends.
+
+    ``log`` is called with a line per engine that is ready.
+    """
     served = ServedEngines()
     if not config.engines:
         yield served
@@ -111,10 +117,10 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
 
 
 def format_for(engine: str, head: DraftHead) -> Format:
-    """Return the format of ``head`` that an engine loads.
+    """Return the first format that ``engine`` loads and that can hold ``head``.
 
     Raises:
-        UserError: no format fits; the message lists the reasons.
+        UserError: no format can; the message lists the reasons.
     """
     read = (all_formats()[name] for name in READS[engine])
     fitting = [target for target in read if isinstance(head.config, target.head_config)]
@@ -132,7 +138,10 @@ def format_for(engine: str, head: DraftHead) -> Format:
 
 
 def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
-    """Write the head in the format ``target`` into the emptied ``folder``; return the head as it was written."""
+    """Empty ``folder`` and write the head there in the format ``target``; return the head that was written.
+
+    That is another head with the same drafts if the engine can't load ``head`` itself (``Format.fitted``).
+    """
     shutil.rmtree(folder, ignore_errors=True)
     fitted: DraftHead = target.fitted(head)
     target.export(fitted, folder, torch.float32)
@@ -140,7 +149,7 @@ def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
 
 
 def _as_exported(head: DraftHead) -> DraftHead:
-    """Return the head without its bfloat16 or int8 copies of weights for drafting, so that it equals the export."""
+    """Return a head that drafts with ``head``'s exported weights, not with their bfloat16 or int8 copies."""
     if head.config.inference_dtype(head.base) is None:
         return head
     d2t = None if len(head.d2t) == head.base.vocab_size else head.d2t
@@ -150,8 +159,8 @@ def _as_exported(head: DraftHead) -> DraftHead:
 
 
 def method_of(target: Format, head: DraftHead) -> str:
-    """Return the engines' name for the head's drafting method. A DSpark head without a Markov head is DFlash."""
-    if isinstance(head, DSparkHead):
+    """Return the name by which engines call the drafting method of ``head``, exported in the format ``target``."""
+    if isinstance(head, DSparkHead):  # without a Markov head it is DFlash
         return "dspark" if head.config.markov_rank else "dflash"
     return "medusa" if target.name == "vllm_medusa" else "eagle3"
 
@@ -185,7 +194,7 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
 
 
 def _chain(head: DraftHead, config: EvalConfig) -> int:
-    """Return the length of the chain to draft."""
+    """Return the length of the chain to draft: ``engine.drafts``, or the positions that the head was trained for."""
     return config.engine.drafts or min(head.config.trained_positions, head.depth)
 
 
@@ -194,7 +203,7 @@ def vllm_python(config: EngineConfig) -> str:
     python = config.python or str(environment() / "bin" / "python")
     if not Path(python).exists():
         raise UserError(
-            f"vLLM is absent: there is no {python}; `drafthead engines install=vllm` makes it ({VLLM_SIZE}), or "
+            f"vLLM is not installed: there is no {python}; `drafthead engines install=vllm` makes it ({VLLM_SIZE}), or "
             "name an interpreter that has vLLM with engine.vllm.python=PATH, or a server with engine.vllm.url=URL"
         )
     return python
@@ -218,10 +227,10 @@ def environment() -> Path:
 
 @dataclass
 class EngineStart:
-    """Settings for starting one engine, with the head (exported to the folder ``published``) and without it."""
+    """Starter of one engine's servers, with the head (exported to the folder ``published``) and without it."""
 
     stack: ExitStack
-    """Its exit stops the processes that were started."""
+    """Context whose end stops the processes that were started."""
     name: str
     settings: EnginesConfig
     base: BaseModel
@@ -236,7 +245,10 @@ class EngineStart:
         self._context = min(self.base.max_context, MOST_CONTEXT)
 
     def server(self, plain: bool) -> "EngineServer | None":
-        """Start the engine or check its address, and return its client; None if ``plain_url`` is needed but empty."""
+        """Start the engine, or check that a server answers at its address; return its client.
+
+        ``plain`` asks for a server without the head. None: only the server with the head has an address.
+        """
         from drafthead.eval.engines.servers import SERVERS  # loads the openai client, which takes half a second
 
         kind, timeout, config = SERVERS[self.name], self.settings.answer_timeout_s, self.own

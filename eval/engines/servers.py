@@ -20,7 +20,7 @@ METRICS_WAIT_S = 2.0
 def engine_result(
     tokens: list[int], steps: int | None, accepted: Sequence[int] = (), prefill_s: float = 0.0, total_s: float = 0.0
 ) -> DecodeResult:
-    """Return an engine's answer in the form of our own decodings, with a record per step.
+    """Return an engine's answer as a ``DecodeResult``, with a record per step.
 
     Engines count only how many steps accepted how many drafts. The steps' order and times are unknown, so the steps
     with most accepted drafts come first, and all get the same time. Example: ``accepted`` [2, 1] in 3 steps becomes
@@ -29,7 +29,7 @@ def engine_result(
     Args:
         tokens: the answer, up to and including an end-of-turn token.
         steps: number of verifications with drafts; None: not counted.
-        accepted: number of steps that accepted each draft position; empty if the engine counts only steps.
+        accepted: for each draft position, the number of steps that accepted it; empty if the engine counts only steps.
         prefill_s: seconds to read the prompt.
         total_s: seconds of the whole answer.
     """
@@ -66,7 +66,11 @@ class EngineServer(ABC):
         process: EngineProcess | None = None,
         drafts: int = 0,
     ) -> None:
-        """Take the server's ``url``, its ``process`` (if ours, to report its exit) and its chain length (0: none)."""
+        """Connect to the server at ``url``.
+
+        ``process`` is the server's, if we started it, to report its exit. ``drafts`` is the length of its chains; 0:
+        it does not draft.
+        """
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
         # A proxy of the environment is for other machines.
@@ -81,7 +85,7 @@ class EngineServer(ABC):
 
     @abstractmethod
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
-        """Answer ``ids`` greedily, and return the answer in the form of our own decodings."""
+        """Answer the prompt ``ids`` greedily; raise an ``EngineError`` if the server fails."""
 
     @abstractmethod
     def version(self) -> str:
@@ -96,7 +100,10 @@ class EngineServer(ABC):
         return True
 
     def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request; return the response's JSON, or else its text. Failures become one-line ``EngineError``s."""
+        """Send a POST request, or GET without ``body``; return the response's JSON, or its text if that is not JSON.
+
+        Failures raise an ``EngineError`` of one line.
+        """
         try:
             if body is None:
                 text = self._client.get(path, cast_to=str)
@@ -119,7 +126,7 @@ class EngineServer(ABC):
             return text
 
     def _timed(self, path: str, body: dict[str, Any]) -> tuple[Any, float]:
-        """Send a request; return the response and the seconds until it came."""
+        """Send a POST request; return the response's JSON and the seconds until it came."""
         started = time.perf_counter()
         return self._send(path, body), time.perf_counter() - started
 
@@ -135,7 +142,10 @@ class EngineServer(ABC):
         return counters
 
     def _complete(self, tokens: list[int], stopped: bool, token: object = None) -> list[int]:
-        """Return the tokens up to and including the end-of-turn token, which some servers omit."""
+        """Return the tokens up to and including the end-of-turn token, which is appended if the server omitted it.
+
+        ``stopped`` is true if the answer ended there, and ``token`` is the end-of-turn token, if the server names it.
+        """
         for index, candidate in enumerate(tokens):
             if candidate in self.eos_ids:
                 return tokens[: index + 1]
@@ -208,7 +218,7 @@ class LlamaCppServer(EngineServer):
         )
 
     def read(self, ids: Sequence[int]) -> tuple[int, float]:
-        """Process the ``ids`` that are not cached yet, without answering; return their number and the seconds."""
+        """Read the prompt ``ids`` without answering; return the number of ids that were not cached, and the seconds."""
         timings = self._send("/completion", {"prompt": list(ids), "n_predict": 0, "cache_prompt": True})["timings"]
         return int(timings["prompt_n"]), timings["prompt_ms"] / 1e3
 
@@ -239,5 +249,5 @@ SERVERS: dict[str, type[EngineServer]] = {"vllm": VllmServer, "llamacpp": LlamaC
 
 
 def _by_position(counters: dict[str, float], name: str, drafts: int) -> list[int]:
-    """Return the counts per draft position; a position without acceptance has no counter and counts 0."""
+    """Return the counter ``name`` at each of ``drafts`` draft positions; a position without a counter counts 0."""
     return [round(counters.get(f"{name}[{position}]", 0)) for position in range(drafts)]

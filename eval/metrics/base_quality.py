@@ -54,7 +54,7 @@ class BaseComparison:
 
 @torch.no_grad()
 def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[TrainBatch]) -> BaseComparison:
-    """Compare both bases on the trained tokens of packed rows (targets at which ``loss_mask`` is set)."""
+    """Compare both bases' predictions of the trained tokens (``loss_mask``) of packed rows, read in ``batches``."""
     total = torch.zeros(5, dtype=torch.float64)
     for batch in batches:
         ids, valid = (chunk.to(tuned.device) for chunk in batch.next_tokens(0))
@@ -77,7 +77,10 @@ def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[Train
 
 
 def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
-    """Return [5] float64: number of tokens, both negative log-likelihoods, greedy matches, KL."""
+    """Return sums over n tokens, [5] float64: their number, both negative log-likelihoods, greedy matches, KL.
+
+    The arguments are the logits of both bases, and the token ids to predict.
+    """
     before, after = original_nV.float().log_softmax(-1), tuned_nV.float().log_softmax(-1)
     nll = [-wide(dist.gather(1, targets_n[:, None])).sum() for dist in (before, after)]
     matches = wide(before.argmax(-1) == after.argmax(-1)).sum()
@@ -86,7 +89,11 @@ def _sums(original_nV: Tensor, tuned_nV: Tensor, targets_n: Tensor) -> Tensor:
 
 
 def check_quality(comparisons: dict[str, BaseComparison], limits: QualityLimits) -> dict[str, Any]:
-    """Return "passed", "failures" (lines), "limits", and "held_out" (comparison by kind of tokens) as JSON values."""
+    """Check a tuned base against ``limits``; return the contents of ``quality.json``.
+
+    ``comparisons`` are by kind of held-out tokens, such as "text". The result has "passed", "failures" (lines that name
+    the exceeded limits), "limits", and "held_out" (the comparisons).
+    """
     failures = []
     for kind, row in comparisons.items():
         ratio, least = limits.max_perplexity_ratio, limits.min_greedy_match_rate
@@ -103,7 +110,7 @@ def check_quality(comparisons: dict[str, BaseComparison], limits: QualityLimits)
 
 
 def quality_line(quality: dict[str, Any]) -> str:
-    """Return one line about ``quality.json``: the limits that were exceeded, or else all limits."""
+    """Return a line about ``quality``, the result of ``check_quality``: the exceeded limits, or else all limits."""
     if quality["failures"]:
         return f"quality limits exceeded: {'; '.join(quality['failures'])}"
     ratio, match_rate = quality["limits"]["max_perplexity_ratio"], quality["limits"]["min_greedy_match_rate"]

@@ -8,24 +8,25 @@ from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics import steps
 from drafthead.models.decoding.step import DecodeResult
 
-Results = Mapping[str, Sequence[DecodeResult]]
-
 
 def compare_engines(
     served: ServedEngines,
-    results: Results,
+    results: Mapping[str, Sequence[DecodeResult]],
     equalities: Mapping[str, Sequence[Equality]],
     against_plain: Mapping[str, Sequence[Equality]],
     tolerance: float,
 ) -> dict[str, dict[str, Any]]:
-    """Return per engine: its version, speeds, acceptance by draft position with ours, equal answers, and "failures".
+    """Return the comparison of each engine with our decoder, by engine: the key "engines" of ``eval.json``.
+
+    A comparison has the engine's version and speeds, the acceptance by draft position of both decoders, the numbers of
+    equal answers, and "failures": a line for everything that deviates too far.
 
     Args:
         served: the engines, and the name of our method that drafts the same chain.
-        results: results of the interleaved run.
+        results: answers of each method, from one interleaved run.
         equalities: per method, the comparison of its answers with our autoregressive answers.
         against_plain: per engine, the comparison of its answers with and without drafts, if both were measured.
-        tolerance: largest difference of each draft position's acceptance, and relative one of the mean accepted length.
+        tolerance: largest accepted deviation, as in ``EnginesConfig.tolerance``.
     """
     table = steps.step_table(results)
     runs = {name: table[table.method == name] for name in results}

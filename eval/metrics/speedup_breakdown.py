@@ -20,7 +20,10 @@ LONGEST_CHAIN = 64
 
 
 def expected_tokens(rate: float, drafts: int) -> float:
-    """Return Leviathan's (2211.17192) tokens per step, (1 - alpha^(k+1)) / (1 - alpha); alpha: rate, k: drafts."""
+    """Return the expected tokens per step of a chain, (1 - alpha^(k+1)) / (1 - alpha), by Leviathan (2211.17192).
+
+    ``rate`` is alpha, the probability that a draft is accepted; ``drafts`` is k, the length of the chain.
+    """
     return drafts + 1.0 if rate == 1 else (1 - rate ** (drafts + 1)) / (1 - rate)
 
 
@@ -34,16 +37,16 @@ def expected_speedup(rate: float, draft_cost: float, drafts: int) -> float:
 
 
 def optimal_lookahead(rate: float, draft_cost: float) -> int:
-    """Return the shortest of the fastest chain lengths, 1 to ``LONGEST_CHAIN``. Drafting pays if alpha > c."""
+    """Return the chain length, 1 to ``LONGEST_CHAIN``, with the highest ``expected_speedup``; the shortest if equal."""
     return max(range(1, LONGEST_CHAIN + 1), key=lambda drafts: expected_speedup(rate, draft_cost, drafts))
 
 
 def step_terms(rows: Rows) -> dict[str, float]:
-    """Return means over the steps, in seconds (keys in "_s") or counts; NaN without a step.
+    """Return means over the steps of one method, in seconds (keys that end in "_s") or counts; NaN without a step.
 
-    "tokens" are committed by a step (m). "drafts" are drafted nodes, without the root. "loop_s" is the time of a step
-    outside drafting and verification. "outside_s" is all time outside the steps, such as the prefill, divided by the
-    number of steps.
+    "tokens" are those that a step commits (m). "drafts" are drafted nodes, without the root. "loop_s" is the time of a
+    step outside drafting and verification. "outside_s" is all time outside the steps, such as the prefill, divided by
+    the number of steps.
     """
     names = {
         "committed": "tokens",
@@ -63,7 +66,7 @@ def step_s(terms: dict[str, float]) -> float:
 
 
 def closed_form(rows: Rows, baseline: dict[str, float], method: dict[str, float]) -> dict[str, Any]:
-    """Return Leviathan's formula for a run that drafted, to compare with the measurement.
+    """Return the terms and the speedup of Leviathan's formula for a run that drafted, to compare with the measurement.
 
     ``rows`` are the run's, ``method`` are its ``step_terms``, and ``baseline`` those of autoregressive decoding.
     "alpha_is" says what "alpha" is: for trees, the acceptance at depth 1. "drafts" is the run's mean depth, rounded.
@@ -133,7 +136,10 @@ def speedup_breakdown(
 
 
 def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dict[str, Any]]:
-    """Return predicted speedups, from one without extra costs (m) to one with all measured costs."""
+    """Return speedups predicted with more and more of the measured costs, from none (m) to all, as levels of a figure.
+
+    Both arguments are ``step_terms``. A level has "name", "speedup", and its "change" from the level before.
+    """
     m, one = method["tokens"], step_s(baseline)
     growth = method["verify_s"] - baseline["verify_s"]
     # Autoregressive decoding makes m steps for one of this method, and each has time outside the steps.
@@ -153,11 +159,11 @@ def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dic
 
 
 def options(values: Sequence[float], depths: Sequence[int], costs: CostModel) -> list[dict[str, Any]]:
-    """Return the predicted performance of drafts that consist of the first 0, 1, 2, ... nodes, from measured costs.
+    """Return the predicted performance of drafting the first 0, 1, 2, ... of an ordered list of nodes.
 
     ``values``: probability that each node is accepted, in the order in which nodes are added; for a chain the running
     products of its conditional acceptances. ``depths``: depth of each node. In the result, "nodes" counts the root, so
-    1 means autoregressive decoding.
+    1 means autoregressive decoding; "tokens" is the mean accepted length.
     """
     deepest = accumulate(depths, max, initial=0)
     return [

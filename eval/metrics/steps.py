@@ -90,12 +90,12 @@ def step_table(
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """Return the quotient, or NaN if nothing was counted."""
+    """Return numerator / denominator; NaN if the denominator is 0."""
     return float(numerator / denominator) if denominator else math.nan
 
 
 def steps(rows: Rows) -> Rows:
-    """Return rows without those that read the prompt."""
+    """Return the rows of decoding steps, without the prefills' rows."""
     return rows[rows.step > 0]
 
 
@@ -133,7 +133,7 @@ def _depths(rows: Rows) -> range:
 
 
 def accepted_by_depth(rows: Rows) -> list[int]:
-    """Return the number of steps that accepted at least i drafts, for i = 1, 2, ..."""
+    """Return the number of steps that accepted at least i drafts, for i = 1, 2, ... up to the deepest draft."""
     return [int((drafting(rows).accepted >= i).sum()) for i in _depths(rows)]
 
 
@@ -150,15 +150,15 @@ def alpha(rows: Rows) -> float | None:
 
 
 def ctar(rows: Rows, widths: range) -> list[float]:
-    """Return Kangaroo's consistent token acceptance rates: P(a step commits more than w tokens, bonus included).
+    """Return Kangaroo's consistent token acceptance rates: P(a step commits more than w tokens) by width w.
 
-    Summed over all widths from 0 they are the mean accepted length.
+    The bonus token counts. Summed over all widths from 0, the rates are the mean accepted length.
     """
     return [float((steps(rows).committed > width).mean()) for width in widths]
 
 
 def tokens_per_second(rows: Rows) -> float:
-    """Return answer tokens per second of total time; the prefill's token and time are included."""
+    """Return the answers' tokens per second of total time, prefill included."""
     return ratio(rows.committed.sum(), rows.total_s.sum())
 
 
@@ -188,7 +188,7 @@ def speedup_interval(rows: Rows, baseline: Rows, seed: int = 0) -> tuple[float, 
     """
 
     def statistic(totals: np.ndarray) -> np.ndarray:
-        """Return the speedup for sums [..., 4] of the columns below."""
+        """Return the speedup from sums [..., 4] over questions: tokens and seconds of the method, then the baseline."""
         tokens, seconds, base_tokens, base_s = np.moveaxis(totals, -1, 0)
         return np.asarray((tokens / seconds) / (base_tokens / base_s))
 
@@ -272,24 +272,24 @@ CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 def by_position(rows: Rows, width: int = 32) -> list[Bin]:
-    """Return acceptance by the number of answer tokens before the step, in bins of ``width``, without empty bins."""
+    """Return acceptance by the number of answer tokens before the step, in bins of ``width`` tokens; no empty bins."""
     last = rows.position.max() if len(rows) else -1
     return _binned(steps(rows), "position", [float(edge) for edge in range(0, last + 1 + width, width)])
 
 
 def by_context(rows: Rows) -> list[Bin]:
-    """Return acceptance by the number of all tokens before the step, including the prompt's."""
+    """Return acceptance by the number of tokens before the step (prompt included), in bins with edges ``CONTEXTS``."""
     return _binned(steps(rows), "context", [float(edge) for edge in CONTEXTS])
 
 
 def by_span(rows: Rows) -> list[Bin]:
-    """Return acceptance in each "span" (thinking, answer, tool call), with its numbers of "steps" and "tokens"."""
+    """Return acceptance of the steps that begin in each "span" (thinking, answer, tool call), and their "tokens"."""
     groups = steps(rows).groupby("span", sort=False)
     return [{"span": name, "tokens": int(group.committed.sum()), **_acceptance(group)} for name, group in groups]
 
 
 def by_entropy(rows: Rows, bins: int = 5) -> list[Bin]:
-    """Return acceptance by the target's entropy in nats, in ``bins`` with equal numbers of steps.
+    """Return acceptance by the target's entropy (in nats) at a step's first token, in ``bins`` with equally many steps.
 
     Steps without an entropy (NaN) are left out. If several quantiles are equal, there are fewer bins.
     """
@@ -301,6 +301,7 @@ def by_entropy(rows: Rows, bins: int = 5) -> list[Bin]:
 
 
 def _binned(rows: Rows, key: str, edges: list[float]) -> list[Bin]:
+    """Return acceptance in bins of the column ``key``, which ascending ``edges`` separate; empty bins are missing."""
     indices = np.minimum(np.searchsorted(edges, rows[key], side="right") - 1, len(edges) - 2)
     return [
         {

@@ -21,7 +21,7 @@ from drafthead.eval.trees.search import TreeOrder
 AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
 """Autoregressive baselines: transformers' ``generate`` over stock modules and over our modules, and our loop."""
 METHOD = "speculative"
-"""Name of the method that the headline numbers describe, if it ran."""
+"""Name of the evaluated drafter's method. The headline numbers describe this method if it ran."""
 CTAR_WIDTHS = range(1, 7)
 HEADLINE = ("mean_accepted_length", "acceptance_per_depth", "tokens_per_second", "decode_tokens_per_second")
 """Metrics reported per task and method. All other metrics are reported per method, over all tasks."""
@@ -42,7 +42,7 @@ def summarise(
         timed: results of at least one of ``AUTOREGRESSIVE`` and one method.
         equalities: per method, the comparison of every turn's answer; some methods may be missing.
         retokenised: function that counts tokens for the Spec-Bench-compatible numbers.
-        dtype: the target's dtype, which determines what counts as a tie.
+        dtype: the target's dtype, for "equality".
         costs: step costs, to find the fastest draft size on this machine.
         order: calibrated nodes, to find the fastest tree.
         columns: more arguments of ``step_table``, such as ``spans``.
@@ -53,7 +53,7 @@ def summarise(
         "metrics": every metric per method.
         "by_position", "by_context", "by_entropy", "by_span": the headline's acceptance in bins.
         "speedup_breakdown": the headline's speedup over each baseline, term by term.
-        "equality": rate of equal answers, and the target's dtype.
+        "equality": the headline's ``equality_rate``.
     """
     table = steps.step_table(timed.results, timed.prompts, timed.turns, timed.ids, retokenised, **columns)
     runs = {name: table[table.method == name] for name in timed.results}
@@ -95,7 +95,7 @@ def summarise(
 
 
 def method_names(names: Mapping[str, object]) -> list[str]:
-    """Return the names that are not baselines of ``AUTOREGRESSIVE``, the headline method first."""
+    """Return the names of the speculative methods (all but ``AUTOREGRESSIVE``), the headline method first."""
     methods = [name for name in names if name not in AUTOREGRESSIVE]
     return sorted(methods, key=lambda name: name != METHOD)
 
@@ -150,6 +150,7 @@ def _numbers(rows: steps.Rows, baselines: dict[str, steps.Rows], fastest: str) -
 
 
 def _identical(outputs: Outputs) -> dict[str, Any]:
+    """Return the numbers of equal and of all answers, and the differing ones: near-ties, and others."""
     differing = [(equality.near_tie, turn | equality.to_json()) for turn, equality in outputs if not equality.same]
     return {
         "same": len(outputs) - len(differing),
