@@ -46,7 +46,7 @@ from drafthead.models.token_tree import TokenTree
 
 Progress = Callable[[str, int, int], None]
 PREDICTED_ON = 36
-"""Number of prompts of the dev half on which a prediction is made."""
+"""Number of prompts of the dev half from which ``predict`` forecasts the results."""
 
 
 def evaluate(
@@ -71,7 +71,7 @@ def evaluate(
 
     Args:
         progress: called with a label, the number done and the total (0 and 0 for a line without numbers).
-        draft_config: tree and sampling of the drafts; by default those of ``config``.
+        draft_config: tree and sampling of the drafts; by default ``config.draft_config(drafter)``.
         head: the drafter that ``head`` means in ``config.baselines``; by default ``drafter``.
         candidates: more drafters to time in the same run with the same rule, by name.
         calibration: the calibration of the head's tree, for the report.
@@ -118,7 +118,10 @@ def _timed(
     folder: Path,
     progress: Progress,
 ) -> TimedResults:
-    """Answer the suite with all methods. Those of ``marked`` methods resume only if ``Method.made_of`` is unchanged."""
+    """Answer the suite with all ``compared`` methods, interleaved; finished answers of an earlier run are used again.
+
+    Answers of the methods named in ``marked`` are used again only if ``Method.made_of`` is unchanged.
+    """
     timed = run_interleaved(
         load_suite(config.suite, config.limit, config.seed, config.tasks, config.split),
         lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
@@ -197,6 +200,7 @@ def development_prompts(base: BaseModel, config: EvalConfig, limit: int) -> list
 
 
 def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:
+    """Return the prompt's ids after the earlier ``answers``; reject ids that the base or its context cannot hold."""
     ids = conversation_ids(base.tokenizer, prompt, answers, base.config.chat_template_kwargs)
     limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
     check_ids(ids, **limits, where=prompt.where(len(answers)))
@@ -233,14 +237,17 @@ def _settings(
 
 
 def _tree_json(draft_config: DraftConfig) -> dict[str, Any]:
-    """Return the most nodes of a tree, root included, and its paths if it is static."""
+    """Return as JSON values the largest number of nodes of a tree (root included), and its paths if it is static."""
     tree = draft_config.tree
     choices = {"choices": [list(path) for path in tree.paths[1:]]} if isinstance(tree, TokenTree) else {}
     return {"nodes": draft_config.nodes, **choices}
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:
-    """Return a hash of the settings that determine a prompt's result, except baselines; it names the log to resume."""
+    """Return a hash of ``drafter`` (a ``Method.made_of``) and all settings that determine a prompt's result.
+
+    The hash is part of the name of the log from which an evaluation resumes.
+    """
     # The seed orders the decoders. With another order, times of one prompt could come from two processes.
     settings = {
         f.name: getattr(config, f.name)
@@ -264,10 +271,11 @@ def _equalities(
     engines: set[str],
     config: EvalConfig,
 ) -> dict[str, list[Equality]]:
-    """Compare every method's answers with our autoregressive ones, per method and turn; none if drafts change them.
+    """Compare the answers of each method, turn by turn, with those of our autoregressive decoding.
 
-    For ``engines`` a tie is a margin below ``engine.tie``. Sampled answers of transformers are not compared, because it
-    draws other random numbers.
+    For ``engines``, the methods of serving engines, a tie is a margin below ``engine.tie``. Sampled answers of
+    transformers are not compared, because it draws other random numbers. If drafts may change sampled answers, nothing
+    is compared.
     """
     decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
     if not (config.sampler.greedy or decode_config.same_text):
@@ -292,7 +300,11 @@ def _compared(
     tie: float | None,
     recompute: Callable[..., tuple[int | None, int | None]] | None = None,
 ) -> list[Equality]:
-    """Compare the answers of two methods, turn by turn."""
+    """Compare the answers of ``method`` with those of the method ``expected``, turn by turn.
+
+    ``tie`` is the largest margin of a tie (None: by the base's dtype). ``recompute`` explains other differences; it
+    takes prompt ids, result and position, and returns the tokens of ``recompute_tokens``.
+    """
     equalities = []
     for ids, before, after in zip(timed.ids, timed.results[expected], timed.results[method], strict=True):
         margin = partial(logit_margin, base, ids, before.tokens, after.tokens)
@@ -311,7 +323,7 @@ def served_as_trained(
     equalities: dict[str, list[Equality]],
     config: EvalConfig,
 ) -> dict[str, Any]:
-    """Return "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures.
+    """Return the key "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures.
 
     ``equalities`` has, per method, the comparison of its answers with our autoregressive answers.
     """

@@ -30,10 +30,11 @@ class Candidate:
     name: str
     """Name of the method in the evaluation."""
     folder: str
+    """The head's folder."""
     head: DraftHead
     draft_config: DraftConfig
     default: bool = False
-    """True if the head drafts this way without further settings."""
+    """True if this is the head's own tree and threshold."""
 
 
 def check_folders(folders: Sequence[str]) -> None:
@@ -50,9 +51,10 @@ def check_folders(folders: Sequence[str]) -> None:
 
 
 def grid_candidates(base: BaseModel, head: DraftHead, config: EvalRunConfig) -> list[Candidate]:
-    """Return each head's default, and every other pair of the grid's draft counts and thresholds that it can draft.
+    """Return the candidates of a grid: each head's default, and every other pair of the grid's lengths and thresholds.
 
-    ``config.head`` comes first.
+    ``head`` is the loaded ``config.head``, whose candidates come first. Pairs with longer chains than a head drafts are
+    left out.
     """
     folders = [config.head, *(folder for folder in config.grid.heads if folder != config.head)]
     heads = {folder: head if folder == config.head else load_head(folder, base) for folder in folders}
@@ -92,7 +94,7 @@ def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], co
     With ``dry`` nothing is written or changed.
 
     Returns:
-        A line for the console.
+        A line for the console that names the fastest candidate and what was changed.
     """
     methods = evaluation["overall"]["methods"]
     rows: list[dict[str, Any]] = [

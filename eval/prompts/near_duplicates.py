@@ -13,15 +13,15 @@ class NearDuplicates:
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._sizes: list[int] = []
-        self._places: dict[tuple[str, ...], list[int]] = {}
+        self._texts_with: dict[tuple[str, ...], list[int]] = {}
         for number, sequences in enumerate(map(_sequences, texts)):
             self._sizes.append(len(sequences))
             for sequence in sequences:
-                self._places.setdefault(sequence, []).append(number)
+                self._texts_with.setdefault(sequence, []).append(number)
 
     def __contains__(self, text: str) -> bool:
         sequences = _sequences(text)
-        shared = Counter(number for sequence in sequences for number in self._places.get(sequence, ()))
+        shared = Counter(number for sequence in sequences for number in self._texts_with.get(sequence, ()))
         return any(count >= SHARED * min(self._sizes[number], len(sequences)) for number, count in shared.items())
 
 

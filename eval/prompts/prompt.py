@@ -16,24 +16,24 @@ class EvalPrompt:
     number: int
     """Position in the whole suite, from 0, before ``tasks`` and ``limit``."""
     messages: list[Message]
-    """Messages up to the first one to answer, which is the last and the user's; empty if there are ``input_ids``."""
+    """The conversation up to the user's message that is answered first; empty if there are ``input_ids``."""
     later_turns: tuple[str, ...] = ()
     """The user's later messages, each sent after the answer to the previous one."""
     input_ids: tuple[int, ...] | None = None
-    """A tokenised prompt, to which no chat template is applied."""
+    """Token ids of the whole prompt, to which no chat template is applied; None: the prompt is ``messages``."""
 
     @property
     def turns(self) -> int:
-        """Number of answers."""
+        """Number of answers that the conversation asks for."""
         return 1 + len(self.later_turns)
 
     @property
     def user_turns(self) -> tuple[str, ...]:
-        """The user's messages, turn by turn; empty for token ids."""
+        """All messages of the user, in order; empty if the prompt is token ids."""
         return *(m["content"] for m in self.messages if m["role"] == "user"), *self.later_turns
 
     def where(self, turn: int = 0) -> str:
-        """Return a name of turn ``turn`` (from 0) for error messages: ``prompt 6 (coding, turn 2 of 2)``."""
+        """Name a turn of this prompt (from 0) for error messages: ``prompt 6 (coding, turn 2 of 2)``."""
         of_many = f", turn {turn + 1} of {self.turns}" if self.turns > 1 else ""
         return f"prompt {self.number} ({self.task}{of_many})"
 
@@ -44,12 +44,13 @@ def conversation_ids(
     answers: Sequence[Sequence[int]] = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the token ids of turn ``len(answers)`` of ``prompt``, with the chat template's ``template_kwargs``.
+    """Return the token ids that a decoder reads for turn ``len(answers)`` (from 0), earlier turns included.
 
-    ``answers`` are the token ids of the answers to the earlier turns. They must be the autoregressive ones for every
-    decoder, because times can be compared only if all decoders read the same context. Spec-Bench uses each method's own
-    answers, which are equal under lossless greedy decoding. As in Spec-Bench, an answer enters as text without special
-    tokens and outer spaces, and is rendered with the rest of the conversation.
+    ``template_kwargs`` are arguments of the chat template. ``answers`` are the token ids of the answers to the earlier
+    turns. They must be the autoregressive ones for every decoder, because times can be compared only if all decoders
+    read the same context. Spec-Bench uses each method's own answers, which are equal under lossless greedy decoding. As
+    in Spec-Bench, an answer enters as text without special tokens and outer spaces, and is rendered with the rest of
+    the conversation.
     """
     where = prompt.where(len(answers))
     if prompt.input_ids is not None:

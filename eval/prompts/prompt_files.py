@@ -24,9 +24,9 @@ T = TypeVar("T")
 def read_jsonl(path: Path) -> list[EvalPrompt]:
     """Read the prompts of a JSONL file, one per line; blank lines are skipped.
 
-    A line has exactly one of the keys ``PROMPT_COLUMNS``, whose value is token ids or what ``suite_prompt`` accepts.
-    Optionally it has "task" (by default the file's name without suffix). Prompts that are empty or too long for the
-    base are reported when they are used.
+    A line is a JSON object with exactly one of the keys "prompt", "messages", "turns" and "input_ids". Optionally it
+    has "task" (by default the file's name without suffix). Prompts that are empty or too long for the base are reported
+    when they are used.
     """
 
     def convert(line: bytes, number: int) -> EvalPrompt:
@@ -79,7 +79,10 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
 
 
 def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
-    """Return a prompt from a text, a conversation, a list of texts or token ids. Callers name the line in errors."""
+    """Return a prompt from a text, a conversation, a list of the user's turns, or token ids.
+
+    ``number`` is its position in the suite, from 0. Errors do not name the line or row; ``_convert_all`` adds the name.
+    """
     if not isinstance(task, str) or not task:
         raise UserError(f"has a task that is not a text: {shown(task)}")
     if isinstance(value, list) and all(type(token) is int for token in value):
@@ -91,7 +94,11 @@ def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
 def _convert_all(
     entries: Iterable[tuple[str, T]], convert: Callable[[T, int], EvalPrompt], source: str, expected: str
 ) -> list[EvalPrompt]:
-    """Convert all entries, then report all faults in one error, so that a file can be repaired at once."""
+    """Convert all entries to prompts; report all faults in one error, so that a file can be repaired at once.
+
+    An entry is a label for messages, such as ``line 3``, and a value. ``convert`` gets the value and its number, from
+    0. ``source`` and ``expected`` are the beginning and the end of the error.
+    """
     prompts: list[EvalPrompt] = []
     broken: list[str] = []
     for number, (label, entry) in enumerate(entries):
@@ -106,6 +113,7 @@ def _convert_all(
 
 
 def _column(wanted: str | None, present: list[str], name: str) -> str:
+    """Return the column of prompts: ``wanted``, or by default the first known name among those ``present``."""
     choices = (wanted,) if wanted else PROMPT_COLUMNS + MORE_COLUMNS
     for column in choices:
         if column in present:

@@ -98,7 +98,7 @@ SUITES = tuple(_SUITES)
 
 
 def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
-    """Return one half of each task: every second prompt by the order of content hashes, whatever the suite's order."""
+    """Return the half ``split`` ("dev" or "test") of each task: every second prompt in the order of content hashes."""
     ordered = sorted(prompts, key=lambda p: (p.task, content_hash("\n".join(p.user_turns) or repr(p.input_ids))))
     half = ordered[("dev", "test").index(split) :: 2]
     if not half:
@@ -107,7 +107,7 @@ def _half(prompts: Sequence[EvalPrompt], split: str) -> list[EvalPrompt]:
 
 
 def _spread(prompts: Sequence[EvalPrompt], limit: int, seed: int) -> list[EvalPrompt]:
-    """Return ``limit`` prompts: one of every task, then a second of every task, and so on."""
+    """Return ``limit`` random prompts, in the suite's order, with equally many of every task as far as possible."""
     by_task: dict[str, list[EvalPrompt]] = {}
     for prompt in prompts:
         by_task.setdefault(prompt.task, []).append(prompt)

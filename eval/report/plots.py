@@ -25,17 +25,17 @@ from drafthead.models.token_tree import TokenTree
 INK, MUTED, GRID = "#1b2430", "#5b6775", "#e3e7ec"  # also in report.mplstyle
 ACCENT, SOFT, WARM = "#0b6e99", "#9fc9dc", "#c8501e"
 styled: ContextDecorator = rc_context(fname=Path(__file__).with_name("report.mplstyle"))
-"""Decorator of functions that draw."""
+"""Decorator that applies ``report.mplstyle`` while a function draws."""
 MAX_BINS = 8
 """Largest number of bars. More are unreadable on a phone, so neighbouring bins of positions are merged."""
 SPEED_LABEL = "speed, autoregressive decoding = 1"
 TRAINING = {"training_loss": "loss_", "training_acceptance": "accept_"}
-"""Figures of a training run: file name, and the prefix of the metrics that it shows."""
+"""Figures of a training run: file name -> prefix of the metrics that it shows."""
 TRAINING_LABELS = {
     "loss_": ("loss (nats per token)", "lower is better; dots: text not trained on"),
     "accept_": ("first candidate right", "higher is better; dots: text not trained on"),
 }
-"""Label of the vertical axis by that prefix, and what to look for."""
+"""Prefix of metrics -> label of the vertical axis, and a note on how to read the figure."""
 LONGEST_LABEL = 20
 """Characters of the longest name that stands left of its bar. If a name is longer, all names stand above the bars."""
 BarRow = tuple[str, float, float | None, float | None]
@@ -43,7 +43,10 @@ BarRow = tuple[str, float, float | None, float | None]
 
 
 def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Figure]]:
-    """Yield (file name, figure) for everything that was measured. The arguments are those of ``write_report``."""
+    """Yield (file name without suffix, figure) for everything that was measured.
+
+    ``evaluation`` is the contents of ``eval.json``, and ``training_log`` the rows of ``metrics.jsonl``.
+    """
     overall = evaluation["overall"]
     groups = [*evaluation["tasks"].items(), ("overall", overall)]
     if tasks := _with_speedup((name, speedup_of(group), group) for name, group in groups):
@@ -90,7 +93,7 @@ def new_axes(height: float = 3.0) -> tuple[Figure, Axes]:
 
 @styled
 def save_png(figure: Figure, path: Path) -> bytes:
-    """Write ``figure`` at 200 dots per inch, atomically; return the PNG's bytes."""
+    """Write ``figure`` to ``path`` as a PNG of 200 dots per inch, atomically; return the PNG's bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=200)
     write_atomic(path, buffer.getvalue())
@@ -111,20 +114,23 @@ def short_name(spec: str) -> str:
 
 
 def speedup(rows: Sequence[BarRow]) -> Figure:
-    """Draw speedups with their intervals, best first; the last row is the total."""
+    """Draw a bar per speedup, best first, except that the last row (such as the total) stays last."""
     return interval_bars([*sorted(rows[:-1], key=lambda row: -row[1]), rows[-1]], SPEED_LABEL)
 
 
 @styled
 def interval_bars(rows: Sequence[BarRow], label: str) -> Figure:
-    """Draw a bar with its interval for every row, the last one in full colour, and a line at 1."""
+    """Draw a bar with its interval for every row, the last one in full colour, and a line at 1.
+
+    ``label`` names the values' axis.
+    """
     names, values, _, _ = zip(*rows, strict=True)
     names, positions = tuple(map(short_name, names)), range(len(rows))
     beside = max(map(len, names)) <= LONGEST_LABEL
     figure, axes = new_axes(height=0.9 + (0.33 if beside else 0.5) * len(rows))
     axes.barh(positions, values, height=0.66 if beside else 0.4, color=[*[SOFT] * (len(rows) - 1), ACCENT])
     axes.set_yticks(positions if beside else [], names if beside else [])
-    for y, name in enumerate(() if beside else names):  # drafters put together: their names take a bar's width
+    for y, name in enumerate(() if beside else names):  # long names of combined drafters stand above their bars
         _label(axes, name, (0, y - 0.27), (3, 0), va="bottom")
     for y, (_, value, low, high) in enumerate(rows):
         if low is not None and high is not None:
@@ -142,7 +148,7 @@ def interval_bars(rows: Sequence[BarRow], label: str) -> Figure:
 
 @styled
 def waterfall(explained: dict[str, Any]) -> Figure:
-    """Draw the steps from the mean accepted length down to the measured speedup, one cost per bar.
+    """Draw how each cost reduces the speedup, from the mean accepted length (top) to the measured speedup (bottom).
 
     ``explained`` is the result of ``speedup_breakdown``.
     """
@@ -204,9 +210,10 @@ def cost(verify: Mapping[Any, float], nodes: int, mean_accepted: float | None, p
 
 @styled
 def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Figure:
-    """Draw P(draft i accepted | draft i-1 accepted) by i (None: never reached), and the share of all drafting steps.
+    """Draw P(draft i accepted | draft i-1 accepted) as bars, and the share of steps that accepted draft i as a line.
 
-    The shares are not products of the conditional values, which count only the steps that drafted i tokens.
+    ``per_depth`` has the probabilities for i = 1, 2, ... (None: never reached), and ``of_all`` the shares of all steps
+    that drafted. They are not products of the probabilities, which count only steps that drafted i tokens.
     """
     figure, axes = new_axes()
     depths = np.arange(1, len(per_depth) + 1)
@@ -224,7 +231,7 @@ def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Fi
 
 @styled
 def ctar(by_width: dict[str, float | None]) -> Figure:
-    """Draw CTAR(w), the share of steps that commit more than w tokens: ``by_width`` has each w, and its share."""
+    """Draw CTAR(w), the share of steps that commit more than w tokens. ``by_width`` maps w, as text, to its share."""
     figure, axes = new_axes()
     widths = [int(width) for width in by_width]
     values = [value or 0.0 for value in by_width.values()]
@@ -307,7 +314,7 @@ def draw_tree(tree: TokenTree, labels: Sequence[str] | None = None, drafters: Se
     Args:
         tree: the tree; of several drafters, their ``union``.
         labels: texts in the nodes instead of the ranks.
-        drafters: name and number of first candidates of each drafter, in the order of the union. Colours tell the
+        drafters: each drafter's name and number of children of the root, in the order of the union. Colours tell the
             drafters apart; without ``drafters``, colours show the depth.
     """
     inner = set(tree.parents)
@@ -353,12 +360,13 @@ def _label(
 
 
 def _percent_axis(axes: Axes) -> None:
+    """Show the vertical axis as percentages from 0 to 100 %, with room above the data."""
     axes.set(ylim=(0, 1.12), yticks=[0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def _shades(count: int) -> list[Any]:
-    """Return dark to light colours that are still visible on white; depth 1 is the darkest."""
+    """Return ``count`` colours from dark to light that are still visible on white."""
     return [colormaps["viridis"](x) for x in np.linspace(0.1, 0.8, count)]
 
 
@@ -368,7 +376,7 @@ def _with_speedup(rows: Iterable[tuple[str, float | None, dict[str, Any]]]) -> l
 
 
 def _merge_bins(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge neighbouring bins so that at most ``MAX_BINS`` remain."""
+    """Merge neighbouring bins of ``by_position`` so that at most ``MAX_BINS`` remain."""
     width = -(-len(rows) // MAX_BINS)
     groups = [rows[at : at + width] for at in range(0, len(rows), width)]
     return [
@@ -383,17 +391,22 @@ def _merge_bins(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _mean_length(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the mean accepted length of all steps in these bins."""
     lengths, steps = zip(*((row["mean_accepted_length"], row["steps"]) for row in rows), strict=True)
     return float(np.average(lengths, weights=steps))
 
 
 def _curve(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Return the optimiser steps at which the metric ``key`` was measured, and its values."""
     measured = [row for row in rows if row.get(key) is not None and math.isfinite(row[key])]
     return [row["total_step"] for row in measured], [row[key] for row in measured]
 
 
 def _mark_phases(axes: Axes, phases: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw lines between phases, and their names. The first name ends at its phase's end, for lack of room."""
+    """Draw vertical lines between training phases, and their names.
+
+    The first phase may be narrow, so its name ends at the phase's end.
+    """
     ends = [rows[-1]["total_step"] for rows in phases.values()]
     for end in ends[:-1]:
         axes.axvline(end, color=MUTED, linestyle=":", linewidth=1.4)

@@ -75,7 +75,10 @@ def write_report(
 
 
 def speeds_line(overall: dict[str, Any]) -> str:
-    """Return the speed with drafts, that of the fastest decoder without drafts, and those of the other decoders."""
+    """Return a line with the speed with drafts and the speeds of all decoders without drafts, fastest first.
+
+    ``overall`` is the key "overall" of ``eval.json``.
+    """
     speeds = sorted(overall["autoregressive_tokens_per_second"].items(), key=lambda item: -(item[1] or 0.0))
     shown = [(tables.BASELINE_NAMES[name], tables.number(speed, "{:.1f}")) for name, speed in speeds]
     others = ", ".join(f"{name} {speed}" for name, speed in shown[1:])
@@ -85,7 +88,7 @@ def speeds_line(overall: dict[str, Any]) -> str:
 
 
 def machine_line(overall: dict[str, Any]) -> str:
-    """Return a line about the machine on which the numbers ``overall`` of ``eval.json`` were measured."""
+    """Return a line about the machine of an evaluation; ``overall`` is the key "overall" of ``eval.json``."""
     machine = overall["hardware"]
     return (
         f"{machine['gpu'] or machine['cpu']}; CPU cores: {machine['cores']}, torch threads: "
@@ -121,7 +124,7 @@ def exceptions(evaluation: dict[str, Any]) -> list[str]:
 
 
 def _page_table(table: tables.ResultTable) -> dict[str, Any]:
-    """Return the table for the page: each cell is (text, remarks to print small below it)."""
+    """Return title, columns and rows for the page's template; a cell is (text, remarks to print small below it)."""
     rows = []
     for row in table.rows:
         cells: list[tuple[str, list[str]]] = []

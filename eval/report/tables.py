@@ -48,7 +48,7 @@ FORMATS = {
 
 
 def cell_text(column: str, value: Any) -> str:
-    """Return the text of a value in ``column``: a dash for None, and low–high for an interval."""
+    """Return ``value`` as text in the format of its ``column``: a dash for None, and low–high for an interval."""
     if isinstance(value, (list, tuple)):
         return "–" if None in value else "–".join(f"{end:.2f}" for end in value)
     default = "{:.4g}" if isinstance(value, float) else "{}"
@@ -57,13 +57,13 @@ def cell_text(column: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table of text cells. A warning or remark stands in parentheses at the end of a cell."""
+    """A table of text cells. A cell may end with a remark in parentheses."""
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     has_total: bool
-    """The last row holds the results over all tasks."""
+    """True if the last row holds the results over all tasks."""
 
     @classmethod
     def of(cls, title: str, rows: Sequence[Mapping[str, Any]], has_total: bool = False) -> Self:
@@ -74,7 +74,7 @@ class ResultTable:
         )
 
     def markdown(self) -> str:
-        """Return the table for a model card."""
+        """Return the table as Markdown, for a model card."""
         lines = [self.columns, ("---", *["---:"] * (len(self.columns) - 1)), *self.rows]
         return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
@@ -184,7 +184,10 @@ def console_table(evaluation: dict[str, Any]) -> RenderableType:
 
 
 def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]] | None = None) -> list[str]:
-    """Return the lines to print below the tables: speeds, acceptance by draft position, accuracies, equality."""
+    """Return the lines to print below the tables: speeds, acceptance by draft position, accuracies, equality.
+
+    ``training_log`` are the rows of ``metrics.jsonl``, for the head's accuracies in training.
+    """
     overall = evaluation["overall"]
     speeds = [
         f"{number(speed, '{:.1f}')} ({BASELINE_NAMES[name]})"
@@ -219,14 +222,14 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
 
 
 def span_lines(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line about acceptance in thinking, answers and tool calls, if answers have more than one of them."""
+    """Return a line about acceptance in thinking, answers and tool calls; none if the answers have only one of them."""
     spans = evaluation.get("by_span", [])
     parts = [f"{s['span']} {number(s['mean_accepted_length'])} ({s['tokens']:,} tokens)" for s in spans]
     return [f"mean accepted length by part of the answers: {', '.join(parts)}"] if len(parts) > 1 else []
 
 
 def forecast_lines(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line with tau and speedup as forecast from the dev half, if they were."""
+    """Return a line with tau and speedup as forecast from the suite's dev half; none without a forecast."""
     forecast = evaluation.get("predicted")
     if not forecast:
         return []
@@ -249,7 +252,7 @@ def number(value: float | None, pattern: str = "{:.2f}") -> str:
 
 
 def identical(numbers: dict[str, Any]) -> str:
-    """Return the share of answers that equal autoregressive ones ("79 of 80"); a dash if they were not compared.
+    """Return how many answers equal those of autoregressive decoding ("79 of 80"); a dash if they were not compared.
 
     ``numbers`` are those of a task or a method, or "overall" of ``eval.json``.
     """
@@ -258,7 +261,7 @@ def identical(numbers: dict[str, Any]) -> str:
 
 
 def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
-    """Return the warning for the headline method (``method``: its name or None) if its rule is lossy, else None."""
+    """Return a warning if the rule of ``method`` (None: the headline method) is lossy, else None."""
     rule = evaluation["rule"]
     if rule["lossless"] or method not in (None, evaluation["headline"]):
         return None
@@ -266,7 +269,7 @@ def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
 
 
 def warning(evaluation: dict[str, Any]) -> str | None:
-    """Return the warning to print next to the headline figure: a lossy rule, or a machine that others used too."""
+    """Return the warning next to the headline speedup: a lossy rule, or a machine busy with others; None without."""
     cores = evaluation["overall"]["hardware"].get("other_processes_cores")
     busy = "busy machine" if cores is not None and cores > BUSY_CORES else None
     return ", ".join(filter(None, (lossy(evaluation), busy))) or None
@@ -286,7 +289,7 @@ def rule_line(evaluation: dict[str, Any]) -> str:
 
 
 def _drafted(evaluation: dict[str, Any]) -> str:
-    """Return the first drafter's tree, the most nodes of other drafters, and a step's mean number of nodes."""
+    """Describe the drafts: the tree's setting and size, other drafters' sizes, and a step's mean number of nodes."""
     tree = evaluation["tree"]
     (first, *others), average = tree.get("drafters", [tree]), nodes_per_step(evaluation)
     more = [f"up to {part['nodes'] - 1} of {part['drafter']}" for part in others]
@@ -301,6 +304,7 @@ def failures(evaluation: dict[str, Any]) -> list[str]:
 
 
 def _groups(evaluation: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return each task's name and numbers, then "overall" and the numbers over all tasks."""
     return [*evaluation["tasks"].items(), ("overall", evaluation["overall"])]
 
 

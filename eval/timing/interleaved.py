@@ -28,7 +28,8 @@ class TimedResults:
     ids: list[list[int]]
     """Prompt ids of each turn; empty if they could not be built."""
     results: dict[str, list[DecodeResult]]
-    """Results per decoder. If one decoder failed at a turn, the turn is ``FailedDecode`` in all, for equal totals."""
+    """Results per decoder. If one decoder failed at a turn, every decoder's result is ``FailedDecode``, so that all
+    totals are over the same turns."""
     order: list[int]
     """Numbers of the prompts in the order of the run."""
     resumed: int = 0
@@ -114,9 +115,10 @@ class _Run:
         error: str,
         names: list[str],
     ) -> tuple[list[int], dict[str, DecodeResult]]:
-        """Return a turn's ids and results, decoded in the order of ``names`` unless the log has them all.
+        """Return a turn's prompt ids and each decoder's result; decode unless the log has the results of all decoders.
 
-        If there is an ``error``, nothing is decoded. If one decoder fails, the turn counts as failed for all.
+        ``answers`` are those to earlier turns. An ``error`` (the reason why an earlier turn failed; "": none) makes the
+        turn fail without decoding. Decoders run in the order of ``names``. If one fails, the turn fails for all.
         """
         ids: list[int] = []
         try:
@@ -151,7 +153,10 @@ class _Run:
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
-    """Return rotations of a new shuffle for every ``len(names)`` turns: each name is in each position equally often."""
+    """Return ``count`` random orders of ``names``, in which each name is in each position equally often.
+
+    The orders are all rotations of a shuffle, then all rotations of another shuffle, and so on.
+    """
     rng = random.Random(seed)
     orders: list[list[str]] = []
     while len(orders) < count:
@@ -168,5 +173,5 @@ def _decode(decoder: Decoder, ids: list[int]) -> DecodeResult:
 
 
 def failed(error: object) -> FailedDecode:
-    """Return the result of a prompt that could not be answered."""
+    """Return the result of a prompt that could not be answered because of ``error``."""
     return FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error=str(error))

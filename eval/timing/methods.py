@@ -25,14 +25,17 @@ TRANSFORMERS = "hf_"
 
 
 def check_methods(specs: list[str]) -> None:
-    """Reject unknown methods before anything is loaded."""
+    """Reject names in ``eval.baselines`` that are neither drafters nor methods of transformers; load nothing."""
     for spec in specs:
         if _transformers_method(spec) is None:
             parse_drafter(spec)
 
 
 def _transformers_method(spec: str) -> tuple[str, str] | None:
-    """Split the name of a method of transformers' own into kind and number or model; return None for our drafters."""
+    """Split the name of transformers' own method into kind and detail; return None for other names.
+
+    The detail is the number of tokens of ``hf_prompt_lookup`` ("": the default), or the model of ``hf_assisted``.
+    """
     kind, _, detail = spec.partition(":")
     if kind == "hf_prompt_lookup" and (not detail or (detail.isdigit() and int(detail) > 0)):
         return kind, detail
@@ -40,11 +43,11 @@ def _transformers_method(spec: str) -> tuple[str, str] | None:
 
 
 class Method(NamedTuple):
-    """A decoder to time, and its mark."""
+    """A decoder to time."""
 
     answer: Decoder
     made_of: str = ""
-    """Hash of weights and trees, which may change although the method's name stays equal; "" if it has none."""
+    """Hash of everything that can change although the method's name does not, such as weights; "" if nothing can."""
 
 
 def methods(
@@ -72,7 +75,10 @@ def methods(
 
 
 def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
-    """Return the engines with the head and without it, and our decoder, which drafts a chain with the served head."""
+    """Return the methods to compare serving engines, by name.
+
+    They are each engine with the head and without it, and our decoder drafting a chain with the served head.
+    """
     engines = {name: Method(answer, served.marks[name]) for name, answer in served.methods.items()}
     if served.head is not None:
         chain = DraftConfig(tree=TokenTree.chain(served.drafts))
@@ -81,7 +87,7 @@ def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -
 
 
 def prompt_seed(config: EvalConfig, ids: list[int]) -> int:
-    """Return the seed of one prompt. Each prompt has its own, because the bootstrap assumes independent answers."""
+    """Return the seed for answering ``ids``. Each prompt has its own, because the bootstrap needs independent answers."""
     digest = hashlib.sha256(repr((config.seed, ids)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 
@@ -107,7 +113,7 @@ def _decoded(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig
 
 
 def _generated(base: BaseModel, config: EvalConfig, **speculation: Any) -> Method:
-    """Return transformers' ``generate`` as a method; ``speculation`` holds arguments that make it speculative."""
+    """Return transformers' ``generate`` as a method, with more arguments of ``transformers_generate``."""
     new, sampler = config.max_new_tokens, config.sampler
     return Method(lambda ids: transformers_generate(base, ids, new, sampler, prompt_seed(config, ids), **speculation))
 

@@ -30,16 +30,16 @@ def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
 
 
 class ResultLog:
-    """Results by (prompt key, decoder name), one JSON line each. A later line replaces an earlier one with its key.
+    """Results by (prompt key, decoder name), stored as lines of a JSONL file; the last line of a pair counts.
 
-    All methods, batch sizes and samplers that share a log must have different decoder names.
+    Whatever changes a decoder's results (method, batch size, sampler) must be part of its name.
     """
 
     def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:
         """Read the JSONL file ``path``; None keeps results in memory only.
 
-        An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again. Results
-        whose mark (such as a hash of weights) differs from their decoder's mark in ``made_of`` are not read either.
+        An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again.
+        ``made_of`` maps decoder names to marks, such as a hash of weights. Results with another mark are not read.
         """
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}

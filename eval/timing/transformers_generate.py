@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeResult, StepRecord
@@ -39,7 +39,7 @@ def transformers_generate(
     model: Any = None,
     **speculation: Any,
 ) -> DecodeResult:
-    """Run transformers' ``generate`` over the base's (prepacked) modules or over ``model``, greedily by default.
+    """Answer the prompt ``ids`` by transformers' ``generate``, over ``model`` (None: the base's prepacked modules).
 
     Arguments in ``speculation`` make it speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``. Only the
     accepted tokens of such a method are known, not its drafts, so its steps have depth 0 and no acceptance rates.
@@ -55,8 +55,8 @@ def transformers_generate(
     try:
         output = model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=clock, **speculation)
     except (ValueError, RuntimeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"transformers' generate with {sorted(speculation)} failed: {reason}") from error
+        how = f" with {', '.join(sorted(speculation))}" if speculation else ""
+        raise UserError(f"transformers' generate{how} failed: {one_line(error)}") from error
     finally:
         model.generation_config = original
     tokens = output[0, len(ids) :].tolist()
