@@ -87,7 +87,7 @@ def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -
 
 
 def prompt_seed(config: EvalConfig, ids: list[int]) -> int:
-    """Return the seed for answering ``ids``. Each prompt has its own, because the bootstrap needs independent answers."""
+    """Return the seed for answering ``ids``. It differs by prompt, because the bootstrap needs independent answers."""
     digest = hashlib.sha256(repr((config.seed, ids)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
 

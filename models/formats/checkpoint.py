@@ -20,7 +20,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """The content of a published folder."""
+    """Config and tensors of a published head, as read from its folder or to be written."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -68,7 +68,7 @@ class PublishedCheckpoint:
         return value
 
     def width(self, key: str, name: str) -> int:
-        """Return the size under ``key`` of the config, which must be the number of rows of tensor ``name``.
+        """Return the size under ``key`` of the config; reject it unless the tensor ``name`` has this number of rows.
 
         The check prevents a wrong config from allocating a head of another size than its weights.
         """
@@ -79,14 +79,14 @@ class PublishedCheckpoint:
         return size
 
     def offset_vocabulary(self) -> Tensor | None:
-        """Return the draft vocabulary's target ids [W] int64 from offsets (``d2t``); None: the whole vocabulary."""
+        """Return the target ids [W] int64 of the draft vocabulary, stored as offsets ``d2t``; None: all ids."""
         if self.integer("draft_vocab_size") >= self.integer("vocab_size"):
             return None
         self.width("draft_vocab_size", "d2t")
         return from_offsets(self.tensors["d2t"])
 
     def wrong_base(self, what: str) -> UserError:
-        """Return the error for a checkpoint that does not fit the base; ``what`` is the predicate of the sentence."""
+        """Return the error for a checkpoint that does not fit the base, with the reason ``what``, a predicate."""
         return UserError(f"{self.source} {what}; name the base that it was trained for")
 
     def require_base_tensor(self, base: BaseModel, name: str, expected: Tensor) -> None:
@@ -104,11 +104,12 @@ class PublishedCheckpoint:
             raise self.wrong_base(f"scales its logits by {scale}, but {base.name} by {expected}")
 
     def updated(self, *notes: str, **changes: Any) -> "PublishedCheckpoint":
-        """Return a copy with ``changes`` of fields and with additional ``notes``."""
+        """Return a copy with other values of the fields in ``changes``, and with ``notes`` added to its notes."""
         return replace(self, notes=(*self.notes, *notes), **changes)
 
 
 def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
+    """Return the tensors in ``weights_file`` of a folder, or in the files that its index lists."""
     index = safe_join(folder, f"{weights_file}.index.json")
     if (folder / weights_file).is_file():
         files = [weights_file]
@@ -143,7 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> str:
-    """Describe the files of a folder, for messages."""
+    """Name the first files of a folder, for messages: ``it holds config.json, model.safetensors``."""
     names = sorted(path.name for path in folder.iterdir())
     return f"it holds {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}" if names else "it is empty"
 
@@ -154,5 +155,5 @@ def to_offsets(target_ids: Tensor) -> Tensor:
 
 
 def from_offsets(offsets: Tensor) -> Tensor:
-    """Undo :func:`to_offsets`."""
+    """Add the draft ids 0, 1, 2, ... to offsets [W]; return target ids [W] int64. The inverse of :func:`to_offsets`."""
     return offsets.long() + torch.arange(len(offsets), device=offsets.device)

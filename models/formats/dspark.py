@@ -45,7 +45,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 
 class BlockFormat(Format):
-    """Base class of both layouts: config, tensors and settings of heads with and without a Markov head."""
+    """Base class of the layouts of DSpark (with a Markov head) and DFlash (without)."""
 
     head_config = DSparkConfig
     engines: ClassVar[tuple[Engine, ...]]
@@ -271,7 +271,7 @@ class TransformersFormat(DFlashFormat):
 
 
 def unsupported_markov(head: DSparkHead) -> Unsupported:
-    """Yield what DFlash cannot express: a Markov head, a confidence head, a draft at the anchor."""
+    """Yield the features of ``head`` that DFlash cannot express: a Markov or confidence head, a draft at the anchor."""
     if head.config.markov_rank or head.config.confidence:
         other = "; or to=dspark" if head.config.markov_rank else ""
         yield "it has a Markov or a confidence head", f"head.markov_rank=0 head.confidence=false{other}"

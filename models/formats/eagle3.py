@@ -171,7 +171,10 @@ class Eagle3Format(Format):
 
 
 def _layers(outer: Any, inner: Any, source: str) -> list[int] | None:
-    """Return layer numbers as in ``head.layers``, from the ids under either config key; None if neither is set."""
+    """Return the layers that a head reads, where 1 is the output of the first layer; None if the config has none.
+
+    ``outer`` are the ids at the config's top level, ``inner`` those in ``eagle_config``; ``source`` names the folder.
+    """
     for ids in (outer, inner):
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise UserError(

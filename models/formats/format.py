@@ -46,7 +46,7 @@ class Engine:
     """Settings of a head that the engine ignores without an error -> the consequence."""
 
     def of(self, config: DraftHeadConfig) -> "Engine":
-        """Return this engine; if it silently ignores a setting of ``config``, one that does not load the head."""
+        """Return this engine, or, if it would silently ignore a setting of ``config``, an entry that warns of that."""
         for key, effect in self.ignores.items():
             if getattr(config, key):
                 why = f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}=false"
@@ -54,9 +54,10 @@ class Engine:
         return self
 
     def command(self, base: str, folder: str, drafts: int, base_file: str | None = None) -> str:
-        """Return the command that serves an exported folder; empty unless the engine's newest version loads it.
+        """Return the command that serves the exported ``folder``; empty unless the engine's newest version loads it.
 
-        ``base_file`` is the base that was exported with the head (``Format.base_file``), if any.
+        ``base`` is the name or folder of the base, ``drafts`` the length of the chain to draft. ``base_file`` is the
+        file of the base that was exported with the head (``Format.base_file``), if any.
         """
         if not self.current:
             return ""
@@ -66,7 +67,7 @@ class Engine:
 
 
 def vllm(method: str) -> Engine:
-    """Return the entry for vLLM, in which ``method`` is its name for the type of head."""
+    """Return the engine vLLM, which serves a format; ``method`` is vLLM's name for the type of head."""
     serve = "vllm serve {base} --speculative-config "
     serve += f"""'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
     support = "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)"
@@ -126,7 +127,7 @@ class Format:
     # Extended by formats that the tables do not describe completely ------------------------------------------------
 
     def tensors(self, head: Any) -> dict[str, Tensor]:
-        """Return the head's parameters, or views of them, by their published names."""
+        """Return the parameters of ``head``, or views of them, by their published names."""
         return {_renamed(name, self.renames): parameter for name, parameter in head.named_parameters()}
 
     def derived_tensors(self, head: Any) -> dict[str, Tensor]:
@@ -144,7 +145,7 @@ class Format:
         return {**sizes, **settings, **self.constants}
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
-        """Return the head's settings from a checkpoint after :meth:`normalize`, except ``draft_vocab_size``."""
+        """Return the arguments of ``head_config`` for a :meth:`normalize`d checkpoint, except ``draft_vocab_size``."""
         settings: dict[str, Any] = {name: fixed.value for name, fixed in self.fixed.items()}
         settings |= {name: checkpoint.integer(key) for key, name in self.required.items()}
         defaults = self.head_config()
@@ -155,7 +156,7 @@ class Format:
         return settings
 
     def matches(self, config: dict[str, Any]) -> bool:
-        """Return True if ``config`` has this format; always False if imports must name the format."""
+        """Return True if ``config``, a published config.json, has this format; False if imports must name it."""
         return False
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
@@ -215,14 +216,14 @@ class Format:
         yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:
-        """Reject a checkpoint if ``head``, built from its config on this base, would differ; by default reject none."""
+        """Reject a checkpoint whose parts that ``head`` takes from its base differ from the base's; by default none."""
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         """Return the draft vocabulary's target ids [W] int64; None, the default, for the whole vocabulary."""
         return None
 
     def fitted(self, head: Any) -> Any:
-        """Return a head with the same drafts that the format's engine can load; by default the head itself."""
+        """Return ``head``, or a head with the same drafts if the format's engine cannot load ``head`` itself."""
         return head
 
     def with_full_vocabulary(self, head: DraftHead) -> DraftHead:
@@ -235,7 +236,7 @@ class Format:
         )
 
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
-        """Return the engines, with their support for this particular ``head``."""
+        """Return the format's engines, each with its support for this particular ``head``."""
         return tuple(engine.of(head.config) for engine in self.engines)
 
     def check_base(self, base: BaseModel, kind: str) -> None:
@@ -294,7 +295,7 @@ class Format:
         return PublishedCheckpoint.read(folder, self.weights_file)
 
     def read(self, folder: Path, config: dict[str, Any] | None = None) -> PublishedCheckpoint:
-        """Return the content of a published folder after :meth:`normalize`; ``config`` overrides its config's keys."""
+        """Read a published folder and :meth:`normalize` its content; ``config`` overrides keys of its config.json."""
         if unknown := sorted(set(config or {}) - self.config_keys - {BASE_NAME}):
             raise UserError(
                 f"the format {self.name} does not use {', '.join(f'config.{key}' for key in unknown)}; choose from "
@@ -352,7 +353,7 @@ class Format:
 def unsupported_adapter(base: dict[str, Any]) -> Unsupported:
     """Yield an obstacle if the base has a merged adapter, because engines would download the base without it.
 
-    ``base`` is the base's identity, also as a saved head has it.
+    ``base`` is ``BaseModel.identity()`` of the base, which a saved head also contains.
     """
     if (adapter := (base.get("recipe") or {}).get("adapter")) is not None:
         instead = "merged_base=true also writes the merged base; or base_name=NAME, if you have published it"
@@ -371,4 +372,5 @@ def _renamed(name: str, rules: Mapping[str, str]) -> str:
 
 
 def _some(names: list[str]) -> str:
+    """Return the first four names in brackets, for messages."""
     return f"[{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}]"

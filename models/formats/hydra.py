@@ -126,10 +126,12 @@ class HydraFormat(Format):
 
 
 def _with_dropouts(name: str) -> str:
+    """Renumber a tensor's module as in a "prefix-mlp" head, where a dropout stands before each module."""
     name = re.sub(r"^(hydra_lm_head\.\d+)", r"\1.1", name)
     return re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda found: f"{found[1]}.{2 * int(found[2]) + 1}", name)
 
 
 def _without_dropouts(name: str) -> str:
+    """Undo ``_with_dropouts``: number a tensor's module as in a "mlp" head, without dropouts."""
     name = re.sub(r"^(hydra_lm_head\.\d+)\.1\.", r"\1.", name)
     return re.sub(r"^(hydra_mlp\.\d+)\.(\d+)", lambda found: f"{found[1]}.{int(found[2]) // 2}", name)

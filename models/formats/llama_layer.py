@@ -20,7 +20,7 @@ LAYER_KEYS = frozenset(
 
 
 def layer_config(base: BaseModel) -> dict[str, Any]:
-    """Return the config of a Llama with one layer like the base's, except for ``intermediate_size``, which it lacks."""
+    """Return the config of a Llama with one decoder layer like the base's; the key ``intermediate_size`` is missing."""
     settings = base.model.config
     kv_heads, head_dim = attention_sizes(settings)
     theta, scaling = _rotation(head_rope(base))
@@ -43,7 +43,7 @@ def layer_config(base: BaseModel) -> dict[str, Any]:
 
 
 def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None:
-    """Reject a layer whose attention heads, rotary embedding or norm epsilon differ from the base's."""
+    """Reject a checkpoint whose layer differs from the base's in attention heads, rotary embedding or norm epsilon."""
     config, expected = checkpoint.config, layer_config(base)
     heads = checkpoint.integer("num_attention_heads")
     rope = config.get("rope_parameters")

@@ -74,7 +74,7 @@ class MedusaFormat(Format):
         return "medusa_num_heads" in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Reduce a model that was saved as a whole to its heads, and count heads and blocks in the weights."""
+        """Remove the base's tensors from a model saved as a whole; correct the config's numbers of heads and blocks."""
         checkpoint = super().normalize(checkpoint)
         tensors = checkpoint.tensors
         if any(name.startswith(FULL_MODEL) for name in tensors):
@@ -261,7 +261,7 @@ def can_widen(head: MedusaHead) -> bool:
 
 
 def tied(tensors: Mapping[str, Tensor], heads: Iterable[Sequence[str]]) -> bool:
-    """Return True if every head has several blocks, all equal; ``heads`` has the names of each head's linear layers."""
+    """Return True if every head has several blocks with equal weights; ``heads`` lists the blocks' names per head."""
 
     def equal(one: str, other: str) -> bool:
         pairs = [(tensors.get(f"{one}.{key}"), tensors.get(f"{other}.{key}")) for key in ("weight", "bias")]

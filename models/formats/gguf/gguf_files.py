@@ -81,7 +81,7 @@ def to_pairs(weight: Tensor, heads: int) -> Tensor:
 
 
 def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """Undo :func:`to_pairs`."""
+    """Reorder the rows of a query or key projection from llama.cpp's rotation back; the inverse of :func:`to_pairs`."""
     return weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
@@ -157,6 +157,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _values(entry: Any) -> npt.NDArray[Any]:
+    """Return a tensor of a file as an array, dequantised."""
     integer = entry.tensor_type == gguf.GGMLQuantizationType.I64
     values: npt.NDArray[Any] = entry.data if integer else gguf.quants.dequantize(entry.data, entry.tensor_type)
     return np.array(values)  # a copy, because the file is memory-mapped
@@ -198,11 +199,11 @@ class GgufLayout(Format):
 
     @abstractmethod
     def keys(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the keys to write in addition to those of ``SIZES``, from a head's config."""
+        """Return a file's keys and values in addition to those of ``SIZES``, from a head's config."""
 
     @abstractmethod
     def config_of(self, keys: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return a head's config without its sizes, from a file's keys and its tensors by their published names."""
+        """Return a head's config without the keys of ``SIZES``, from a file's keys and tensors by published name."""
 
     def add_vocabulary(self, file: GgufFile, base: BaseModel) -> None:
         """Add a tokenizer to a head's file; by default none, because llama.cpp uses the target's."""
