@@ -140,7 +140,7 @@ def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:
     trained = "" if check.estimate is None else f" (training {check.estimate:.0%})"
     cells = {
         "format": target.name,
-        "loaded by": ", ".join(target.loaded_by(head)) or "no current engine",
+        "loaded by": ", ".join(e.name for e in target.engines_for(head) if e.current) or "no current engine",
         "parameters": f"{sum(p.numel() for p in head.parameters()) / 1e6:.2f} M",
         "dtype": str(check.dtype).removeprefix("torch."),
         "mean accepted length": f"{check.before.mean_accepted_length:.3f}",

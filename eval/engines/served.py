@@ -107,7 +107,6 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                     served.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
                     served.marks[method] = hashlib.sha256(mark.encode()).hexdigest()[:8]
-                    served.marks[served.chain] = repr(served.head.identity())
             yield served
         except EngineError as error:
             hint = "; finished answers are kept, and the same command resumes there" if served.methods else ""

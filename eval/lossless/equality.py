@@ -8,7 +8,7 @@ faults apart (:func:`compare_outputs`).
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def recompute_tokens(
     return fresh, committed[offset] if offset < len(committed) else None
 
 
-class Diagnosis(Enum):
+class Diagnosis(StrEnum):
     """Cause of a difference from autoregressive decoding."""
 
     TIE = "tie"
@@ -116,15 +116,6 @@ class Equality:
     """True if the margin is below the dtype's (or an engine's) tolerance: rounding explains the difference."""
     diagnosis: Diagnosis | None = None
     """Cause of the difference; None if the answers are equal."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return position, tokens, margin and diagnosis as JSON values."""
-        return {
-            "position": self.position,
-            "tokens": self.tokens and list(self.tokens),
-            "margin": self.margin,
-            "diagnosis": self.diagnosis and self.diagnosis.value,
-        }
 
 
 def compare_outputs(
@@ -184,5 +175,5 @@ def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.flo
         "dtype": str(dtype).removeprefix("torch."),
         "same": sum(equality.same for equality in equalities),
         "of": len(equalities),
-        "found": dict(Counter(equality.diagnosis.value for equality in equalities if equality.diagnosis)),
+        "found": dict(Counter(equality.diagnosis for equality in equalities if equality.diagnosis)),
     }

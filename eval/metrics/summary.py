@@ -151,7 +151,8 @@ def _numbers(rows: steps.Rows, baselines: dict[str, steps.Rows], fastest: str) -
 
 def _identical(outputs: Outputs) -> dict[str, Any]:
     """Return the numbers of equal and of all answers, and the differing ones: near-ties, and others."""
-    differing = [(equality.near_tie, turn | equality.to_json()) for turn, equality in outputs if not equality.same]
+    keys = ("position", "tokens", "margin", "diagnosis")
+    differing = [(e.near_tie, turn | {key: getattr(e, key) for key in keys}) for turn, e in outputs if not e.same]
     return {
         "same": len(outputs) - len(differing),
         "of": len(outputs),

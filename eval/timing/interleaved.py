@@ -73,13 +73,22 @@ def run_interleaved(
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
     for index in order:
         answers: list[list[int]] = []
-        error = ""  # why the conversation's earlier turns could not be answered
+        error = ""  # why the turn before could not be answered
         for turn in range(prompts[index].turns):
-            ids, row = run.answer_turn(prompts[index], turn, build, answers, error, next(orders))
+            names = next(orders)
+            try:
+                if error:
+                    raise UserError(f"the turn before it failed: {error}")
+                ids = build(prompts[index], answers)
+            except UserError as problem:
+                ids, row = [], dict.fromkeys(decoders, failed(problem))
+                run.count(len(names))
+            else:
+                row = run.answer_turn(prompts[index], turn, ids, names)
             answered[index, turn] = ids, row
-            answers.append(row["autoregressive"].tokens)
-            if isinstance(first := row["autoregressive"], FailedDecode):
-                error = f"the turn before it failed: {first.error}"
+            first = row["autoregressive"]
+            answers.append(first.tokens)
+            error = first.error if isinstance(first, FailedDecode) else ""
     keys = sorted(answered)
     results = {name: [answered[key][1][name] for key in keys] for name in decoders}
     others = [seconds for seconds in run.other_cpu_s if seconds is not None]
@@ -106,32 +115,15 @@ class _Run:
         self.done = self.resumed = 0
         self.other_cpu_s: list[float | None] = []
 
-    def answer_turn(
-        self,
-        prompt: EvalPrompt,
-        turn: int,
-        build: PromptBuilder,
-        answers: list[list[int]],
-        error: str,
-        names: list[str],
-    ) -> tuple[list[int], dict[str, DecodeResult]]:
-        """Return a turn's prompt ids and each decoder's result; decode unless the log has the results of all decoders.
+    def answer_turn(self, prompt: EvalPrompt, turn: int, ids: list[int], names: list[str]) -> dict[str, DecodeResult]:
+        """Return each decoder's answer to the prompt ids of a turn; decode unless the log has all answers.
 
-        ``answers`` are those to earlier turns. An ``error`` (the reason why an earlier turn failed; "": none) makes the
-        turn fail without decoding. Decoders run in the order of ``names``. If one fails, the turn fails for all.
+        Decoders run in the order of ``names``. If one fails, the turn counts as failed for all.
         """
-        ids: list[int] = []
-        try:
-            if error:
-                raise UserError(error)
-            ids = build(prompt, answers)
-        except UserError as problem:
-            self._count(len(names))
-            return ids, dict.fromkeys(self.decoders, failed(problem))
         key = prompt_key(prompt, ids, turn)
         if all((key, name) in self.log for name in names):
             self.resumed += 1
-            self._count(len(names))
+            self.count(len(names))
         else:
             for name in names:
                 if name in self.cold and not isinstance(_decode(self.decoders[name], ids), FailedDecode):
@@ -140,14 +132,15 @@ class _Run:
                 with OtherProcesses() as others:
                     result = _decode(self.decoders[name], ids)
                 self.log.add(key, name, prompt, result, turn, others.cpu_s)
-                self._count(1)
+                self.count(1)
         row = {name: self.log[key, name] for name in self.decoders}
         if fault := next((result for result in row.values() if isinstance(result, FailedDecode)), None):
-            return ids, dict.fromkeys(row, fault)
+            return dict.fromkeys(row, fault)
         self.other_cpu_s += [self.log.other_cpu_s[key, name] for name in names]
-        return ids, row
+        return row
 
-    def _count(self, decodings: int) -> None:
+    def count(self, decodings: int) -> None:
+        """Report progress after ``decodings`` more (turn, decoder) pairs."""
         self.done += decodings
         self._progress(self.done)
 
@@ -172,6 +165,6 @@ def _decode(decoder: Decoder, ids: list[int]) -> DecodeResult:
         return failed(error)
 
 
-def failed(error: object) -> FailedDecode:
+def failed(error: object) -> DecodeResult:
     """Return the result of a prompt that could not be answered because of ``error``."""
     return FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error=str(error))

@@ -118,10 +118,7 @@ class BlockFormat(Format):
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:
         if (folder / MASK_FILE).exists():
-            raise UserError(
-                f"{folder} has a separate embedding for mask tokens ({MASK_FILE}), which drafthead does not support; "
-                "choose another head"
-            )
+            raise _unknown(str(folder), f"a separate embedding for mask tokens ({MASK_FILE})")
         return super().read_files(folder)
 
     def matches(self, config: dict[str, Any]) -> bool:
@@ -130,35 +127,23 @@ class BlockFormat(Format):
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Fill in config keys that are missing or inside ``dflash_config``, and reject unsupported values."""
         checkpoint = super().normalize(checkpoint)
-        config, tensors, inner = (
-            dict(checkpoint.config),
-            checkpoint.tensors,
-            checkpoint.config.get("dflash_config") or {},
-        )
+        config, tensors = dict(checkpoint.config), checkpoint.tensors
+        inner = config.get("dflash_config") or {}
         for key in ("mask_token_id", "target_layer_ids", "block_size"):
             if config.get(key) is None:
                 config[key] = inner.get(key)
         for key, values in ONLY.items():
             for section in (config, inner, config.get("rope_parameters") or {}):
                 if (value := section.get(key)) is not None and value not in values:
-                    raise UserError(
-                        f"{checkpoint.source} has {key} {value!r}, which drafthead does not support; "
-                        "choose another head"
-                    )
+                    raise _unknown(checkpoint.source, f"{key} {value!r}")
         if config.get("is_causal") is None:
             config["is_causal"] = bool(inner.get("causal", inner.get("causal_head", False)))
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
         if any(kind != "full_attention" for kind in config.get("layer_types") or []):
-            raise UserError(
-                f"{checkpoint.source} has layers with a sliding window, which drafthead does not support; "
-                "choose another head"
-            )
+            raise _unknown(checkpoint.source, "layers with a sliding window")
         if self.has_markov(config):
             if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
-                raise UserError(
-                    f"{checkpoint.source} has a Markov head of type {kind}; drafthead supports only vanilla; "
-                    "choose another head"
-                )
+                raise _unknown(checkpoint.source, f"a Markov head of type {kind} (not vanilla)")
             if not config.get("confidence_head_with_markov"):
                 # Its input is narrower than ours. Drafts do not depend on the confidence head, so it is left out.
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
@@ -268,6 +253,11 @@ class TransformersFormat(DFlashFormat):
         yield from super().unsupported(head)
         if head.config.causal:
             yield "its draft positions attend to earlier ones only", "head.causal=false"
+
+
+def _unknown(source: str, what: str) -> UserError:
+    """Return the error for a published head ``source`` with the feature ``what``, which drafthead's heads lack."""
+    return UserError(f"{source} has {what}, which drafthead does not support; choose another head")
 
 
 def unsupported_markov(head: DSparkHead) -> Unsupported:

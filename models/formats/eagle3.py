@@ -124,11 +124,8 @@ class Eagle3Format(Format):
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Fill in missing config keys, some of them from ``eagle_config``, and derive ``t2d`` from ``d2t``."""
         checkpoint = super().normalize(checkpoint)
-        config, tensors, inner = (
-            dict(checkpoint.config),
-            dict(checkpoint.tensors),
-            checkpoint.config.get("eagle_config"),
-        )
+        config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
+        inner = config.get("eagle_config")
         inner = inner if isinstance(inner, dict) else {}
         config["norm_before_fc"] = inner.get("norm_before_fc", config.get("norm_before_fc"))
         if "layers" not in config:  # our own key, for correcting an import

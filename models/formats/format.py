@@ -253,10 +253,6 @@ class Format:
         """All keys of ``config.json`` that an import uses."""
         return self.other_keys | {*self.required, *self.optional, *self.sizes}
 
-    def loaded_by(self, head: Any) -> list[str]:
-        """Return the engines whose newest version loads ``head`` in this format."""
-        return [engine.name for engine in self.engines_for(head) if engine.current]
-
     def export(
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
     ) -> None:
