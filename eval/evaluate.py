@@ -210,7 +210,7 @@ def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], m
 def _settings(
     base: BaseModel, drafter: Drafter, config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
 ) -> dict[str, Any]:
-    """Return the evaluation's settings, the base's kernels, and settings of generation_config that are not applied."""
+    """Return the settings in ``eval.json``, with the base's kernels and what is ignored of its generation_config."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
@@ -258,7 +258,7 @@ def _digest(drafter: str, config: EvalConfig) -> str:
 
 
 def _retokenised(base: BaseModel, tokens: list[int]) -> int:
-    """Return the number of tokens of the decoded text, which Spec-Bench counts for its baseline."""
+    """Return the number of tokens after decoding and tokenising an answer again, which Spec-Bench counts."""
     text = base.tokenizer.decode(tokens, skip_special_tokens=True)
     return len(base.tokenizer(text, add_special_tokens=False).input_ids)
 

@@ -209,7 +209,7 @@ def vllm_python(config: EngineConfig) -> str:
 
 
 def check_drafts(head: DraftHead, drafts: int) -> None:
-    """Reject more drafts than the head has positions, and fewer for a head whose block must stay whole."""
+    """Reject a chain longer than the head drafts, or shorter if the head's draft positions attend to each other."""
     if drafts > head.depth:
         raise UserError(f"engine.drafts={drafts}, but the head drafts {head.depth} positions; choose fewer")
     if isinstance(head, DSparkHead) and not head.config.causal and drafts < head.depth:
@@ -270,7 +270,7 @@ class EngineStart:
         return server
 
     def _vllm(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
-        """Return interpreter, arguments of the runner, and environment variables."""
+        """Return the interpreter, the arguments of ``runner.py`` and the environment that start vLLM on ``port``."""
         folder = str(smollm2_folder()) if self.base.name == EMBEDDED else self.base.config.name  # or a name on the Hub
         dtype = str(self.base.dtype).removeprefix("torch.")
         arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, *VLLM_OPTIONS]
@@ -289,7 +289,7 @@ class EngineStart:
         return vllm_python(self.own), arguments, variables
 
     def _llamacpp(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
-        """Return interpreter, arguments of the runner, and environment variables."""
+        """Return interpreter, arguments of ``runner.py`` and environment that start llama.cpp on ``port``."""
         path, kind = self.published / BASE_FILE, self.own.base_type
         if not path.exists():
             all_formats()["gguf"].write_base(self.base, path, kind)

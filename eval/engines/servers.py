@@ -155,7 +155,7 @@ class EngineServer(ABC):
 
 
 class VllmServer(EngineServer):
-    """vLLM: ``/v1/completions`` with token ids, counters ``vllm:spec_decode_*``."""
+    """Client of vLLM: ``/v1/completions`` with token ids, counters ``vllm:spec_decode_*``."""
 
     name = "vLLM"
     _model: str | None = None
@@ -193,7 +193,7 @@ class VllmServer(EngineServer):
 
 
 class LlamaCppServer(EngineServer):
-    """llama.cpp: its own ``/completion`` with token ids, counters ``llamacpp:spec_decode_*`` (``--metrics``)."""
+    """Client of llama.cpp: ``/completion`` with token ids, counters ``llamacpp:spec_decode_*`` (``--metrics``)."""
 
     name = "llama.cpp"
 
@@ -224,7 +224,7 @@ class LlamaCppServer(EngineServer):
 
 
 class SglangServer(EngineServer):
-    """SGLang: ``/generate`` with token ids. It counts verifications per answer, but not acceptance by position.
+    """Client of SGLang: ``/generate`` with token ids. SGLang counts verifications, but not acceptance by position.
 
     Written from SGLang's sources; never tested with a real server.
     """

@@ -45,7 +45,7 @@ DRAFT_SPREAD = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Settings of one drafter, for one or several of which a ``Shape`` is made."""
+    """Settings of one of the drafters of a ``Shape``."""
 
     tree: TokenTree | DynamicTree
     shared: bool = False
@@ -150,7 +150,7 @@ class Case:
     shape: Shape
     sampler: Sampler
     draft_sampler: Sampler | None
-    """None: top-k drafting."""
+    """Sampler of the drafts; None: top-k drafting."""
     greedy: bool = False
     """Accept drafts that equal the target's argmax, as decoding does at temperature 0."""
 
@@ -190,7 +190,7 @@ def _case(rule: AcceptanceRule, kind: DraftSampling, shape: Shape, sampler: Samp
 
 @dataclass(frozen=True)
 class Refusal:
-    """A biased combination: ``build`` must raise a ``UserError`` or a ``ValueError``."""
+    """A combination that would bias the output: ``build`` must raise a ``UserError`` or a ``ValueError``."""
 
     rule: str
     draft_sampling: str

@@ -37,11 +37,11 @@ class Row:
     result: str
     """``exact``, ``lossy``, ``biased`` (a counterexample), ``refused`` or ``FAILED``."""
     vocabulary: int = 0
-    """0 if nothing is enumerated."""
+    """Number of the target's tokens; 0 if nothing is enumerated."""
     outcomes: int = 0
     """Number of sequences of random choices. The bonus token is not enumerated; its distribution is added."""
     total_variation: float | None = None
-    """Between the committed tokens' distribution and the target's, over depth + 1 tokens; None if not enumerated."""
+    """Total variation of depth + 1 committed tokens from the target's distribution; None if not enumerated."""
     reason: str = ""
     """Reason of a refusal."""
 

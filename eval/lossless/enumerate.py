@@ -68,7 +68,7 @@ class EnumeratedRng:
         return torch.stack(drawn, 1)
 
     def _choose(self, probs: Tensor, active: Tensor) -> Tensor:
-        """Return [B] choices from ``probs`` [B, options]; only those of ``active`` rows are recorded."""
+        """Choose an option of ``probs`` [B, options] in each row; only choices of ``active`` rows are recorded."""
         index = self._used[:, None]
         likeliest = probs.argmax(-1)
         given = self._used < self._given
@@ -119,7 +119,7 @@ class CommittedProbs:
                 sequence = (sequence * self.vocabulary + paths[:, length]) % self.by_length[length].numel()
 
     def completed(self, probs: Tensor) -> Tensor:
-        """Return [V**(depth + 1)] masses of depth + 1 tokens; missing ones are drawn from ``probs`` ([prefixes, V])."""
+        """Return the masses of all sequences of depth + 1 tokens; ``probs`` [prefixes, V] complete shorter ones."""
         total = self.by_length[0]
         for n, masses in enumerate(self.by_length[1:], start=1):
             total = _extended(total, probs, n, self.vocabulary) + masses

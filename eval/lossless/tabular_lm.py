@@ -83,7 +83,7 @@ def any_confidence(prefixes: Tensor) -> Tensor:
 
 
 class _ByPrefix(LogitsSource):
-    """Tree levels in which every node has its own distribution, as from a model that has read the path."""
+    """Source of a tree's logits with a distribution per node, as from a model that has read the path."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._root, self._prefixes = table, True, prefixes[:, None]
@@ -99,7 +99,7 @@ class _ByPrefix(LogitsSource):
 
 
 class _ByLevel(LogitsSource):
-    """Tree levels whose nodes share one distribution and its samples, as from Medusa's heads."""
+    """Source of a tree's logits whose levels have one distribution and its samples each, as from Medusa's heads."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._rows, self._level = table, len(prefixes), -1
@@ -114,7 +114,7 @@ class _ByLevel(LogitsSource):
 
 @dataclass(frozen=True)
 class TableDraft:
-    """Drafting from a table with the functions of ``models/decoding/growth.py``."""
+    """Drafter that reads its logits from a table and drafts with the functions of ``models/decoding/growth.py``."""
 
     table: TabularLM
     draft_config: DraftConfig

@@ -58,7 +58,7 @@ def compare_engines(
 
 
 def _acceptance(rows: steps.Rows) -> dict[str, Any]:
-    """Return "steps" that drafted, "accepted" (how many of them accepted draft 1, 2, ...), "mean_accepted_length"."""
+    """Return the numbers of "steps" that drafted and that "accepted" draft 1, 2, ..., and "mean_accepted_length"."""
     return {
         "steps": len(steps.drafting(rows)),
         "accepted": steps.accepted_by_depth(rows),
@@ -67,6 +67,7 @@ def _acceptance(rows: steps.Rows) -> dict[str, Any]:
 
 
 def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
+    """Return a line for everything in an engine's comparison that deviates by more than ``tolerance``."""
     theirs, ours = row["acceptance"]["engine"], row["acceptance"]["ours"]
     name, texts, failures = row["engine"], row["texts"], []
     lengths = theirs["mean_accepted_length"], ours["mean_accepted_length"]

@@ -183,7 +183,10 @@ def best_option(values: Sequence[float], depths: Sequence[int], costs: CostModel
 
 
 def chain_values(rows: Rows, order: TreeOrder | None = None) -> list[float]:
-    """Return P(draft k is accepted) for a chain, from ``order`` or else the run; empty if the run drafted trees."""
+    """Return P(draft k is accepted) for k = 1, 2, ... of a chain, from calibrated nodes; None: from a run's ``rows``.
+
+    The result is empty if only ``rows`` are given and the run drafted trees.
+    """
     if order is not None:
         return [value for path, value in zip(order.paths, order.values, strict=True) if not any(path)]
     if alpha(rows) is None:

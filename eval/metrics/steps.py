@@ -40,7 +40,7 @@ QUESTION = ["task", "prompt"]
 Spans = Callable[[Sequence[int], Sequence[int]], list[str]]
 """Function from a prompt and an answer to the span of every answer token."""
 Retokenised = Callable[[list[int]], int]
-"""Number of tokens of an answer after decoding it and tokenising the result again, without a BOS token."""
+"""Function that decodes an answer, tokenises the text again, and returns its number of tokens, without a BOS token."""
 
 
 def step_table(
@@ -265,8 +265,8 @@ a method's rows and the baseline's rows."""
 
 
 Bin = dict[str, Any]
-"""Acceptance of the steps whose key is in ["low", "high"); the last bin includes its "high". "first_accepted" is the
-share of the bin's drafting steps that accepted a draft; NaN: nothing counted."""
+"""Acceptance of the steps whose binned quantity is in ["low", "high"); the last bin includes its "high".
+"first_accepted" is the share of the bin's drafting steps that accepted a draft; NaN: nothing counted."""
 CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 """Edges of the bins of ``by_context``, in tokens; the last bin includes longer contexts."""
 

@@ -179,7 +179,7 @@ def markdown_table(evaluation: dict[str, Any]) -> str:
 
 
 def console_table(evaluation: dict[str, Any]) -> RenderableType:
-    """Return the table per task and, if several methods ran, the table per method."""
+    """Return for the terminal the table per task and, if several methods ran, the table per method."""
     return Group(*(table.console() for table in result_tables(evaluation)[:-1]))
 
 

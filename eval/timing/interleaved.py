@@ -15,7 +15,7 @@ from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 Decoder = Callable[[list[int]], DecodeResult]
 """Function that decodes an answer to prompt ids. It must synchronise the device before it stops its clock."""
 PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]
-"""Function that returns the ids of a prompt's next turn after the earlier answers, or raises ``UserError``."""
+"""Function of a prompt and its earlier answers that returns the prompt ids of the next turn or raises ``UserError``."""
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class BlockFormat(Format):
 
 
 class DSparkFormat(BlockFormat):
-    """DeepSpec's layout, ``config.json`` and ``model.safetensors``, with the plain ("vanilla") Markov head."""
+    """DeepSpec's format of DSpark: ``config.json`` and ``model.safetensors``, with a plain ("vanilla") Markov head."""
 
     name = "dspark"
     title = "DSpark (Qwen3DSparkModel)"
@@ -215,7 +215,7 @@ class DSparkFormat(BlockFormat):
 
 
 class DFlashFormat(BlockFormat):
-    """z-lab's layout, ``config.json`` and ``model.safetensors``; with ``causal``, JetSpec's."""
+    """z-lab's format of DFlash: ``config.json`` and ``model.safetensors``; with ``causal``, JetSpec's."""
 
     name = "dflash"
     title = "DFlash (DFlashDraftModel)"

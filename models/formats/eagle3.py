@@ -49,7 +49,7 @@ LLAMACPP_CONVERTER = Engine(
 
 
 class Eagle3Format(Format):
-    """Layout with ``config.json`` and ``model.safetensors``; tensor names have no ``model.`` prefix."""
+    """Format of EAGLE-3 heads: ``config.json`` and ``model.safetensors``, with names without a ``model.`` prefix."""
 
     name = "eagle3"
     title = "EAGLE-3 (LlamaForCausalLMEagle3)"

@@ -341,7 +341,7 @@ class Format:
             )
 
     def wrong_type(self, head_config: type[DraftHeadConfig]) -> str:
-        """Return the message for heads of another type."""
+        """Return the message that this format cannot hold heads with this type of config."""
         expected, given = (kind.__module__.rpartition(".")[2] for kind in (self.head_config, head_config))
         return f"the format {self.name} holds heads of the type {expected}, this is one of the type {given}"
 

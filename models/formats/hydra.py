@@ -30,7 +30,7 @@ PREFIX = "prefix_embeding_layer."
 
 
 class HydraFormat(Format):
-    """Layout with ``config.json`` and ``hydra_lm_head.safetensors``."""
+    """Format of Hydra and Hydra++: ``config.json`` and ``hydra_lm_head.safetensors``."""
 
     name = "hydra"
     title = "Hydra and Hydra++"
@@ -86,7 +86,7 @@ class HydraFormat(Format):
         return {**super().config(head), "hydra_head_arch": architecture}
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
-        """Return the content to publish; with a prefix layer, the numbers of modules count dropouts too."""
+        """Return config and tensors to publish; with a prefix layer, the numbers of modules count dropouts too."""
         checkpoint = super().checkpoint(head, dtype, base_name)
         if checkpoint.config["hydra_head_arch"] == "mlp":
             return checkpoint

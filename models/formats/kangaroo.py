@@ -13,7 +13,7 @@ from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 
 
 class KangarooFormat(Format):
-    """Layout with ``config.json`` and ``model.safetensors``; the output head is the base's."""
+    """Format of Kangaroo's adapter: ``config.json`` and ``model.safetensors``, without the base's output head."""
 
     name = "kangaroo"
     title = "Kangaroo adapter"

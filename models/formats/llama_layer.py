@@ -66,7 +66,7 @@ def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None
 
 
 def _rotation(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Return theta and the scaling of a rotary embedding, without keys that have no effect; None: no scaling."""
+    """Return theta and the scaling (None: none) of a rotary embedding, without keys that have no effect."""
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type") and v is not None}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     return float(rope.get("rope_theta") or 10000.0), None if kind == "default" else {**scaling, "rope_type": kind}

@@ -32,7 +32,7 @@ NO_SGLANG = Engine("SGLang", "never")
 
 
 class MedusaFormat(Format):
-    """FasterDecoding's folder: ``config.json`` and ``medusa_lm_head.safetensors``."""
+    """FasterDecoding's format of Medusa: ``config.json`` and ``medusa_lm_head.safetensors``."""
 
     name = "medusa"
     title = "Medusa (FasterDecoding)"
@@ -127,7 +127,7 @@ class MedusaFormat(Format):
 
 
 class TgiMedusaFormat(MedusaFormat):
-    """The layout of ``medusa``, restricted to heads that TGI's two Medusa classes accept."""
+    """The format ``medusa``, restricted to heads that TGI's two Medusa classes accept."""
 
     name = "tgi_medusa"
     title = "Medusa (TGI)"
@@ -163,7 +163,7 @@ class TgiMedusaFormat(MedusaFormat):
 
 
 class VllmMedusaFormat(MedusaFormat):
-    """vLLM's layout. vLLM drafts one chain of most likely tokens, without a tree, over the full vocabulary."""
+    """vLLM's format of Medusa. vLLM drafts a chain of most likely tokens, without a tree, over the full vocabulary."""
 
     name = "vllm_medusa"
     title = "Medusa (vLLM)"
@@ -213,7 +213,7 @@ class VllmMedusaFormat(MedusaFormat):
         return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Use vLLM's names, add zero biases, and select the rows of ``token_map`` in output layers over all ids."""
+        """Rename keys as vLLM does, add zero biases, and keep only the rows of ``token_map`` in output layers."""
         checkpoint = Format.normalize(self, checkpoint)
         config, tensors = {"logit_scale": 1.0, **checkpoint.config}, dict(checkpoint.tensors)
         for key in [k for k in config if "num" in k]:  # as vLLM's config class does

@@ -25,7 +25,7 @@ SHARED_FROM = {"emb": 1, "head": 1, "ln": 1, "proj": 2}
 
 
 class MLPSpeculatorFormat(Format):
-    """Layout with ``config.json`` and ``model.safetensors``."""
+    """Format of MLP speculators: ``config.json`` and ``model.safetensors``."""
 
     name = "mlp_speculator"
     title = "MLPSpeculator (IBM)"

@@ -22,7 +22,7 @@ METHODS = "speculators_config"
 
 
 class SpeculatorsFormat(Eagle3Format):
-    """Layout with ``config.json`` and ``model.safetensors``."""
+    """Format of EAGLE-3 heads for the ``speculators`` library: ``config.json`` and ``model.safetensors``."""
 
     name = "speculators"
     title = "EAGLE-3 (speculators, for vLLM)"

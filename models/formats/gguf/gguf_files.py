@@ -210,7 +210,7 @@ class GgufLayout(Format):
         file.writer.add_tokenizer_model("no_vocab")
 
     def _names(self, layers: int) -> dict[str, str]:
-        """Map published names to llama.cpp's, for a head with this number of layers."""
+        """Map published tensor names to llama.cpp's, for a head with this number of layers."""
         inner = {
             f"{self.layer.format(n=n)}.{name}.weight": f"blk.{n}.{theirs}.weight"
             for n in range(layers)
