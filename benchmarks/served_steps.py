@@ -19,7 +19,7 @@ import torch
 from common import at_least, entry_point, listed, parser, print_table, save_record
 
 from drafthead.eval.config import ENGINES, EngineConfig, EnginesConfig
-from drafthead.eval.engines.served import EngineStart, check_drafts, export, format_for, method_of
+from drafthead.eval.engines.served import EngineStart, check_drafts, format_for, method_of
 from drafthead.eval.engines.servers import EngineServer, LlamaCppServer
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.prompts.suites import load_suite
@@ -76,7 +76,7 @@ def measure(
         check_drafts(head, length)
     with ExitStack() as stack:
         published = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "published"
-        export(head, target, published)
+        target.export(target.fitted(head), published, torch.float32)
         servers: dict[int, EngineServer] = {}
         for length in (0, *lengths):
             method = method_of(target, head)

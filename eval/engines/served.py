@@ -92,7 +92,9 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
         try:
             for name, target in formats.items():
                 published = folder / "served" / target.name
-                fitted = export(head, target, published)
+                shutil.rmtree(published, ignore_errors=True)
+                fitted = target.fitted(head)
+                target.export(fitted, published, torch.float32)
                 served.head = served.head or _as_exported(fitted)
                 start = EngineStart(stack, name, settings, base, published, method_of(target, head), served.drafts)
                 for plain in (False, True):
@@ -134,17 +136,6 @@ def format_for(engine: str, head: DraftHead) -> Format:
         refused[target.name] = "; ".join(f"{what} ({instead})" for what, instead in reasons)
     listed = ". In the format ".join(f"{name}: {reasons}" for name, reasons in refused.items())
     raise UserError(f"{engine} cannot serve this head. In the format {listed}")
-
-
-def export(head: DraftHead, target: Format, folder: Path) -> DraftHead:
-    """Empty ``folder`` and write the head there in the format ``target``; return the head that was written.
-
-    That is another head with the same drafts if the engine can't load ``head`` itself (``Format.fitted``).
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    fitted: DraftHead = target.fitted(head)
-    target.export(fitted, folder, torch.float32)
-    return fitted
 
 
 def _as_exported(head: DraftHead) -> DraftHead:

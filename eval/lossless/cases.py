@@ -15,7 +15,6 @@ from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal
 from drafthead.models.decoding.random_source import DRAFT, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Sampler
-from drafthead.models.drafters.combined import combine
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 EXACT, BLOCK = AcceptanceRule(), AcceptanceRule(name="block")
@@ -213,8 +212,7 @@ def _two_kinds() -> Proposal:
     """Combine a draft sampled with replacement and a draft sampled without."""
     target = TabularLM.random(4, 1, 0)
     drafts = [CHAINS[0].draft(kind, RAW, target, 0) for kind in SAMPLED]
-    rng = PerRowRng([0], [0], DRAFT, torch.device("cpu"))
-    return combine([draft(torch.zeros(1, dtype=torch.int64), rng) for draft in drafts])[0]
+    return combined_draft(drafts, torch.zeros(1, dtype=torch.int64), PerRowRng([0], [0], DRAFT, torch.device("cpu")))
 
 
 def refusals() -> tuple[Refusal, ...]:

@@ -350,36 +350,19 @@ def text_accept_probs(
             else:
                 hidden = torch.stack([base_hidden[rows[i]].final[0, at - 1] for i, _, at in targets])
                 p = _target_probs(base, hidden, [batch[rows[i]].ids[:at] for i, _, at in targets], sampler)
-                probs = _sampled_accept_probs(
-                    p, config.sampler.probs(draft), drafter, tokens, config, generator, lengths
-                )
+                q = config.sampler.probs(draft)
+                if q.shape[1] < p.shape[1]:
+                    q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
+                if config.rule.name == "block":
+                    on_text = torch.stack([x.gather(1, tokens[:, None])[:, 0] for x in (p, q)])
+                    chains = torch.split(on_text, lengths, dim=1)
+                    probs = torch.cat([block_accept_probs(a[None], b[None])[0] for a, b in chains])[:, None]
+                else:
+                    probs = candidate_accept_probs(p, q, tokens, config.draft_sampling, config.width, generator)
             for row, values in zip(rows, torch.split(probs.cpu(), lengths), strict=True):
                 tables[row][t, : len(values)] = values
         accept_probs += tables
     return accept_probs
-
-
-def _sampled_accept_probs(
-    p: Tensor,
-    q: Tensor,
-    drafter: StepwiseDrafter,
-    tokens: Tensor,
-    config: AcceptProbsConfig,
-    generator: torch.Generator,
-    lengths: list[int],
-) -> Tensor:
-    """Return the acceptance probabilities [n, S] of sampled drafts at n nodes, as ``config`` says.
-
-    ``p`` [n, V] and ``q`` [n, W] are the probabilities of target and drafter, ``tokens`` [n] the answer's tokens. The
-    nodes are chains of ``lengths``, one after another, which block verification needs to know.
-    """
-    if q.shape[1] < p.shape[1]:
-        q = torch.zeros_like(p).index_copy_(1, drafter.d2t, q)
-    if config.rule.name != "block":
-        return candidate_accept_probs(p, q, tokens, config.draft_sampling, config.width, generator)
-    on_text = torch.stack([x.gather(1, tokens[:, None])[:, 0] for x in (p, q)])
-    chains = torch.split(on_text, lengths, dim=1)
-    return torch.cat([block_accept_probs(a[None], b[None])[0] for a, b in chains])[:, None]
 
 
 def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int) -> list[Tensor]:

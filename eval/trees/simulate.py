@@ -37,12 +37,8 @@ LengthProbs = Floats
 """[T, D+1]: probability that a step from t accepts exactly 0, 1, ..., D drafts."""
 
 
-def accept_probs_of_ranks(ranks: Ranks, width: int | None = None) -> AcceptProbs:
-    """Return the acceptance probabilities of top-k drafts with ``width`` candidates: 1 at each token's rank, else 0.
-
-    None: as many candidates as the largest rank needs.
-    """
-    width = width or int(ranks.max(initial=0)) + 1
+def accept_probs_of_ranks(ranks: Ranks, width: int) -> AcceptProbs:
+    """Return the acceptance probabilities of top-k drafts with ``width`` candidates: 1 at each token's rank, else 0."""
     accept_probs: AcceptProbs = (ranks[..., None] == np.arange(width)).astype(np.float64)
     accept_probs[ranks < 0] = np.nan
     return accept_probs

@@ -32,7 +32,7 @@ Context = tuple[int, ...]
 
 @given(RANKS, token_trees())
 def test_a_step_accepts_the_longest_offered_path(ranks: np.ndarray, tree: TokenTree) -> None:
-    table = accepted_length_probs(accept_probs_of_ranks(ranks), tree)
+    table = accepted_length_probs(accept_probs_of_ranks(ranks, 4), tree)
     for t, row in enumerate(ranks.tolist()):
         offered = [len(p) for p in tree.paths if tuple(row[: len(p)]) == p]
         assert table[t].tolist() == np.eye(tree.depth + 1)[max(offered)].tolist()
@@ -41,7 +41,7 @@ def test_a_step_accepts_the_longest_offered_path(ranks: np.ndarray, tree: TokenT
 @given(st.lists(RANKS, min_size=1, max_size=3), token_trees())
 def test_steps_are_counted(answers: list[np.ndarray], tree: TokenTree) -> None:
     """Answers of different lengths, each against a loop over its steps."""
-    tables = [accepted_length_probs(accept_probs_of_ranks(a), tree) for a in answers]
+    tables = [accepted_length_probs(accept_probs_of_ranks(a, 4), tree) for a in answers]
     counts = []
     for table, started in zip(tables, start_probs(tables), strict=True):
         positions, t = [], 0

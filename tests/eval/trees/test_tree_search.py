@@ -14,7 +14,7 @@ from drafthead.models.token_tree import TokenTree
 
 def accepted(ranks: np.ndarray, tree: TokenTree) -> float:
     """Mean drafts accepted over all positions."""
-    table = accepted_length_probs(accept_probs_of_ranks(ranks), tree)
+    table = accepted_length_probs(accept_probs_of_ranks(ranks, 4), tree)
     return float((table @ np.arange(table.shape[1])).mean())
 
 
