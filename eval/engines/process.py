@@ -49,7 +49,9 @@ class EngineProcess:
         while not ready():
             self.check()
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.name} did not start within {timeout_s:g} s{self._tail()}")
+                raise EngineError(
+                    f"{self.name} did not start within {timeout_s:g} s (engine.start_timeout_s){self._tail()}"
+                )
             time.sleep(0.3)
 
     def check(self) -> None:

@@ -118,7 +118,7 @@ class EngineServer(ABC):
                 self._process.check()
             if isinstance(error, openai.APITimeoutError):
                 limit = f"{self._timeout_s:g} s (engine.answer_timeout_s)"
-                raise EngineError(f"{self.name} gave no answer within {limit}") from None
+                raise EngineError(f"{self.name} gave no answer within {limit}; raise this limit") from None
             raise EngineError(f"{self.name} at {self.url} does not answer ({error.__cause__ or error})") from None
         try:
             return json.loads(text)
@@ -174,7 +174,7 @@ class VllmServer(EngineServer):
         choice = response["choices"][0]
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list):
-            raise EngineError("vLLM gave no token ids; 0.10.2 was the first version that does")
+            raise EngineError("vLLM gave no token ids; use version 0.10.2 or newer")
         deadline = time.monotonic() + METRICS_WAIT_S
         while True:
             after = self._counters()
@@ -206,7 +206,7 @@ class LlamaCppServer(EngineServer):
         before = self._counters()
         response, total_s = self._timed("/completion", body)
         if not response.get("tokens") and response.get("content"):
-            raise EngineError("llama.cpp gave no token ids; its version does not support return_tokens")
+            raise EngineError("llama.cpp gave no token ids; use a newer version, which supports return_tokens")
         counted = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
         prefix = "llamacpp:spec_decode_num_"
         return engine_result(
@@ -240,7 +240,7 @@ class SglangServer(EngineServer):
         meta = response.get("meta_info", {})
         stopped = (meta.get("finish_reason") or {}).get("type") == "stop"
         if "output_ids" not in response:
-            raise EngineError("SGLang gave no output_ids; its version does not answer with token ids")
+            raise EngineError("SGLang gave no token ids (output_ids); use a newer version")
         tokens = self._complete(response["output_ids"], stopped, (meta.get("finish_reason") or {}).get("matched"))
         return engine_result(tokens=tokens, steps=meta.get("spec_verify_ct"), total_s=total_s)
 

@@ -330,7 +330,7 @@ def text_accept_probs(
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(
             f"{type(drafter).__name__} drafts without distributions, so only the acceptance of the tree that it drafts "
-            "can be simulated; simulate one tree at a time"
+            "can be simulated; use draft_sampling=top_k and simulate one tree at a time"
         )
     depth = min(config.depth or drafter.depth, drafter.depth)
     generator = torch.Generator(base.device).manual_seed(config.seed)

@@ -106,5 +106,5 @@ def _without_copies(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor
             continue
         original = tensors.get(f"{PREFIX}{match[1]}.{SHARED_FROM[match[1]] - 1}{match[3]}")
         if original is None or not torch.equal(original, value):
-            raise UserError(f"{source} says tie_weights, but {name} differs from the one before; copy the folder again")
+            raise UserError(f"{source} says tie_weights, but {name} differs from the position before; copy it again")
     return shared

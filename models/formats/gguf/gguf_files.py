@@ -259,7 +259,7 @@ class GgufLayout(Format):
             )
         names = self._names(keys["block_count"])
         if unknown := sorted(stored.keys() - {*names.values(), "d2t", "rope_freqs.weight"}):
-            raise UserError(f"{path} has tensors that drafthead does not use: {', '.join(unknown[:4])}")
+            raise UserError(f"{path} has unknown tensors: {', '.join(unknown[:4])}; use a file that drafthead wrote")
         config = {name: keys[key] for key, name in SIZES.items()}
         tensors = {
             name: rotated(name, stored[theirs], config, to_halves) if self.pairs else stored[theirs]
