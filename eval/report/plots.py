@@ -29,13 +29,11 @@ styled: ContextDecorator = rc_context(fname=Path(__file__).with_name("report.mpl
 MAX_BINS = 8
 """Largest number of bars. More are unreadable on a phone, so neighbouring bins of positions are merged."""
 SPEED_LABEL = "speed, autoregressive decoding = 1"
-TRAINING = {"training_loss": "loss_", "training_acceptance": "accept_"}
-"""Figures of a training run: file name -> prefix of the metrics that it shows."""
-TRAINING_LABELS = {
-    "loss_": ("loss (nats per token)", "lower is better; dots: text not trained on"),
-    "accept_": ("first candidate right", "higher is better; dots: text not trained on"),
+TRAINING = {
+    "loss_": ("training_loss", "loss (nats per token)", "lower is better; dots: text not trained on"),
+    "accept_": ("training_acceptance", "first candidate right", "higher is better; dots: text not trained on"),
 }
-"""Prefix of metrics -> label of the vertical axis, and a note on how to read the figure."""
+"""Figures of a training run: prefix of the metrics -> file name, label of the vertical axis, and how to read it."""
 LONGEST_LABEL = 20
 """Characters of the longest name that stands left of its bar. If a name is longer, all names stand above the bars."""
 BarRow = tuple[str, float, float | None, float | None]
@@ -72,7 +70,7 @@ def draw_figures(evaluation: dict[str, Any], training_log: Sequence[dict[str, An
         yield "by_context", bins(contexts, "tokens before the step, with the prompt", "{:.0f}")
     if entropies := evaluation["by_entropy"]:
         yield "by_entropy", bins(entropies, "entropy in nats", "{:.1f}")
-    for name, prefix in TRAINING.items():
+    for prefix, (name, _, _) in TRAINING.items():
         if (figure := training(training_log, prefix)) is not None:
             yield name, figure
     if choices := evaluation["tree"].get("choices"):
@@ -102,7 +100,7 @@ def save_png(figure: Figure, path: Path) -> bytes:
 
 def save_training_plots(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write the figures of ``TRAINING`` whose metrics occur in ``rows`` of ``metrics.jsonl`` into ``folder``."""
-    for name, prefix in TRAINING.items():
+    for prefix, (name, _, _) in TRAINING.items():
         if (figure := training(rows, prefix)) is not None:
             save_png(figure, folder / f"{name}.png")
 
@@ -296,7 +294,7 @@ def training(rows: Sequence[dict[str, Any]], prefix: str) -> Figure | None:
         handles.append(Line2D([], [], color=MUTED, marker="o", markeredgecolor="white", linestyle="", label="held out"))
     _mark_phases(axes, phases)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    label, note = TRAINING_LABELS[prefix]
+    _, label, note = TRAINING[prefix]
     axes.set(xlabel="optimiser step", ylabel=label)
     figure.suptitle(note, fontsize=10)
     if prefix == "accept_":

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,11 +43,9 @@ class Calibration:
     expected_tokens: float
     """Mean accepted length of the chosen tree, simulated on the held-out answers."""
     expected_tokens_largest: float
-    """Mean accepted length of the best tree of ``LARGEST_TREE`` nodes, or of the largest tree that was found."""
+    """Mean accepted length of the fastest tree of ``LARGEST_TREE`` nodes, or of the most nodes that a tree has."""
     expected_speedup: float
     """Speedup over autoregressive decoding, as predicted by ``CostModel``."""
-    curve: list[tuple[int, float, float]]
-    """(nodes, simulated mean accepted length, expected speedup) of the best tree of every size."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, for ``eval.json`` and ``from_json``."""
@@ -62,7 +60,6 @@ class Calibration:
         values = {f.name: content[f.name] for f in fields(cls) if f.name != "tree"}
         order = content["order"]
         values["order"] = TreeOrder([tuple(p) for p in order["paths"]], [float(v) for v in order["values"]])
-        values["curve"] = [(nodes, tokens, speedup) for nodes, tokens, speedup in content["curve"]]
         return cls(tree=TokenTree.from_paths([tuple(p) for p in content["choices"]]), **values)
 
 
@@ -125,14 +122,6 @@ def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) 
     return answers
 
 
-class Choice(NamedTuple):
-    """A tree, its simulated mean accepted length, and its speedup over autoregressive decoding by ``CostModel``."""
-
-    tree: TokenTree
-    expected_tokens: float
-    expected_speedup: float
-
-
 def calibrate(answers: Sequence[Ranks], costs: CostModel, method: SearchMethod = "greedy") -> Calibration:
     """Return the tree with the highest expected speedup among the best trees of every size and depth.
 
@@ -147,22 +136,19 @@ def calibrate(answers: Sequence[Ranks], costs: CostModel, method: SearchMethod =
         )
     probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
     depth = probs[0].shape[1]
-    fastest: dict[int, Choice] = {}  # by number of nodes
+    choices = []
     # Shallower trees are faster only if the time of drafting depends on the depth.
     for bound in [depth] if costs.draft_by_depth is None else range(1, depth + 1):
         shallow = [answer[:, :bound] for answer in probs]
         for nodes, tree in best_trees(shallow, LARGEST_TREE, method).items():
             tokens = simulate_acceptance(shallow, tree).mean_accepted_length
-            choice = Choice(tree, tokens, costs.speedup(tokens, nodes, tree.depth))
-            fastest[nodes] = max(fastest.get(nodes, choice), choice, key=lambda c: c.expected_speedup)
-    curve = [fastest[nodes] for nodes in sorted(fastest)]
-    chosen = max(curve, key=lambda c: c.expected_speedup)  # among equals the smallest
+            choices.append((costs.speedup(tokens, nodes, tree.depth), -nodes, tokens, tree))
+    speedup, _, tokens, chosen = max(choices, key=lambda choice: choice[:2])  # of equally fast trees the smallest
     return Calibration(
-        tree=chosen.tree,
+        tree=chosen,
         method=method,
         order=greedy_tree(probs, LARGEST_TREE - 1),
-        expected_tokens=chosen.expected_tokens,
-        expected_tokens_largest=curve[-1].expected_tokens,
-        expected_speedup=chosen.expected_speedup,
-        curve=[(len(c.tree), c.expected_tokens, c.expected_speedup) for c in curve],
+        expected_tokens=tokens,
+        expected_tokens_largest=min(choices, key=lambda choice: (choice[1], -choice[0]))[2],
+        expected_speedup=speedup,
     )

@@ -92,7 +92,7 @@ def independent_ranks(positions: int, seed: int = 0) -> np.ndarray:
 def test_the_tree_with_most_tokens_a_second_is_chosen(method: str) -> None:
     answers = [independent_ranks(400, seed) for seed in range(5)]
     calibration = calibrate.calibrate(answers, COSTS, method=method)
-    assert calibration.method == method and calibration.expected_speedup == max(s for _, _, s in calibration.curve)
+    assert calibration.method == method and calibration.expected_tokens_largest > calibration.expected_tokens
     tokens = simulate_acceptance([accept_probs_of_ranks(a, 3) for a in answers], calibration.tree).mean_accepted_length
     assert calibration.expected_tokens == pytest.approx(tokens)
     plain = COSTS.verify_at(1) + COSTS.overhead
