@@ -152,7 +152,10 @@ def _checksum(row: npt.NDArray[Any]) -> int:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Create a file of ``size`` bytes, all 0, allocated where the OS can: a sparse map crashes if the disk is full."""
+    """Create a file of ``size`` zero bytes, with allocated disk space where the OS supports this.
+
+    Without allocated space, writing to the memory map crashes when the disk is full.
+    """
     with path.open("wb") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)

@@ -43,7 +43,7 @@ _Candidate = tuple[str, tuple[str, ...]]
 
 
 def mt_bench() -> list[EvalItem]:
-    """Return MT-Bench: 80 conversations of 2 turns, 10 in each of its 8 categories (our tasks)."""
+    """Return MT-Bench: 80 conversations of 2 turns, 10 in each of its 8 categories, which are the items' tasks."""
     return [EvalItem(row["category"], tuple(row["turns"])) for row in read_rows("flexeval", _MT_BENCH)]
 
 

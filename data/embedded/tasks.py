@@ -46,7 +46,7 @@ def _dealt() -> dict[str, list[str]]:
 
 
 def _excerpts(kind: str, most: int) -> Iterator[str]:
-    """Yield one to ``most`` consecutive sentences of each passage, unless they are too short or too long."""
+    """Yield one to ``most`` sentences in a row from each passage for the task ``kind``; skip too short or long ones."""
     rng = random.Random(kind)
     for text in _passages(kind):
         sentences = _SENTENCE_END.split(text)
@@ -121,7 +121,7 @@ TASKS: dict[str, Callable[[], Iterator[Conversation]]] = {
     "arithmetic": arithmetic,
     "code": code,
 }
-"""Per task, a function that yields its set of prompts."""
+"""Functions that yield the training prompts of a task, by the task's name."""
 
 
 def _questions(name: str) -> Iterator[Conversation]:

@@ -371,7 +371,10 @@ def files_of(source: SourceConfig) -> list[Path]:
 
 @contextmanager
 def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
-    """Open the dataset of a source of kind ``hf``. Errors inside the block become errors that name the source."""
+    """Open the dataset of a source of kind ``hf``; with ``stream`` it is not downloaded.
+
+    Errors in the block become errors that name the source.
+    """
     with readers.dataset_errors(source.name, f"subset {source.subset}, split {source.split!r}"):
         yield readers.open_dataset(source.name, source.subset, source.split, source.revision, stream)
 

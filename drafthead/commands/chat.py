@@ -108,7 +108,7 @@ class Chat:
     def __init__(
         self, config: ChatConfig, base: BaseModel, drafter: Drafter, draft_config: DraftConfig, console: Console
     ) -> None:
-        """Measure and print the speed of decoding without drafts, the reference for speedups."""
+        """Start an empty conversation; measure and print the speed of plain decoding, to which speedups refer."""
         self.config, self.console = config, console
         self.base, self.drafter, self.draft_config = base, drafter, draft_config
         self.transcript = Text()

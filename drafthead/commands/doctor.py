@@ -290,7 +290,7 @@ def machine() -> dict[str, Any]:
 
 
 def benchmark(name: str, *arguments: str) -> Any:
-    """Run ``benchmarks/NAME.py`` and return its record."""
+    """Run ``benchmarks/NAME.py`` with ``arguments``, and return the JSON record that it writes."""
     with TemporaryDirectory(prefix="drafthead-doctor-") as folder:
         record = Path(folder) / "record.json"
         python(f"benchmarks/{name}.py", "--json", str(record), *arguments)
