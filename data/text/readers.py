@@ -75,9 +75,10 @@ def open_dataset(
 ) -> Any:
     """Open a dataset with the library ``datasets``; call it inside ``dataset_errors``.
 
-    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``). The
-    default of ``split`` is the first of ``SPLITS`` that the dataset has, or else its first split; for a data file
-    "train". ``stream`` returns an ``IterableDataset``, except for a folder of ``save_to_disk``.
+    ``name`` is an id on the Hub, a dataset folder (also one of ``save_to_disk``) or a data file (``BUILDERS``).
+    ``subset`` is a dataset's configuration, and ``revision`` a commit, branch or tag on the Hub. The default of
+    ``split`` is the first of ``SPLITS`` that the dataset has, or else its first split; for a data file "train".
+    ``stream`` returns an ``IterableDataset``, except for a folder of ``save_to_disk``.
     """
     import datasets
 

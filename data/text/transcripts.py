@@ -157,7 +157,8 @@ class TranscriptEncoder:
     def answers(self, transcript: Transcript, findings: Findings, where: str, limit: int | None) -> list[Answered]:
         """Return a transcript's assistant turns, each with everything before it, up to ``limit`` tokens (None: all).
 
-        The turn that crosses the limit is cut there. An error is added to ``findings``, and then the result is [].
+        The turn that crosses the limit is cut there. If the transcript cannot be trained on, an error that names it
+        ``where`` is added to ``findings``, and the result is [].
         """
         answers: list[Answered] = []
         try:

@@ -234,7 +234,7 @@ def _names(kind: Any) -> set[str]:
 
 
 def flatten(nested: Mapping[Any, Any], separator: str = ".") -> dict[str, Any]:
-    """Flatten nested mappings to one mapping with joined keys; empty mappings stay."""
+    """Flatten nested mappings to one mapping whose keys are joined by ``separator``; empty mappings stay values."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping) and value:

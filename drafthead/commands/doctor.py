@@ -170,6 +170,7 @@ def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> tuple[RunConfig
     """Return the settings, the base and an untrained head of the recipe that ``overrides``, settings of train, choose.
 
     If the recipe gives the base's ``shape``, its weights are random and not downloaded; a stored SmolLM2 is loaded.
+    ``graphs`` is the base's setting for CUDA graphs.
     """
     run = composed(overrides)
     stored = run.base.name == EMBEDDED and any(cache_dir().glob("smollm2-*/manifest.json"))
@@ -193,7 +194,7 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
 
 
 def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
-    """Train a tiny head, and compare answers with and without its drafts, on this device.
+    """Train the head of ``recipe`` on a tiny random base, and compare answers with and without its drafts.
 
     Return "ways": the ``equality_rate`` by way to decode, greedy or sampled with a chain, a tree or a batch of trees.
     "accepted" is the share of drafts that were accepted.
@@ -306,11 +307,11 @@ def python(*arguments: str) -> str:
 
 
 def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
-    """Measure a decoding step with a chain after ``context`` tokens; return its costs and shares of its time.
+    """Time a decoding step with a chain after ``context`` tokens, for the recipe that ``overrides`` choose.
 
-    "draft_share" and "loop_share" are the shares of drafting and of the loop outside the models. "bandwidth_share" is
-    the share of the device's memory bandwidth that a forward pass reaches, by its number of tokens; None on devices
-    that ``BANDWIDTH`` lacks.
+    Return "costs"; "draft_share" and "loop_share", the shares of drafting and of the loop outside the models in the
+    step's time; and "bandwidth_share", the share of the device's memory bandwidth that a forward pass reaches, by its
+    number of tokens (None on devices that ``BANDWIDTH`` lacks).
     """
     _, base, head = loaded(overrides)
     costs = measure_costs(base, head, context)
@@ -330,7 +331,10 @@ def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
 
 
 def generation(overrides: Sequence[str], rows: int) -> dict[str, float]:
-    """Return tokens per second of ``rows`` prompts in one batch, by our loop and by transformers' ``generate``."""
+    """Return tokens per second of ``rows`` prompts in one batch, by our loop and by transformers' ``generate``.
+
+    The base is that of the recipe that ``overrides`` choose. No drafts are used.
+    """
     _, base, _ = loaded(overrides)
     new, generator = (16 if base.device.type == "cpu" else 128), torch.Generator().manual_seed(0)
     ids = torch.randint(1, base.vocab_size, (rows, 64), generator=generator)  # without the padding id 0
@@ -353,7 +357,8 @@ def generation(overrides: Sequence[str], rows: int) -> dict[str, float]:
 def profiled(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the milliseconds of the ten slowest operations of torch, by name, in "decoding" and in "training".
 
-    The time of an operation excludes the operations that it calls.
+    Base and head are those of the recipe that ``overrides`` choose. The time of an operation excludes the operations
+    that it calls.
     """
     run, base, head = loaded(overrides)
     ids = [n % base.vocab_size for n in range(512)]

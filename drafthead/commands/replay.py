@@ -174,7 +174,7 @@ def head_rows(
 def own_row(
     base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0
 ) -> dict[str, Any]:
-    """Return the row of the head's own tree with its confidence threshold, which the other rows ignore."""
+    """Return the table's row for the head's own tree, cut by its confidence threshold, which other rows ignore."""
     draft_config = default_draft_config(head)
     simulated = simulate_texts(base, head, texts, draft_config, sampler, seed=seed)
     return row_of(f"own, threshold {draft_config.confidence_threshold:g}", draft_config.nodes, simulated)
@@ -190,7 +190,8 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Return the table's rows for chains of ``lengths`` and the best trees of ``sizes`` nodes.
 
-    Acceptance is simulated with ``answers``. A tree is simulated on answers that its search did not use.
+    Acceptance is simulated with ``answers``, and speedup predicted with ``costs``. A tree is simulated on answers that
+    its search did not use.
     """
     depth = answers[0].shape[1]
     chains = {length: simulate_acceptance(answers, TokenTree.chain(length), seed) for length in lengths}

@@ -205,7 +205,10 @@ def chain_speed(row: dict[str, Any], acceptance: float, draft_s: float) -> float
 
 @styled
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw acceptance over the latency of a draft token, with lines of equal predicted speedup."""
+    """Draw each model's acceptance over its latency per draft token, with lines of equal predicted speedup.
+
+    ``rows`` are those of ``predicted`` and ``measure_speeds``, one per model.
+    """
     figure, axes = new_axes(height=3.6)
     slowest = 1.6 * max(row["draft_s"] for row in rows)
     low, high = min(row["acceptance"] for row in rows), max(row["acceptance"] for row in rows)
