@@ -59,11 +59,6 @@ def reads_freely(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def has_values(device: torch.device) -> bool:
-    """Return False if tensors of ``device`` have only shapes and no values (the meta device)."""
-    return device.type != "meta"
-
-
 def on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     """Return ``values`` as an int64 tensor on ``device``, without waiting for the copy."""
     return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)

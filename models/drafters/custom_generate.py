@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from drafthead.data.utils.devices import has_values, on_device, unchanged_rng
+from drafthead.data.utils.devices import on_device, unchanged_rng
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
@@ -141,7 +141,7 @@ def _check_call(
     if given:
         raise UserError(f"drafting does not support {', '.join(given)}; leave them out, or leave out custom_generate")
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
-    if len(devices) > 1 or not has_values(model.device):
+    if len(devices) > 1 or model.device.type == "meta":
         where = f"{len(devices)} devices" if devices else f'"{model.device}", which holds no values'
         raise UserError(f"drafting needs the whole model on one device, but it is on {where}; load it onto one")
     mask = model_kwargs.get("attention_mask")
