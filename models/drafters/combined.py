@@ -33,7 +33,7 @@ class CompositeDrafter(Drafter):
     """Base class of combinations of drafters; a subclass sets ``depth`` and ``tree`` and defines ``open``."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
-        """Check and store ``drafters``; messages call the combination ``kind``."""
+        """Combine ``drafters``, at least two; ``kind`` names the combination in error messages, such as "a relay"."""
         if len(drafters) < 2:
             raise UserError(f"{kind} needs at least two drafters, got {len(drafters)}")
         bases = {d.base_fingerprint for d in drafters if d.base_fingerprint is not None}
@@ -54,8 +54,8 @@ class CompositeDrafter(Drafter):
 
 
 class CompositeSession(Session):
-    """Base class of sessions of ``CompositeDrafter``; a subclass defines ``draft``. Each drafter has a session of its
-    own over the same committed tokens, and none uses the target's cache."""
+    """Base class of sessions of ``CompositeDrafter``; a subclass defines ``draft``. It opens one session per drafter.
+    All of them get the same committed tokens, and none uses the target's cache."""
 
     def __init__(self, drafter: CompositeDrafter, rows: int) -> None:
         self.drafter = drafter
@@ -76,9 +76,10 @@ class CompositeSession(Session):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
-        """Return ``session``'s own numbers for committed ``nodes`` [B, T] of the combined tree, -1 for nodes it lacks.
+        """Return the numbers that committed nodes have in the tree that ``session`` itself drafted.
 
-        None, the default: the session must discard all nodes that it drafted.
+        ``nodes`` [B, T] are their numbers in the combined tree. The result is -1 for nodes that ``session`` did not
+        draft. With None (the default), ``session`` discards all nodes that it drafted.
         """
         return None
 
@@ -94,11 +95,11 @@ class CompositeSession(Session):
 
 
 class CombinedDrafter(CompositeDrafter):
-    """A drafter of the union of several drafters' trees.
+    """A drafter whose tree is the union of several drafters' trees.
 
     Draft sampling, sampler, threshold and depth of a ``DraftConfig`` apply to all drafters. The nodes of a dynamic tree
-    are divided equally. No drafter is attached to the target's cache: the target reads the whole union, and an early
-    exit would know only its own nodes.
+    are divided equally. No drafter uses the target's cache: the target reads the whole union, while an early exit would
+    have read only the nodes that it drafted itself.
 
     Up to some number of nodes, verification takes as long as for one token; every further node costs time. ``nodes`` is
     the size up to which the first drafter fills the union. The other drafters draft first and are never cut, so the
@@ -140,7 +141,10 @@ class CombinedDrafter(CompositeDrafter):
         return CombinedSession(self, rows)
 
     def draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
-        """Return each drafter's draft config, with its own tree or a share of a dynamic tree; reject too few nodes."""
+        """Return each drafter's draft config: ``draft_config`` with this drafter's own tree, truncated to its depth.
+
+        A dynamic tree is kept, with an equal share of its nodes. Raise a UserError if there are too few nodes.
+        """
         if isinstance(draft_config.tree, DynamicTree):
             share = 1 + (draft_config.nodes - 1) // len(self.drafters)
             if share < 2:
@@ -160,13 +164,13 @@ class CombinedDrafter(CompositeDrafter):
 
 
 class CombinedSession(CompositeSession):
-    """A session that drafts the union of its sessions' trees."""
+    """A session that merges the trees drafted by its drafters' sessions."""
 
     drafter: CombinedDrafter
 
     def __init__(self, drafter: CombinedDrafter, rows: int) -> None:
         super().__init__(drafter, rows)
-        self._own_numbers: list[Tensor] = []  # of each drafter: [B, N] number of a node of the union, or -1
+        self._own_numbers: list[Tensor] = []  # the second result of ``combine`` for the latest draft
 
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
@@ -211,37 +215,37 @@ def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
     node would have twice.
     """
     drafting = [n for n, proposal in enumerate(proposals) if len(proposal.shape) > 1] or [0]
-    drafters, device = len(proposals), proposals[0].tokens.device
+    device = proposals[0].tokens.device
     if len(drafting) == 1:
-        nodes = torch.arange(len(proposals[drafting[0]].shape), device=device).expand(len(proposals[0].tokens), -1)
-        only_root = torch.where(nodes == 0, 0, -1)
-        own = [nodes if n == drafting[0] else only_root for n in range(drafters)]
-        return replace(proposals[drafting[0]], slots=None), own
-    proposals = [proposals[n] for n in drafting]
-    kinds = {p.draft_sampling for p in proposals if p.probs is not None}
-    if len(kinds) > 1:
-        raise UserError("combined drafters must all sample with, or all without replacement; choose one kind")
-    table = _Table(proposals)
-    same = _same_node(table)
-    parents, tokens, new_number = _compact(table, same)
-    children, prob_index = _candidates(proposals, table, new_number, parents.shape[1])
-    width = None if reads_freely(device) else children.shape[2]
-    shape = replace(TreeShape.from_parents(parents, width=width), children=children)
-    probs = [p.probs for p in proposals if p.probs is not None]
-    own_numbers = _own_numbers(proposals, table, new_number, parents.shape[1])
-    only_root = torch.where(torch.arange(parents.shape[1], device=device) == 0, 0, -1).expand_as(tokens)
-    proposal = Proposal(
-        tokens=tokens,
-        shape=shape,
-        draft_sampling=kinds.pop() if kinds else DraftSampling.TOP_K,
-        probs=torch.cat(probs, 1) if probs else None,
-        prob_index=prob_index if probs else None,
-    )
-    return proposal, [own_numbers[drafting.index(n)] if n in drafting else only_root for n in range(drafters)]
+        combined = replace(proposals[drafting[0]], slots=None)
+        own = [torch.arange(len(combined.shape), device=device).expand_as(combined.tokens)]
+    else:
+        drafted = [proposals[n] for n in drafting]
+        kinds = {p.draft_sampling for p in drafted if p.probs is not None}
+        if len(kinds) > 1:
+            raise UserError("combined drafters must all sample with, or all without replacement; choose one kind")
+        table = _Table(drafted)
+        parents, tokens, new_number = _compact(table, _same_node(table))
+        count = parents.shape[1]
+        numbers = [_list_nodes(table, n, len(p.shape), new_number, count) for n, p in enumerate(drafted)]
+        own = [_at_nodes(at, torch.arange(at.shape[1], device=device).expand_as(at), count, -1) for at in numbers]
+        children, prob_index = _candidates(drafted, numbers, count)
+        shape = TreeShape.from_parents(parents, width=None if reads_freely(device) else children.shape[2])
+        probs = [p.probs for p in drafted if p.probs is not None]
+        combined = Proposal(
+            tokens=tokens,
+            shape=replace(shape, children=children),
+            draft_sampling=kinds.pop() if kinds else DraftSampling.TOP_K,
+            probs=torch.cat(probs, 1) if probs else None,
+            prob_index=prob_index if probs else None,
+        )
+    only_root = torch.full_like(combined.tokens, -1)
+    only_root[:, :1] = 0  # a slice is filled; writing one element would wait for the device
+    return combined, [own[drafting.index(n)] if n in drafting else only_root for n in range(len(proposals))]
 
 
 class _Table:
-    """The nodes of all proposals in one list: the shared root, then the other nodes of each drafter in turn."""
+    """The M nodes of all proposals in one list: the shared root, then the other nodes of each drafter in turn."""
 
     def __init__(self, proposals: Sequence[Proposal]) -> None:
         rows = proposals[0].tokens.shape[0]
@@ -271,7 +275,10 @@ class _Table:
 
 
 def _same_node(table: _Table) -> Tensor:
-    """Return for each node the one that represents it in the union: itself or an earlier drafter's, [B, M] int64."""
+    """Return, for each node of ``table``, the index of the node that represents it in the union, [B, M] int64.
+
+    That is the node itself, or an earlier drafter's node with the same tokens from the root.
+    """
     rows, count = table.tokens.shape
     device = table.tokens.device
     index = torch.arange(count, device=device)
@@ -292,7 +299,12 @@ def _same_node(table: _Table) -> Tensor:
 
 
 def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the union's parents and tokens [B, N], and the union's number of each node of ``table`` [B, M]."""
+    """Number the union's nodes; ``same`` [B, M] is the result of ``_same_node``.
+
+    Returns:
+        The parents [B, N] and tokens [B, N] of the union's nodes, and the number of each node of ``table`` in the
+        union, [B, M].
+    """
     rows, count = same.shape
     index = torch.arange(count, device=same.device)
     active = (same == index) & (table.parents >= 0)
@@ -307,53 +319,45 @@ def _compact(table: _Table, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return parents, table.tokens.gather(1, order), new_number
 
 
-def _list_nodes(table: _Table, drafter: int, count: int, new_number: Tensor, width: int) -> Tensor:
-    """Return the numbers in the union of a drafter's ``count`` nodes, [B, count].
+def _list_nodes(table: _Table, drafter: int, count: int, new_number: Tensor, dropped: int) -> Tensor:
+    """Return the numbers in the union of a drafter's ``count`` nodes, [B, count]; padding gets the number ``dropped``.
 
-    Padding gets the number ``width`` of an extra column, which callers drop: ``new_number`` maps padding to the root,
-    whose entries it would overwrite.
+    ``new_number`` [B, M] is the union's number of each node of ``table``. It maps padding to the root.
     """
     nodes = torch.arange(count, device=new_number.device) + table.offsets[drafter]
     nodes[:1] = 0  # a slice is filled; writing one element would wait for the device
     padding = table.parents[:, nodes] < 0
     padding[:, 0] = False
-    return torch.where(padding, width, new_number[:, nodes])
+    return torch.where(padding, dropped, new_number[:, nodes])
 
 
-def _own_numbers(proposals: Sequence[Proposal], table: _Table, new_number: Tensor, width: int) -> list[Tensor]:
-    """Return for each drafter its own numbers of the union's nodes, [B, N], -1 for nodes that it did not draft."""
-    own = []
-    for drafter, proposal in enumerate(proposals):
-        at = _list_nodes(table, drafter, len(proposal.shape), new_number, width)
-        numbers = torch.full((len(at), width + 1), -1, device=at.device)
-        own.append(numbers.scatter(1, at, torch.arange(at.shape[1], device=at.device).expand_as(at))[:, :width])
-    return own
+def _at_nodes(numbers: Tensor, values: Tensor, count: int, fill: int) -> Tensor:
+    """Return [B, ``count``, ...] with ``values`` [B, n, ...] at the nodes ``numbers`` [B, n], and ``fill`` elsewhere.
 
-
-def _candidates(proposals: Sequence[Proposal], table: _Table, new_number: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return ``children`` and ``prob_index`` of the union (see ``Proposal``), both [B, N, S] int64.
-
-    Each node of the union stands for at most one node per drafter. Each drafter's candidates therefore get columns of
-    their own first, and empty columns are removed at the end.
+    Values with the number ``count`` are dropped.
     """
-    rows, device = new_number.shape[0], new_number.device
-    children, prob_index, probs = [], [], 0
-    for drafter, proposal in enumerate(proposals):
-        trials = proposal.shape.children.shape[2]
-        numbers = _list_nodes(table, drafter, len(proposal.shape), new_number, width)
-        known = proposal.shape.children.expand(rows, -1, -1)
-        to = numbers.gather(1, known.flatten(1)).view(known.shape).masked_fill(known == NO_CHILD, NO_CHILD)
+    at = numbers.view(*numbers.shape, *(1,) * (values.ndim - 2)).expand_as(values)
+    return values.new_full((len(values), count + 1, *values.shape[2:]), fill).scatter_(1, at, values)[:, :count]
+
+
+def _candidates(proposals: Sequence[Proposal], numbers: list[Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """Return ``Proposal.shape.children`` and ``Proposal.prob_index`` [B, N, S] of the union of ``count`` = N nodes.
+
+    ``numbers`` are the results of ``_list_nodes``. Each drafter's candidates first get columns of their own, because a
+    node of the union stands for at most one node per drafter. Empty columns are removed at the end.
+    """
+    by_drafter, probs = [], 0
+    for proposal, at in zip(proposals, numbers, strict=True):
+        known = proposal.shape.children.expand(len(at), -1, -1)
+        to = at.gather(1, known.flatten(1)).view(known.shape).masked_fill(known == NO_CHILD, NO_CHILD)
         dist = torch.full_like(known, -1)
         if proposal.prob_index is not None and proposal.probs is not None:
             dist = torch.where(proposal.prob_index >= 0, proposal.prob_index + probs, -1).expand(known.shape)
             probs += proposal.probs.shape[1]
-        at = numbers[..., None].expand(known.shape)
-        room = torch.full((rows, width + 1, trials), NO_CHILD, device=device)
-        children.append(room.scatter(1, at, to)[:, :width])
-        prob_index.append(room.scatter(1, at, dist)[:, :width])
-    table_of_children, table_of_probs = torch.cat(children, 2), torch.cat(prob_index, 2)
-    gaps = table_of_children == NO_CHILD
+        by_drafter.append((_at_nodes(at, to, count, NO_CHILD), _at_nodes(at, dist, count, NO_CHILD)))
+    children, prob_index = (torch.cat(columns, 2) for columns in zip(*by_drafter, strict=True))
+    gaps = children == NO_CHILD
     order = gaps.sort(dim=2, stable=True).indices
-    if reads_freely(device):
+    if reads_freely(children.device):
         order = order[..., : max(1, int((~gaps).sum(2).max()))]
-    return table_of_children.gather(2, order), table_of_probs.gather(2, order)
+    return children.gather(2, order), prob_index.gather(2, order)

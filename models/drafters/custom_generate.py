@@ -48,10 +48,10 @@ UNSUPPORTED = (
 )
 """Arguments and settings of ``generate`` that are rejected, unless they have no effect."""
 MODES = ("training", "attn_temperature_tuning")
-"""Attributes of modules that are set to False during decoding."""
+"""Attributes of the model's modules that are set to False during decoding, because they change results."""
 PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-"""Arguments of the model that ``generate`` adds to every call, so they are not rejected. ``_check_call`` checks the
-first three; the others are ignored."""
+"""Arguments of the model that ``generate`` itself adds to every call, so they are not rejected. The first three must
+have usual values; the others are ignored."""
 
 
 def custom_generate(
@@ -95,28 +95,30 @@ def custom_generate(
 
 
 def generate_with_head(model: Any, **arguments: Any) -> GenerateDecoderOnlyOutput | Tensor:
-    """Answer ``model.generate(custom_generate=FOLDER_OR_REPOSITORY, **arguments)`` with the head that is stored there.
+    """Answer a running ``model.generate(custom_generate=FOLDER_OR_REPOSITORY, ...)`` with the head in that folder.
 
-    The ``custom_generate/generate.py`` of saved heads calls this.
+    The ``custom_generate/generate.py`` of saved heads calls this function. transformers passes it the other
+    ``arguments`` of the call.
     """
     source = _arguments_of_generate().get("custom_generate")
     if not isinstance(source, str):
         raise UserError(
-            "the head of this call is unknown; use model.generate(..., custom_generate=drafthead.custom_generate(head))"
+            "the head of this call is unknown: custom_generate is not a folder or repository; use "
+            "model.generate(..., custom_generate=drafthead.custom_generate(head))"
         )
     decode = custom_generate(_folder(source, arguments.pop("revision", None)))
     return type(model).generate(model, **arguments, custom_generate=decode)
 
 
 _folder = lru_cache(maxsize=8)(resolve_folder)
-"""Function that returns the folder of a saved head; a Hub repository is looked up once per process."""
+"""``resolve_folder`` with a cache, so that a Hub repository is looked up once per process."""
 
 
 def _arguments_of_generate() -> dict[str, Any]:
     """Return the arguments of the running ``model.generate``; {} if none is running.
 
-    transformers gives a custom function neither the streamer nor the tokenizer nor its own name, so they are read from
-    the frame of ``generate``. The keywords are in the frame that called it, because ``generate`` changes its own.
+    transformers does not pass streamer, tokenizer and ``custom_generate`` to a custom function, so they are read from
+    the stack. Keywords come from the frame that called ``generate``, because ``generate`` changes its own copy.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -132,7 +134,10 @@ def _arguments_of_generate() -> dict[str, Any]:
 def _check_call(
     model: Any, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], call: dict[str, Any]
 ) -> list[int]:
-    """Reject unsupported arguments and name them; return the number of left-padding tokens of every row."""
+    """Reject arguments of ``generate`` that drafting does not support; return each row's number of padding tokens.
+
+    ``model_kwargs`` are the keywords for the model, and ``call`` is the result of ``_arguments_of_generate``.
+    """
     values = {name: call.get(name) or getattr(config, name, None) for name in UNSUPPORTED}
     given = [name for name, value in values.items() if value is True or value not in (None, 0, 1)]
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
@@ -147,23 +152,30 @@ def _check_call(
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1:].all()):
-        raise UserError("attention_mask must be 0 for padding on the left and 1 from there on; use padding_side='left'")
+        raise UserError(
+            "attention_mask must be 0 for padding on the left and 1 for all other tokens; use a tokenizer with "
+            "padding_side='left'"
+        )
     positions = model_kwargs.get("position_ids")
     if positions is not None and not torch.equal((positions.to(mask.device) + 1) * mask, mask.cumsum(1) * mask):
-        raise UserError("position_ids must count the tokens of every row from 0; leave them out")
+        raise UserError("position_ids must count each row's tokens from 0, without padding; leave position_ids out")
     return [input_ids.shape[1] - count for count in mask.sum(1).tolist()]
 
 
 @dataclass
 class Replay:
-    """The calls that stock ``generate`` makes after each token of all rows; the decoding loop may be tokens ahead."""
+    """Calls stopping criteria, streamer and processors as stock ``generate`` does: once per token, with all rows.
+
+    The decoding loop answers rows by several tokens per step, so a row may be ahead of these calls.
+    """
 
     ids: Tensor
     """[B, T] the left-padded prompts, followed by the tokens of earlier steps if criteria or scores need them."""
     padding: list[int]
+    """Number of padding tokens of each prompt."""
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
-    """Stopping criteria. Those for length and end tokens are replaced by ``max_new_tokens`` and ``eos_ids``."""
+    """Stopping criteria, without those that ``max_new_tokens`` and ``eos_ids`` replace."""
     config: GenerationConfig
     streamer: Any
 
@@ -189,7 +201,7 @@ class Replay:
         ]
         self.finished = [False] * count
         self.tokens: list[list[int]] = []
-        """[step][row]: the tokens so far; the pad token for rows that have ended."""
+        """New tokens as [step][row]; the pad token for rows that have ended."""
         wanted = bool(config.return_dict_in_generate)
         self.scores: list[Tensor] | None = [] if wanted and config.output_scores else None
         self.logits: list[Tensor] | None = [] if wanted and config.output_logits else None
@@ -218,7 +230,10 @@ class Replay:
             self.streamer.end()
 
     def advance(self, _tokens: Sequence[int]) -> None:
-        """Make every step for which all rows have a token; rows that ended get padding, if there is a pad token."""
+        """Make the calls for every step whose tokens are known in all rows; it is called after each row's new tokens.
+
+        Rows that have ended count as known if there is a pad token.
+        """
         while not all(self.finished):
             padded = [done and self.pad is not None for done in self.finished]
             if any(not pad and len(row.answer) <= len(self.tokens) for pad, row in zip(padded, self.rows, strict=True)):
@@ -228,7 +243,7 @@ class Replay:
                 self._step(padded)
 
     def _step(self, padded: list[bool]) -> None:
-        """Make one step: scores, stopping criteria, streamer. Rows in ``padded`` have ended and get padding."""
+        """Make the calls of the next step. Rows with ``padded[row]`` have ended and get the pad token."""
         step = len(self.tokens)
         if self.scores is not None or self.logits is not None:
             # 0 for finished rows, which the base does not read any more
@@ -267,18 +282,15 @@ class Replay:
 
 
 class _Attached:
-    """The base and head that a model keeps between calls; they are not copied or pickled with the model."""
+    """The base and the head that a model keeps between calls of ``generate``. A copied or pickled model has none."""
 
     def __init__(self) -> None:
         self.lock = RLock()
         self.base: BaseModel | None = None
         self.weights: tuple[object, ...] = ()
-        """Dtype and addresses of the weights that ``base`` was made of."""
+        """Address and dtype of each of the model's weights when ``base`` was made."""
         self.heads: dict[tuple[str, int], DraftHead] = {}
-        """(folder, time in ns at which its ``model.safetensors`` changed, 0 without one) -> head; at most one entry."""
-
-    def __deepcopy__(self, _memo: object) -> "_Attached":
-        return _Attached()
+        """The last head, by its folder and the modification time (in ns) of ``model.safetensors``, 0 without one."""
 
     def __reduce__(self) -> tuple[type["_Attached"], tuple[()]]:
         return _Attached, ()
@@ -286,11 +298,12 @@ class _Attached:
 
 @contextmanager
 def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, DraftHead]]:
-    """Prepare ``model`` for decoding with a head, and restore its attention, modes and ``requires_grad`` afterwards.
+    """Yield the base made of ``model`` and the head ``source``, a saved head's folder or a loaded head.
 
-    The first call compares the model with stock transformers and loads the head from a folder ``source``. Later calls
-    compare again only if weights have another address or dtype, and load again only then, for another folder, or if
-    ``model.safetensors`` changed. A loaded head of this model is used with its own base, without a comparison.
+    The first call compares the model with stock transformers and loads the head. Later calls compare again only if
+    weights have moved or have another dtype. They load the head again only then, for another folder, or if its
+    ``model.safetensors`` has changed. A loaded head of this model is used with its own base, without a comparison.
+    Afterwards, the model has its own attention, modes and ``requires_grad`` again.
     """
     state: _Attached = vars(model).setdefault("_drafthead", _Attached())
     own = isinstance(source, DraftHead) and source.base.model is model
@@ -315,6 +328,7 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
 
 
 def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[BaseModel, DraftHead]:
+    """Return the base made of ``model`` and the head ``source``, from ``state`` if it still has them."""
     weights = tuple((parameter.data_ptr(), parameter.dtype) for parameter in model.parameters())
     if state.base is None or weights != state.weights:
         state.base, state.weights, state.heads = BaseModel.wrap(model, None), weights, {}

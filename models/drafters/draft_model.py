@@ -18,21 +18,18 @@ from drafthead.models.decoding.node_cache import LMSession
 
 
 class LMDrafter(Drafter):
-    """Base class of drafters that use a causal LM with the target's tokenizer; a subclass defines ``open``.
-
-    ``ModelDrafter`` is the plain draft model.
-    """
+    """Base class of drafters that use a causal LM with the target's tokenizer; a subclass defines ``open``."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
-        """Draft with ``model``, which is on the target's device, up to ``num_tokens`` tokens deep.
+        """Draft up to ``num_tokens`` tokens per path with ``model``, which must be on the target's device.
 
-        ``target``, the model to draft for, is needed only if its vocabulary is padded to more ids than ``model`` has.
-        The additional ids are never drafted.
+        ``target`` is the model to draft for. It may be None unless its vocabulary is padded to more ids than ``model``
+        has. The additional ids are never drafted.
         """
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")
         self.model, self.depth = model, num_tokens
-        # Without a target, its probs are as wide as its own vocabulary, and so must be the target's.
+        # Width of ``Proposal.probs``; without ``target``, both vocabularies must have the same size.
         self.vocab_size: int = (target or model).vocab_size
         if model.vocab_size > self.vocab_size:
             raise UserError(
@@ -45,7 +42,7 @@ class LMDrafter(Drafter):
 
 
 class ModelDrafter(LMDrafter):
-    """A draft model with the target's tokenizer, usually a smaller one."""
+    """A causal LM with the target's tokenizer that drafts for the target; usually a smaller model."""
 
     def __init__(self, model: BaseModel, target: BaseModel | None = None, *, num_tokens: int = 5) -> None:
         super().__init__(model, target, num_tokens)
@@ -56,9 +53,9 @@ class ModelDrafter(LMDrafter):
 
 
 def early_exit(base: BaseModel, layers: int, *, num_tokens: int = 5) -> ModelDrafter:
-    """Return a drafter for ``base`` from its first ``layers`` layers (not all), final norm and output head.
+    """Return a drafter for ``base`` made of its first ``layers`` layers, final norm and output head.
 
-    It shares all weights with ``base``, but not the cache.
+    ``layers`` must be below the number of layers. The drafter shares the weights of ``base``, but has its own cache.
     """
     if not 1 <= layers < base.num_layers:
         raise UserError(f"an early exit from {base.name} needs 1 to {base.num_layers - 1} layers, got {layers}")

@@ -30,18 +30,20 @@ from drafthead.models.token_tree import TokenTree
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """The syntax of one kind of drafter: ``kind[:NAME][:NUMBER[:NUMBER]]``."""
+    """Syntax of one kind of drafter in expressions: ``kind[:NAME][:NUMBER[:NUMBER]]``."""
 
     form: str
-    """The syntax as messages show it."""
+    """The syntax as messages show it, such as ``model:NAME[:TOKENS]``."""
     tokens: int = 0
     """Number of tokens to draft by default; 0 for kinds that have no number of tokens."""
     numbers: tuple[int, int] = (0, 0)
     """Fewest and most NUMBERs in an expression."""
     tokens_at: int = 0
-    """Index, from 0, of the NUMBER that says how many tokens to draft; if it is absent, ``tokens``."""
+    """Index, from 0, of the NUMBER that is the number of tokens to draft. Without this NUMBER, ``tokens`` is used."""
     takes_name: bool = False
+    """True if a NAME may follow ``kind:``."""
     needs_name: bool = False
+    """True if the NAME is required."""
     combines: bool = False
     """True if ``kind:`` is followed by several drafters, joined by ``+``."""
 
@@ -62,22 +64,24 @@ DEFAULT_MEMORY = 16384
 MOST_TOKENS = 256
 """Largest TOKENS or ``@N``, because the mask of a tree grows with the square of its nodes."""
 LONGEST_MATCH = 3
-"""Longest n-gram for prompt lookup, unless ``PER_MATCH`` allows TOKENS drafts only after longer matches."""
+"""Longest n-gram of prompt lookup, unless TOKENS drafts need a longer match because of ``PER_MATCH``."""
 DEFAULT_POLICY = "retrieval:8"
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A parsed description of a drafter."""
+    """A drafter as parsed from its text, such as ``head+prompt_lookup:8``."""
 
     text: str
     kind: str
-    """A key of ``KINDS``, or ``combine``."""
+    """A key of ``KINDS``, or ``combine`` for ``A+B``."""
     name: str = ""
+    """The NAME (a folder, model, corpus or policy), or ""."""
     numbers: tuple[int, ...] = ()
     most_tokens: int | None = None
-    """The ``N`` of ``@N``: most drafts on a path, which replaces the drafter's own number. None without it."""
+    """The N of ``@N``: most drafts on a path, instead of the drafter's own number; None without ``@N``."""
     parts: tuple["Expression", ...] = ()
+    """The drafters of a combination, in order."""
 
     @property
     def tokens(self) -> int:
@@ -112,7 +116,10 @@ class DrafterConfig:
         parse_drafter(self.drafter)
 
     def build(self, base: BaseModel, head: Drafter, head_config: DraftConfig) -> tuple[Drafter, DraftConfig]:
-        """Build the drafter around ``head``, whose draft config is ``head_config``; return drafter and draft config."""
+        """Build the drafter of these settings; return the drafter and its draft config.
+
+        ``head``, with the draft config ``head_config``, is the drafter that the word ``head`` stands for.
+        """
         return build_drafter(parse_drafter(self.drafter), base, head, head_config, self.tree_nodes)
 
 
@@ -153,7 +160,7 @@ def _split(text: str) -> list[str] | None:
 
 
 def _part(text: str) -> Expression:
-    """Parse one drafter, or an expression in parentheses, with an optional ``@N``."""
+    """Parse one operand of ``+``: a single drafter or an expression in parentheses, with an optional ``@N``."""
     body, most_tokens = text.strip(), None
     if limited := re.fullmatch(r"(.+)@(\d+)", body):
         body, most_tokens = limited[1], int(limited[2])
@@ -184,6 +191,7 @@ def _part(text: str) -> Expression:
 
 
 def _check_tokens(text: str, tokens: int) -> None:
+    """Reject a number of tokens outside 1 to ``MOST_TOKENS``."""
     if not 1 <= tokens <= MOST_TOKENS:
         raise UserError(f"{text!r} drafts up to {tokens} tokens; give 1 to {MOST_TOKENS}")
 
@@ -211,10 +219,10 @@ def build_drafter(
         base: the target.
         head: the drafter that the word ``head`` stands for.
         head_config: the draft config of ``head``. The other drafters use its kind of draft sampling.
-        nodes: nodes up to which the first drafter fills a combined tree, root included; by default the size of its own
-            tree. The head's tree was sized for this machine, and more nodes cost time. On 36 Spec-Bench-like answers, a
-            head and prompt lookup had the same mean accepted length with six nodes together as with the nine nodes of
-            both trees.
+        nodes: nodes up to which the first drafter fills a combined tree, root included; None: the size of its own tree.
+            A head's tree was sized for this machine, and more nodes cost time. On 36 Spec-Bench-like answers, a head
+            and prompt lookup had the same mean accepted length with six nodes together as with the nine nodes of both
+            trees.
 
     Raises:
         UserError: the drafters do not fit together or do not fit the base.
@@ -234,7 +242,10 @@ def build_drafter(
         config = replace(parts[0][1], tree=TokenTree.chain(drafter.depth))
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
-            raise UserError(f"{expression.text!r} names no head here; name its folder, such as head:outputs/NAME/head")
+            raise UserError(
+                f"{expression.text!r} stands for the command's head, but there is none here; give a folder, such as "
+                "head:outputs/NAME/head"
+            )
         drafter, config = head, head_config
     else:
         drafter = _nested(expression, base, *parts) if parts else _single(expression, base)
@@ -246,6 +257,7 @@ def build_drafter(
 
 
 def _single(expression: Expression, base: BaseModel) -> Drafter:
+    """Return the drafter for ``base`` of an expression that is not a combination."""
     numbers, kind, tokens = expression.numbers, expression.kind, expression.tokens
     if kind == "head":
         return load_head(expression.name, base)
@@ -276,7 +288,10 @@ def _single(expression: Expression, base: BaseModel) -> Drafter:
 def _nested(
     expression: Expression, base: BaseModel, middle: tuple[Drafter, DraftConfig], inner: tuple[Drafter, DraftConfig]
 ) -> Drafter:
-    """Return a drafter that decodes the model ``middle`` speculatively, with ``inner`` as its drafter."""
+    """Return the drafter of ``nested:A@6+B``: model A drafts for ``base``, sped up by drafter B.
+
+    ``middle`` and ``inner`` are A and B with their draft configs.
+    """
     from drafthead.models.drafters.experimental.triforce import TriForce
     from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
 
@@ -285,16 +300,17 @@ def _nested(
         return TriForce(base, model.budget, named.name, num_tokens=model.depth, drafter=drafter, draft_config=config)
     if not isinstance(model, ModelDrafter):
         raise UserError(
-            f"in {expression.text!r}, the first part {named.text!r} is not a model; give early_exit:LAYERS, "
+            f"in {expression.text!r}, {named.text!r} is not a model; as the first drafter, give early_exit:LAYERS, "
             "budget:POSITIONS or model:NAME"
         )
     return VerticalCascade(model.model, drafter, num_tokens=model.depth, draft_config=config, target=base)
 
 
 def load_base_and_drafter(spec: str, config: BaseConfig) -> tuple[BaseModel, Drafter, DraftConfig]:
-    """Return the base, the drafter and its draft config; ``spec`` is a head or an expression.
+    """Return the base, the drafter and its draft config.
 
-    If ``config`` names no base, it is that of the head: in an expression, of the first ``head:FOLDER``.
+    ``spec`` is a head's folder or repository, or an expression such as ``model:NAME+prompt_lookup``. If ``config``
+    names no base, the base of the head is loaded: in an expression, that of the first ``head:FOLDER``.
     """
     if not is_drafter(spec):
         base, head = load_base_and_head(spec, config)

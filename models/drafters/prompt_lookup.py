@@ -33,11 +33,10 @@ NO_TOKEN = -2
 
 
 class TokenBuffer:
-    """The committed tokens of every row."""
+    """The tokens of every row of a batch; rows can have different lengths."""
 
     def __init__(self, tokens: Tensor, lengths: list[int]) -> None:
-        """Store left-aligned ``tokens`` [B, T] int64; T is the longest of ``lengths``; values after a row's end are
-        ignored."""
+        """Store the first ``lengths[b]`` of ``tokens`` [B, T] int64 in each row b. T is the largest length."""
         self.tokens, self.lengths = tokens, lengths
 
     def append(self, tokens: Tensor, counts: list[int]) -> "TokenBuffer":
@@ -47,14 +46,14 @@ class TokenBuffer:
         if len(counts) == 1:
             return TokenBuffer(torch.cat([known, tokens[:, : counts[0]]], 1), lengths)
         wider = torch.cat([known, torch.zeros_like(tokens)], 1)
-        # Tokens that do not count end up past the row's new length, and the next tokens overwrite them.
+        # Tokens after ``counts[b]`` are written past the row's new length, and the next tokens overwrite them.
         start = on_device(self.lengths, tokens.device)[:, None]
         wider.scatter_(1, start + torch.arange(tokens.shape[1], device=tokens.device), tokens)
         return TokenBuffer(wider[:, : max(lengths)], lengths)
 
     @property
     def ends(self) -> Tensor:
-        """The lengths as a tensor, [B] int64."""
+        """The length of each row as a tensor, [B] int64."""
         return on_device(self.lengths, self.tokens.device)
 
 
@@ -77,9 +76,11 @@ class PromptLookup(Drafter):
 
         Args:
             num_tokens: largest number of tokens to draft after a match.
-            max_ngram: longest n-gram to search for (transformers: 2), then shorter ones, down to one token; None: any.
-            matches: number of matches to draft from: the longest, of equal ones the latest (transformers: the first).
-            memory: most tokens of the latest answers and their prompts that are searched too; 0: none.
+            max_ngram: length of the longest n-gram to search for; shorter ones, down to one token, are the fallback
+                (default of transformers: 2). None: no limit.
+            matches: number of matches to draft from. Longer matches are preferred, and of equally long ones the latest
+                (transformers: the first).
+            memory: number of tokens of the latest answers and their prompts that are searched too; 0: none.
             per_match: most drafted tokens per token of the match; None: only ``num_tokens`` limits them.
 
         Raises:
@@ -116,9 +117,9 @@ class PromptLookup(Drafter):
         self._remembered = torch.tensor([tokens], dtype=torch.int64)
 
     def continuations(self, text: TokenBuffer, last_token: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens after the best matches, [B, M, K] int64, and which of them to draft, [B, M, K] bool.
+        """Return the ``depth`` = K tokens after each of the best M matches, and a mask of those to draft, [B, M, K].
 
-        ``text`` ends with ``last_token`` [B]. K is ``depth``. M is ``matches``, or fewer in a shorter text.
+        Each row of ``text`` ends with its ``last_token`` [B]. M is ``matches``, or fewer in a shorter text.
         """
         if earlier := self._remembered.shape[1]:
             # Remembered answers stand before every row, so that their matches count as older than its own.
@@ -136,7 +137,7 @@ class PromptLookup(Drafter):
         return tokens.clamp(min=0), valid  # padding is embedded too, and must be a token id
 
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
-        """Return the starts of the best continuations and the lengths of their matches (0: no match), [B, M] each.
+        """Return the positions after the M best matches in ``text``, and the matches' lengths (0: none), [B, M] each.
 
         Each length of n-gram takes a few tensor operations over all tokens. In "a b c a b", looking for "b" marks the
         ends 2 and 5, and looking for "a b" keeps them. The match at 5 is the n-gram itself, so the continuation starts
@@ -204,7 +205,10 @@ class LookupSession(Session):
 
 
 def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Proposal:
-    """Merge the continuations ``tokens`` [B, M, K] into one tree of up to ``nodes`` nodes, the first ones first."""
+    """Merge M continuations of ``last_token`` [B] into a tree per row, of up to ``nodes`` nodes with the root.
+
+    ``tokens`` and ``valid`` [B, M, K] are the results of ``continuations``. Earlier continuations get nodes first.
+    """
     rows, matches, depth = tokens.shape
     device = tokens.device
     equal = (tokens[:, :, None] == tokens[:, None]) & valid[:, :, None] & valid[:, None]

@@ -18,9 +18,8 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.format import BASE_NAME, Engine, Fixed, Format, Unsupported, vllm
-from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.res_block import Blocks
 
 FULL_MODEL = "medusa_head."
 """Prefix of the heads' tensors in a Medusa-2 model that was saved as a whole."""

@@ -28,10 +28,10 @@ from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.data.utils.settings import BelowOne, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadRMSNorm, Layer, norm_scale
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
-from drafthead.models.heads.parts.res_block import ResBlock
 from drafthead.models.kernels.attention import document_mask
 
 
@@ -65,7 +65,10 @@ class HydraConfig(DraftHeadConfig):
 
 
 class FirstBlock(nn.Module):
-    """First block ``R x + c + SiLU(W x + b)``; x concatenates ``inputs`` vectors. Untrained, it returns the first."""
+    """First block ``R x + c + SiLU(W x + b)`` of a head, where x concatenates ``inputs`` vectors of ``width`` numbers.
+
+    The untrained block returns the first of the vectors.
+    """
 
     def __init__(self, width: int, inputs: int) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class FirstBlock(nn.Module):
 
 
 class HydraBlocks(nn.ModuleList):
-    """Blocks of one head, with dropout before each block and after the last."""
+    """``FirstBlock`` and residual blocks of one head, with dropout before each block and after the last."""
 
     def __init__(self, width: int, inputs: int, config: HydraConfig) -> None:
         further = min(config.num_layers - 1, 1) if config.tie_blocks else config.num_layers - 1
@@ -119,7 +122,7 @@ class PrefixLayer(HeadDecoderLayer):
 
 
 class HydraHead(DraftHead):
-    """K Hydra heads. A node's state concatenates ``h`` (or the prefix layer's output) and its path's embeddings."""
+    """K Hydra heads. Their state concatenates ``h``, or the prefix layer's output, and the embeddings of the path."""
 
     config: HydraConfig
 

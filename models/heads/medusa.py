@@ -26,7 +26,6 @@ from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
 from drafthead.models.heads.parts.head_session import HeadSession
-from drafthead.models.heads.parts.res_block import Blocks
 from drafthead.models.kernels.linear import inference_copy, joined_linear
 
 
@@ -52,8 +51,50 @@ class MedusaConfig(DraftHeadConfig):
         return MedusaHead(self, base, d2t)
 
 
+class ResBlock(nn.Module):
+    """Residual block ``x + SiLU(W x + b)``; with ``conditioned``, ``x + SiLU(W [x; condition] + b)``.
+
+    W and b start at zero, so the untrained block returns ``x``.
+    """
+
+    def __init__(self, width: int, conditioned: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * width if conditioned else width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        """Map ``x`` [..., D] to [..., D]; pass ``condition`` [..., D] if the block was created with ``conditioned``."""
+        return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], -1)))
+
+
+class Blocks(nn.ModuleList):
+    """``count`` residual blocks of one head. With ``conditioned``, the first reads a condition too; with ``tied``, one
+    block is applied ``count`` times."""
+
+    def __init__(self, width: int, count: int, conditioned: bool = False, tied: bool = False) -> None:
+        super().__init__(ResBlock(width, conditioned and i == 0) for i in range(1 if tied else count))
+        self._repeats = count if tied else 1
+
+    def in_order(self) -> list[ResBlock]:
+        """Return the blocks in the order of application; a tied block is repeated."""
+        return [cast(ResBlock, block) for block in self] * self._repeats
+
+    def inference(self, dtype: torch.dtype | None = None) -> "Blocks":
+        """Return self, unpacked, because ``MedusaHead`` packs the blocks of all heads together."""
+        return self
+
+    def forward(self, x: Tensor, *condition: Tensor) -> Tensor:
+        """Apply all blocks to ``x`` [..., D]; only the first one reads ``condition`` [..., D]."""
+        first, *deeper = self.in_order()
+        x = first(x, *condition)
+        for block in deeper:
+            x = block(x)
+        return x
+
+
 class MedusaHead(DraftHead):
-    """K Medusa heads."""
+    """K Medusa heads: for each draft position, residual blocks over the base's last state, and a projection."""
 
     config: MedusaConfig
     session_class = HeadSession
@@ -75,7 +116,10 @@ class MedusaHead(DraftHead):
         return x, states
 
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return what ``DraftHead.all_inputs`` returns, [B, K, D], by fewer and larger products."""
+        """Return the projections' inputs of positions 0 to K - 1, [B, K, D], as ``DraftHead.all_inputs`` does.
+
+        K is ``depth``. Joined and packed layers make the products fewer and larger.
+        """
         # The first blocks of several heads are packed together: as many heads as the longest draft so far had. Shorter
         # drafts, at the end of an answer, use a part of the outputs. An inference copy leaves blocks unpacked for this.
         self._packed_heads = heads = max(self._packed_heads, depth)
@@ -88,9 +132,10 @@ class MedusaHead(DraftHead):
         return x
 
     def _packed_blocks(self, heads: int) -> tuple[nn.Module, list[list[nn.Module]]]:
-        """Return the first ``heads`` heads' packed linear layers: (joined first blocks, [deeper block][head]).
+        """Return packed linear layers of the first ``heads`` heads' blocks.
 
-        The layers of all heads' first blocks are joined to one, because they read the same input.
+        The first blocks are joined to one layer, because they read the same input. The deeper blocks follow, as a list
+        for each block number with one layer per head.
         """
         dtype = self.config.inference_dtype(self.base)
         by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]

@@ -13,8 +13,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, read_json_lines, write_json
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.models.decoding.loop import decode_batch, default_draft_config
+from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.loading import load_base_and_head
-from drafthead.models.heads.parts.res_block import ResBlock
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.estimate.duration import StageDurations

@@ -31,9 +31,9 @@ class HorizontalCascade(CompositeDrafter):
     """
 
     def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
-        """Give each of ``drafters`` at most ``lengths`` drafts.
+        """Let ``drafters`` draft in this order, the n-th at most ``lengths[n]`` tokens.
 
-        All but the first must draft from tokens alone, because drafts have no hidden states.
+        All but the first must draft from tokens alone, because drafts have no hidden states of the base.
         """
         super().__init__(drafters, "a relay")
         if len(lengths) != len(drafters):
@@ -42,7 +42,8 @@ class HorizontalCascade(CompositeDrafter):
             name = type(drafter).__name__
             if not 1 <= length <= drafter.depth:
                 raise UserError(
-                    f"{name} can draft 1 to {drafter.depth} tokens, but in the relay it should draft {length}"
+                    f"the relay lets {name} draft {length} tokens, but it can draft 1 to {drafter.depth}; change the "
+                    "number after @"
                 )
             if index and drafter.reads_base:
                 raise UserError(
@@ -90,14 +91,14 @@ class CascadeSession(CompositeSession):
 
 
 def drafted_tokens(proposal: Proposal) -> Tensor:
-    """Return the number of drafts in each row's chain, without root and padding, [B] int64; padding must come last."""
+    """Return the number of drafts in each row of a chain, [B] int64; root and padding are not counted."""
     return (proposal.shape.parents >= 0).sum(1).expand(proposal.tokens.shape[0])
 
 
 def concatenate(first: Proposal, second: Proposal) -> Proposal:
-    """Join two chains; the root of ``second`` is the last draft of ``first`` in every row.
+    """Join two chains of every row to one; the root of ``second`` is the last draft of ``first``.
 
-    Rows of ``first`` may have different lengths. ``second`` follows directly, and padding moves to the end::
+    Rows of ``first`` may have different lengths. Padding (``-``) moves to the end::
 
         first   root a b    second  b c     joined  root a b c
                 root x -            x y             root x y -
@@ -107,7 +108,7 @@ def concatenate(first: Proposal, second: Proposal) -> Proposal:
     if len(first.shape) == 1:
         return second
     if max(first.shape.children.shape[2], second.shape.children.shape[2]) > 1:
-        raise ValueError("only chains can be drafted one after the other")
+        raise ValueError("concatenate needs two chains, but a node of the proposals has several children")
     kinds = {p.draft_sampling for p in (first, second) if p.probs is not None}
     if len(kinds) > 1:
         raise UserError("relay:A+B needs drafters that all sample with, or all without replacement; choose one kind")

@@ -20,7 +20,10 @@ class MaxGram(PromptLookup):
     """Prompt lookup with matches of any length. Rows without a match are continued from ``bigrams``."""
 
     def __init__(self, num_tokens: int = 10, bigrams: Tensor | None = None) -> None:
-        """Set ``bigrams``, [V] int64, from ``bigram_table``; None: rows without a match get no drafts."""
+        """Draft up to ``num_tokens`` tokens after a match, else from ``bigrams``.
+
+        ``bigrams`` [V] int64 is the result of ``bigram_table``. With None, rows without a match get no drafts.
+        """
         super().__init__(num_tokens, max_ngram=None)
         self.bigrams = bigrams
 
@@ -44,9 +47,9 @@ class MaxGram(PromptLookup):
 
 
 def bigram_table(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
-    """Return the most frequent next token of every token in ``answers``, [V] int64.
+    """Return for every token id the id that follows it most often in ``answers``, [V] int64.
 
-    Of equally frequent tokens, the lower id is taken. -1 stands for tokens without a next one.
+    If several follow equally often, the lowest id is taken. Ids that nothing follows have -1.
     """
     counts = Counter(pair for ids in answers for pair in pairwise(ids))
     table = torch.full((vocab_size,), -1, dtype=torch.int64)

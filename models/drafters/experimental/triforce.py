@@ -42,7 +42,7 @@ class Policy:
     ``retrieval``: per head, the first chunk of ``size`` positions, the latest positions, and the chunks between whose
     mean key matches the last query best."""
     size: int = 0
-    """Number of positions, at least 1; 0 for ``recent``."""
+    """Number of first positions (``sinks``) or positions per chunk (``retrieval``), at least 1; 0 for ``recent``."""
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
@@ -53,10 +53,12 @@ class Policy:
         raise UserError(f"unknown policy {text!r} for budget:POSITIONS; give one of {POLICIES}")
 
     def places(self, budget: int, keys: Tensor, queries: list[Tensor] | None) -> Tensor:
-        """Return the selected positions [L, H, S] int64, ascending, for a cache with ``keys`` [L, H, n, E].
+        """Select positions of a cache: for each layer and key head, [L, H, S] int64, ascending.
 
-        S is ``budget``, or n if that is smaller. ``queries``, one [1, heads, 1, E] per layer, are those of the next
-        token; only ``retrieval`` needs them.
+        Args:
+            budget: number S of positions to select; all n if n is smaller.
+            keys: [L, H, n, E] the cache's keys.
+            queries: for each layer, the next token's queries [1, heads, 1, E]; only ``retrieval`` needs them.
         """
         layers, heads, count, width = keys.shape
         if count <= budget:
@@ -82,7 +84,10 @@ class Policy:
 
 
 class TriForce(VerticalCascade):
-    """A drafter that is the target itself with only selected positions of its cache. It drafts chains for one row."""
+    """A drafter that is the target itself, with attention to selected positions of its cache only.
+
+    It drafts chains, for one row.
+    """
 
     def __init__(
         self,
@@ -95,10 +100,10 @@ class TriForce(VerticalCascade):
         drafter: Drafter | None = None,
         draft_config: DraftConfig | None = None,
     ) -> None:
-        """Draft with ``budget`` positions, which ``policy`` (such as ``recent``) selects every ``refresh`` tokens.
+        """Draft up to ``num_tokens`` tokens with ``base``, which attends to ``budget`` positions of its cache.
 
-        The other arguments are those of ``VerticalCascade``. Without an inner ``drafter``, tokens are drafted one by
-        one.
+        ``policy``, such as ``recent`` or ``sinks:4``, selects them again every ``refresh`` tokens. ``drafter``, with
+        the config ``draft_config``, drafts for this reduced ``base``; None: tokens are drafted one by one.
         """
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
         if base.cache_shape.by_layer is not None or base.windows is not None:
@@ -131,16 +136,17 @@ class TriForce(VerticalCascade):
 
 
 class TriForceSession(NestedSession):
-    """A session with the target's cache, a cache of its selected positions, and the inner drafter's session."""
+    """A session with two caches, the target's and a copy of its selected positions, and the inner drafter's session."""
 
     drafter: TriForce
 
     def __init__(self, drafter: TriForce, target: TreeCache | None) -> None:
-        """Draft from the target's cache ``target``; None: outside a decoding loop, so a separate cache is filled."""
+        """Select positions of ``target``, the target's cache; None (outside a decoding loop): of a cache of its own."""
         super().__init__(drafter, 1)
         self._target, self._length = target, 0
         self._budget: TreeCache | None = None
-        self._copied = self._selected_at = 0  # committed tokens in the budget; at the time of the selection
+        self._copied = 0  # number of committed tokens when ``_budget`` was last updated
+        self._selected_at = 0  # number of committed tokens when positions were last selected
 
     @property
     def lengths(self) -> list[int]:  # type: ignore[override]
@@ -166,9 +172,10 @@ class TriForceSession(NestedSession):
             self._budget = None
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
-        """Return the cache of selected positions, after adding new committed tokens or selecting again.
+        """Return the cache of selected positions, brought up to date with the committed tokens.
 
-        ``root`` [1] int64 is the last committed token. A selection by ``retrieval`` runs it to get its queries.
+        New tokens are added, or after ``refresh`` tokens, positions are selected again. ``root`` [1] int64 is the last
+        committed token; the policy ``retrieval`` runs the target over it, to get its queries.
         """
         drafter, count, source = self.drafter, self._length, self._target
         if source is None:

@@ -27,10 +27,10 @@ SEED_BYTES = 8
 
 
 class VerticalCascade(LMDrafter):
-    """A drafter of chains by speculative decoding of ``model``.
+    """A drafter of chains: a draft model whose tokens are themselves decoded speculatively, with an inner drafter.
 
-    With top-k candidates, ``model`` decodes greedily. Otherwise it samples from the distributions of
-    ``draft_config.sampler``, which are part of the proposal. ``draft_config.confidence_threshold`` has no effect.
+    With top-k candidates, the model decodes greedily. Otherwise it samples with the sampler of the outer
+    ``DraftConfig``, and its distributions are part of the proposal. A confidence threshold has no effect.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class VerticalCascade(LMDrafter):
         draft_config: DraftConfig | None = None,
         target: BaseModel | None = None,
     ) -> None:
-        """Draft by decoding ``model``; ``num_tokens`` and ``target`` are those of ``LMDrafter``.
+        """Draft up to ``num_tokens`` tokens for ``target`` with ``model``, as ``LMDrafter`` does.
 
-        The inner ``drafter`` drafts for ``model`` from tokens alone; None: ``model`` decodes token by token.
-        ``draft_config`` is that of the inner drafter, by default with its tree, or a chain over its positions.
+        ``drafter`` drafts for ``model``, from tokens alone; None: ``model`` decodes token by token. ``draft_config`` is
+        that of ``drafter``; None: its calibrated tree, or a chain over all its positions.
         """
         super().__init__(model, target, num_tokens)
         self.drafter = drafter
@@ -54,8 +54,8 @@ class VerticalCascade(LMDrafter):
         self.room = num_tokens * (self.draft_config.depth + 1) + self.draft_config.nodes
         if drafter is not None and drafter.reads_base:
             raise UserError(
-                f"{type(drafter).__name__} reads the base's hidden states, so it cannot draft for the model in "
-                "between, A in nested:A+B; use prompt lookup, a model or an early exit instead"
+                f"{type(drafter).__name__} reads the base's hidden states, so it cannot be B in nested:A+B, which "
+                "drafts for model A; use prompt lookup, a model or an early exit instead"
             )
         check_drafter(model, drafter, self.draft_config, EXACT)
 
@@ -72,7 +72,7 @@ class VerticalCascade(LMDrafter):
 
 
 class NestedSession(Session):
-    """A session with the draft model's cache of the committed tokens, and the inner drafter's session."""
+    """A session with the draft model's cache of the committed tokens and the inner drafter's session."""
 
     def __init__(self, drafter: VerticalCascade, rows: int) -> None:
         self.drafter = drafter
@@ -89,7 +89,7 @@ class NestedSession(Session):
     ) -> None:
         before, drafted, self._drafted = self.lengths, self._drafted, 0
         tokens = self._known(tokens)
-        # The inner decoding has read its drafts but the last one, so what was accepted of them is not read again.
+        # The draft model has read all drafts but the last, so their accepted ones are not read again.
         slots = None if nodes is None or not drafted else torch.where(nodes < drafted, nodes, -1)
         kept = self._context.commit(tokens, counts, slots)
         if self._inner is not None:
@@ -99,7 +99,7 @@ class NestedSession(Session):
                 self._inner.commit(unread, unread_counts, None)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Replace ids that only the target has by the draft model's last id."""
+        """Replace ids that are outside the draft model's vocabulary by its last id."""
         return tokens.clamp(max=self.drafter.model.vocab_size - 1)
 
     def select(self, rows: list[int]) -> None:
@@ -150,12 +150,12 @@ class NestedSession(Session):
         )
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
-        """Return the draft model's cache of the committed tokens before the ``root`` [B], with space for drafts."""
+        """Return the draft model's cache of the committed tokens before ``root`` [B], with room for drafts."""
         return self._context.shared_cache(self.drafter.room, depth)
 
 
 def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
-    """Draw each row's seed for the inner decoding from this row's random numbers of the outer drafting; 0 without them.
+    """Draw a seed for each row's inner decoding from the row's random numbers ``rng``; None gives seeds of 0.
 
     A decoding inside the inner one draws its seeds from the inner random numbers, so no two decodings share numbers.
     """
@@ -166,10 +166,12 @@ def inner_seeds(last_token: Tensor, rng: RandomSource | None) -> list[int]:
 
 
 def _decoded(decoding: DecodeState, committed: list[int], count: int, seeds: list[int]) -> tuple[Tensor, Tensor | None]:
-    """Return the next ``count`` = K tokens of every row, [B, K] int64, and their probs [B, K, V] or None.
+    """Decode ``count`` = K tokens in every row; row b continues after ``committed[b]`` tokens.
 
-    Row b starts after ``committed[b]`` tokens. Decoding continues until the slowest row has enough; the others drop the
-    excess.
+    Decoding continues until the slowest row has K tokens; further tokens of faster rows are dropped.
+
+    Returns:
+        The tokens [B, K] int64, and the distributions they were sampled from, [B, K, V]; None if decoding is greedy.
     """
     tokens: list[list[int]] = [[] for _ in seeds]
     probs: list[list[Tensor]] = [[] for _ in seeds]

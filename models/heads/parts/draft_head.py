@@ -85,29 +85,31 @@ class DraftHeadConfig(ABC):
 
     @property
     def trained_positions(self) -> int:
-        """Number of draft positions that the loss trains, at most K; ``loss.depth_weights`` has one weight for each."""
+        """Number of draft positions that the loss trains; ``loss.depth_weights`` has one weight for each."""
         return 1 if self.one_prediction else self.num_draft_tokens
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise a UserError if a base of ``num_layers`` layers lacks a layer of the settings; 0 is its embedding."""
+        """Raise a UserError if the settings name a layer that a base of ``num_layers`` layers does not have."""
         layers = getattr(self, "layers", None) or []
         if not all(0 <= layer <= num_layers for layer in layers):
-            raise UserError(f"head.layers must be in [0, {num_layers}], the base's layers, got {list(layers)}")
+            raise UserError(
+                f"head.layers must be in [0, {num_layers}], where 0 is the base's embedding, got {list(layers)}"
+            )
 
     # What every head's settings get ----------------------------------------------------------------------------------
 
     @property
     def low_rank(self) -> int:
-        """Rank of the term that the Markov correction and the induction head add to the logits."""
+        """Rank of the low-rank term that Markov correction and induction head add to the logits; 0 without both."""
         return self.markov_rank + self.induction_rank
 
     @property
     def head_type(self) -> str:
-        """Name of the module under ``models/heads/``."""
+        """Type of the head: the name of its module under ``models/heads/``, such as ``medusa``."""
         return type(self).__module__.rpartition(".")[2]
 
     def inference_dtype(self, base: BaseModel) -> torch.dtype | None:
-        """Return the dtype of the weight copies for drafting; None: they keep the dtype of the trained weights."""
+        """Return the dtype of the weights' copies for drafting with ``base``; None: that of the trained weights."""
         if self.draft_dtype == "auto":
             return None if base.kernels is None else base.kernels.drafts_in
         return None if self.draft_dtype is None else DRAFT_DTYPES[self.draft_dtype]
@@ -117,18 +119,18 @@ class DraftHeadConfig(ABC):
         return min(self.draft_vocab_size or vocab_size, vocab_size)
 
     def without_weights(self, base: BaseModel) -> "DraftHead":
-        """Return the head on the meta device, to count parameters and memory; ``base`` comes from ``meta_base``."""
+        """Return the head on torch's meta device, to count its parameters; ``base`` comes from ``meta_base``."""
         d2t = None if self.draft_vocab_size is None else torch.arange(self.drafted_ids(base.vocab_size))
         with torch.device("meta"):
             return self.build(base, d2t)
 
 
 States = tuple[Tensor, ...]
-"""The recurrent state after a node, which its children read: tensors [..., width]. In drafting they are [B, F, width],
-or [B, width] in ``all_inputs``."""
+"""The recurrent state after a token, which the next draft position reads: tensors [..., width], one vector per path.
+Drafting has paths [B, F] (F nodes of a tree level), or [B] in ``all_inputs``."""
 Attend = Callable[[Tensor], Tensor]
-"""Runs the head's own attention layers over the next token of every path, with its context as keys and values:
-inputs [..., I] -> outputs [..., D]."""
+"""Runs the head's own attention layers over one more token per path. The token attends to the committed tokens and to
+its path. Maps inputs [..., I] to outputs [..., D]."""
 
 
 class DraftHead(nn.Module, Drafter):
@@ -149,12 +151,12 @@ class DraftHead(nn.Module, Drafter):
     reads_base = True
     """False: the head does not read the base's hidden states (a draft LM)."""
     reads_drafts = True
-    """False: no position reads the drafts before it. ``all_inputs`` (with ``attends``, the session's ``block_inputs``)
-    then computes all positions in one pass."""
+    """False: no position reads the drafts before it, so drafting computes all positions in one pass, by ``all_inputs``
+    or, if ``attends``, by the session's ``block_inputs``."""
     attends = False
     """True: the head's own layers attend to the context."""
     low_rank_name = "induction_out"
-    """Name of the low-rank projection of the optional parts in saved heads."""
+    """Name in saved heads of the projection of Markov correction and induction head."""
 
     def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__()
@@ -192,11 +194,14 @@ class DraftHead(nn.Module, Drafter):
         return DraftLMHeads(first or self.target_lm_head, count, dtype, scaled=scaled)
 
     def first_states(self, hidden: Tensor) -> States:
-        """Return the states before position 0, from the result of ``anchor_hidden`` or ``draft_hidden`` [..., D]."""
+        """Return the recurrent states before position 0, given the ``hidden`` state [..., D] at the anchors.
+
+        ``hidden`` comes from ``anchor_hidden`` in training, and from the session's ``draft_hidden`` in drafting.
+        """
         return (hidden,)
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
-        """Compute one draft position: return the input of its projection, [..., width], and the next states.
+        """Compute one draft position: return the input of its projection, [..., width], and its states.
 
         Args:
             k: draft position, from 0.
@@ -208,14 +213,15 @@ class DraftHead(nn.Module, Drafter):
         raise NotImplementedError
 
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return the projections' inputs of positions 0 to ``depth`` - 1, [B, K, D], when ``reads_drafts`` is false.
+        """Return the inputs of the projections of ``depth`` = K positions, [B, K, D], for drafting.
 
-        Drafting calls it instead of ``advance``. A head may override it with a faster, equal computation.
+        Drafting calls this method instead of ``advance`` if ``reads_drafts`` is false. A head may override it by a
+        faster, equal computation.
 
         Args:
             hidden: [B, D] inputs of ``first_states``, from the session's ``draft_hidden``.
-            last_token: [B] int64, the last committed token.
-            depth: number of positions K.
+            last_token: [B] int64, the last committed token of each row.
+            depth: number of positions.
         """
         states, inputs = self.first_states(hidden), []
         for k in range(depth):
@@ -230,17 +236,17 @@ class DraftHead(nn.Module, Drafter):
     # What some heads override -----------------------------------------------------------------------------------------
 
     def anchor_hidden(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """Return the input of ``first_states`` in training, at every position, [B, T, D]: by default the base's ``h``.
+        """Return the input of ``first_states`` in training at every position, [B, T, D]: the base's final state.
 
-        In drafting, the session's ``draft_hidden`` returns it.
+        A head that overrides it needs a session whose ``draft_hidden`` returns the same for drafting.
         """
         return base_hidden.final
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         """Run the forward pass of training: return the inputs of the K projections at all n targets, [K, n, width].
 
-        The inputs of the optional parts are added later. Entries where ``draft_targets.valid`` is false are ignored,
-        but must be finite.
+        ``projection_inputs`` appends the inputs of the optional parts. Entries where ``draft_targets.valid`` is false
+        are ignored, but must be finite.
         """
         # Each anchor is computed once, although the targets of up to K positions read it.
         anchors, index = draft_targets.anchors, torch.zeros_like(batch.input_ids.flatten())
@@ -257,9 +263,9 @@ class DraftHead(nn.Module, Drafter):
         draft_targets: DraftTargets,
         attend: Attend,
     ) -> Tensor:
-        """Call ``advance`` for every position, from all anchors, along the true tokens.
+        """Return the result of ``hidden_at_positions`` by calling ``advance`` once per draft position.
 
-        Returns the same as ``hidden_at_positions``.
+        Each call computes all anchors at once, and reads the true token after each anchor's path.
 
         Args:
             hidden: [..., D] inputs of ``first_states`` at the anchors.
@@ -282,21 +288,22 @@ class DraftHead(nn.Module, Drafter):
     ) -> list[Tensor]:
         """Return, for each draft position, the states [B, T, D] from which the induction head decides not to copy.
 
-        ``InductionHead`` computes a score for copying nothing (the sink) from them, at each anchor. In drafting, the
-        session's ``draft_sinks`` returns them. ``hidden`` [K, n, D] is the result of ``projection_inputs``.
+        At each anchor, ``InductionHead`` computes the score of copying nothing (the sink) from the state. By default it
+        is the base's final state. ``hidden`` [K, n, D] is the result of ``hidden_at_positions``. In drafting, the
+        session's ``draft_sinks`` is used instead.
         """
         return [base_hidden.final] * len(hidden)
 
     def projection(self, k: int) -> LMHead:
-        """Return the projection of position k (0-based) for the loss, without the optional parts.
+        """Return the projection of draft position k (0-based) to the draft vocabulary, without the optional parts.
 
-        It is the position's own trained weight, or the base's frozen head if the positions have none of their own.
+        If the position has no trained projection, return the base's frozen output head.
         """
         return self.projections.head(k)
 
     @property
     def scaling(self) -> LMHead:
-        """The output head whose scale and soft-cap are applied to the logits; its weight is not read."""
+        """An ``LMHead`` with the scale and soft-cap to apply to the head's logits; its weight is not read."""
         return self.target_lm_head
 
     @property
@@ -305,22 +312,22 @@ class DraftHead(nn.Module, Drafter):
         return self.base.hidden_size
 
     def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
-        """Return the targets that a training step uses; all by default."""
+        """Return those of ``draft_targets`` that a training step uses; by default, all of them."""
         return draft_targets
 
     def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        """Return the (module, method name) pairs that activation checkpointing wraps; attention itself is left out."""
+        """Return (module, method name) pairs: the calls whose activations activation checkpointing recomputes."""
         return [(layer, method) for layer in self.decoder_layers for method in ("states", "add_mlp")]
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
-        """The head's own decoder layers, in order."""
+        """The head's own decoder layers from first to last; empty by default."""
         return []
 
     # What every head gets; not needed to write one -------------------------------------------------------------------
 
     def _add_parts(self) -> None:
-        """Create the optional parts that the settings ask for."""
+        """Create induction head, Markov correction and confidence head, as far as the settings ask for them."""
         config, base, device = self.config, self.base, self.base.device
         self.induction = InductionHead(base, config.induction_rank) if config.induction_rank else None
         if config.markov_rank:
@@ -352,11 +359,11 @@ class DraftHead(nn.Module, Drafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the head's weights; of an inference copy, the dtype of the trained weights that were copied."""
+        """Dtype of the head's trained weights, also on an inference copy, whose own weights may have another dtype."""
         return self._copied_dtype or next(self.parameters()).dtype
 
     def inference(self) -> Self:
-        """Return the packed copy that sessions draft with, kept until ``train()``, ``eval()`` or ``to()`` drops it."""
+        """Return the head's copy with packed weights for drafting; ``train``, ``eval`` and ``to`` discard the copy."""
         return self.packed.get("head", self._inference_copy)
 
     def _inference_copy(self) -> Self:
@@ -375,7 +382,7 @@ class DraftHead(nn.Module, Drafter):
         return cast(nn.Linear | None, getattr(self, self.low_rank_name, None))
 
     def output_head(self, k: int) -> LMHead:
-        """Return the vocabulary projection of draft position k (0-based) for the loss, with the optional parts."""
+        """Return the projection of draft position k (0-based) for the loss, with the low-rank optional parts."""
         head = self.projection(k)
         return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
 
@@ -395,16 +402,17 @@ class DraftHead(nn.Module, Drafter):
         return hidden if len(inputs) == 1 else torch.cat(inputs, -1)
 
     def confidence_logits(self, hidden: Tensor) -> Tensor | None:
-        """Return logits [K, n] of drafts' acceptance from ``projection_inputs``; None without a confidence head."""
+        """Map ``projection_inputs`` to logits [K, n] of the drafts' acceptance; None without a confidence head."""
         # Detached, so that the confidence loss cannot change the drafts.
         return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
 
     def loss(
         self, batch: TrainBatch, base_hidden: HiddenStates, config: LossConfig, share_done: float = 1.0
     ) -> LossOutput:
-        """Return the summed loss and metrics over the batch's trained tokens.
+        """Return the loss and the metrics, summed over the trained tokens of the batch.
 
-        ``share_done`` is the share of the phase that is done after this step, in (0, 1]. Only Medusa-2 reads it.
+        ``share_done`` is the share of the training phase that is done after this step, in (0, 1]. Only Medusa-2 uses
+        it.
         """
         weights = config.weights_of(self.config.trained_positions)
         # On held-out answers (without gradients), metrics also cover the positions that are not trained, with weight 0.
@@ -422,7 +430,7 @@ class DraftHead(nn.Module, Drafter):
 
     @torch.no_grad()
     def candidate_ranks(self, batch: TrainBatch, base_hidden: HiddenStates, top: int) -> Tensor:
-        """Return the rank of the true token among each draft position's candidates; tree calibration reads the ranks.
+        """Return the rank of the true token among each draft position's candidates, for tree calibration.
 
         Position k (from 1) reads the true tokens before its target. That is exact, because a draft can only be accepted
         after accepted drafts.
@@ -459,15 +467,18 @@ class DraftHead(nn.Module, Drafter):
     # Training the base (Medusa-2 only) -------------------------------------------------------------------------------
 
     def train_base(self, now: bool) -> None:
-        """Create the base's adapters at the first call; ``now``: the next phase trains them. Needs ``trains_base``."""
+        """Create the base's adapters if there are none; ``now`` says if the next phase trains the adapters.
+
+        Only heads with ``trains_base`` implement this method.
+        """
         raise NotImplementedError
 
     def tuned_decoders(self) -> list[nn.Module]:
-        """Return the base's decoders whose layers have adapters; by default, and before ``train_base``, none."""
+        """Return the decoders (the base without output head) whose layers have adapters; by default none."""
         return []
 
     def lr_mult(self, parameter: nn.Parameter) -> float:
-        """Return the factor by which a parameter's learning rate differs from the phase's."""
+        """Return the factor that multiplies the phase's learning rate for ``parameter``."""
         return 1.0
 
     def saved_weights(self) -> dict[str, Tensor]:
@@ -475,7 +486,7 @@ class DraftHead(nn.Module, Drafter):
         return self.state_dict()
 
     def save_base(self, folder: Path) -> dict[str, Any]:
-        """Copy the base's adapter, if any, into the head's folder; return the base's identity for ``config.json``."""
+        """Copy the base's LoRA adapter, if any, into ``folder``; return the base's identity for ``config.json``."""
         identity = self.base_identity
         if self.base.config.adapter is None:
             return identity

@@ -53,8 +53,8 @@ class LayerCache(NodeCache):
     def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
         """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D].
 
-        The block's keys and values are not kept. ``seen`` [1, P, P] bool is its mask: [0, i, j] is true if slot i
-        attends to slot j of the block, which may be later.
+        The cache does not keep the block's keys and values. ``seen`` [1, P, P] bool is the mask within the block: [0,
+        i, j] is true if position i attends to position j, which may be later.
         """
         self._catch_up()
         rows, count = x.shape[:2]
@@ -70,7 +70,7 @@ class LayerCache(NodeCache):
 
 
 class HeadSession(StepwiseSession):
-    """State of a head for the rows being decoded: the base's last hidden state, and the contexts of its layers.
+    """State of a head for the rows being decoded: the base's last hidden state and the head's own caches.
 
     The decoder calls ``commit`` with the tokens that it has committed, and ``StepwiseSession.draft``. That calls
     ``start``, and ``expand`` for every level of the tree. Methods named ``draft_...`` compute in drafting what the
@@ -113,7 +113,10 @@ class HeadSession(StepwiseSession):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
-        """Add the attention layers' inputs at the committed tokens to ``context``: by default the base's ``h``."""
+        """Commit the attention layers' inputs at newly committed tokens to ``context``.
+
+        By default the inputs are ``base_hidden.final``. ``tokens`` [B, T] and ``counts`` are those of ``commit``.
+        """
         context.commit(base_hidden.final.to(self.inference_head.dtype), counts)
 
     def select(self, rows: list[int]) -> None:
@@ -129,7 +132,10 @@ class HeadSession(StepwiseSession):
                 part.rollback(lengths)
 
     def draft_hidden(self) -> Tensor:
-        """Return the input of ``first_states`` or ``all_inputs``, [B, D]: by default the base's last ``h``."""
+        """Return each row's input of the head's ``first_states`` or ``all_inputs``, [B, D].
+
+        By default it is the base's final hidden state after the last token that the base has read.
+        """
         return self.hidden
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
@@ -139,14 +145,18 @@ class HeadSession(StepwiseSession):
             self.copied.start(sinks.to(self.inference_head.dtype))
 
     def draft_sinks(self) -> Tensor | None:
-        """Return the states from which the induction head decides not to copy, [B, 1 or levels, D].
+        """Return the states from which the induction head decides not to copy, for each tree level: [B, levels, D].
 
-        None: they are not known yet, and ``level`` calls ``copied.start`` itself.
+        With [B, 1, D], all levels share one state. None: they are known only in ``level``, which calls
+        ``copied.start`` itself.
         """
         return self.hidden[:, None]
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        """Prepare the first level. A head that does not read its drafts computes all levels here, in one pass."""
+        """Prepare the levels of a new tree after ``last_token`` [B].
+
+        A head that does not read its drafts computes all levels here, in one pass.
+        """
         head, depth = self.inference_head, draft_config.depth
         hidden = self.draft_hidden().to(head.dtype)
         if head.reads_drafts:
@@ -160,9 +170,10 @@ class HeadSession(StepwiseSession):
         self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return the projections' inputs of all positions, [B, K, D], of heads that attend and do not read drafts.
+        """Return the inputs of the projections of ``depth`` = K positions, [B, K, D].
 
-        Their sessions define it. It replaces the head's ``all_inputs``, because it reads the session's ``context``.
+        Sessions of heads that attend but do not read their drafts define this method. It replaces the head's
+        ``all_inputs``, whose arguments it has, because it attends to the session's ``context``.
         """
         raise NotImplementedError
 
@@ -181,10 +192,10 @@ class HeadSession(StepwiseSession):
         return scaled
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of position k's projection [B, F, D] and its ``draft_logits`` [B, F, W], k from 0.
+        """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W].
 
-        ``tokens`` and ``parents`` are those of ``expand``. If the head does not read its drafts, all nodes of a level
-        share one distribution, and F is 1.
+        ``tokens`` [B, F] and ``parents`` [B, F] are those of ``expand``. If the head does not read its drafts, all
+        nodes of a level share one distribution, and the results have F = 1. Optional parts are added later.
         """
         if not self.inference_head.reads_drafts:
             return self._inputs[:, k, None], self._logits[:, k, None]
@@ -204,9 +215,10 @@ class HeadSession(StepwiseSession):
         return x, logits
 
     def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
-        """Return the projection's logits [..., W] of position k; with k None, of all positions of ``x`` [B, K, D].
+        """Return the logits [..., W] of draft position k (from 0) from its projection's inputs ``x`` [..., D].
 
-        Scale and soft-cap are left to ``expand`` if optional parts still add to the logits.
+        With k None, return those of positions 0 to K - 1 from ``x`` [B, K, D]. If the head has optional parts, the
+        logits are without scale and soft-cap, which ``expand`` applies.
         """
         return self.inference_head.projections.logits(x, k)
 

@@ -15,7 +15,7 @@ from drafthead.models.kernels.linear import PackedCopies, inference_linear
 
 
 class DraftLMHeads(nn.Module):
-    """The projections of the draft positions to the draft vocabulary: ``count`` trained ones, or the base's frozen one.
+    """Projections of the draft positions to the draft vocabulary: ``count`` trained ones, or the base's frozen one.
 
     Position k (0-based) uses projection k, or the last projection if there are fewer.
     """
@@ -38,14 +38,10 @@ class DraftLMHeads(nn.Module):
         self.packed = PackedCopies()
 
     def head(self, k: int) -> LMHead:
-        """Return the projection of position k (0-based), or the base's if none is trained, with scale and soft-cap."""
+        """Return the projection of draft position k (0-based) for the loss; the base's if none is trained."""
         if not len(self.weights):
             return self._target_lm_head
-        return replace(self._target_lm_head, weight=self.weights[self._index(k)])
-
-    def _index(self, k: int) -> int:
-        """Return the index of position k's trained projection; 0 if there are none, and all share the base's."""
-        return max(0, min(k, len(self.weights) - 1))
+        return replace(self._target_lm_head, weight=self.weights[min(k, len(self.weights) - 1)])
 
     def logits(self, hidden: Tensor, k: int | None = 0) -> Tensor:
         """Return the logits of draft position k (0-based) in drafting: [..., D] -> [..., W].
@@ -55,17 +51,17 @@ class DraftLMHeads(nn.Module):
         """
         if k is None and len(self.weights) > 1:
             return torch.stack([self.logits(hidden[:, n], n) for n in range(hidden.shape[1])], 1)
-        k = k or 0  # None is left if all positions share one projection
+        k = min(k or 0, max(0, len(self.weights) - 1))  # None is left if all positions share one projection
         weight = self.head(k).weight
-        linear = self.packed.get(self._index(k), lambda: inference_linear(weight, dtype=self._draft_dtype))
+        linear = self.packed.get(k, lambda: inference_linear(weight, dtype=self._draft_dtype))
         product: Tensor = linear(hidden.to(weight.dtype))
         return self._target_lm_head.scale_and_cap(product) if self._scaled else product
 
 
 class TiedMarkov(nn.Linear):
-    """The Markov correction's table [V, r], computed as a projection of the base's embeddings scaled to RMS 1.
+    """The Markov correction's input: a trained projection to r numbers of the base's embedding, scaled to RMS 1.
 
-    The inference copy is the computed table.
+    Drafting uses the table [V, r] of all tokens, computed once.
     """
 
     def __init__(self, base: BaseModel, rank: int) -> None:
@@ -79,7 +75,7 @@ class TiedMarkov(nn.Linear):
 
     @torch.no_grad()
     def inference(self, dtype: torch.dtype | None = None) -> nn.Embedding:
-        """Return the table of all token ids, [V, r], as an embedding in the weight's dtype (``dtype`` is ignored)."""
+        """Return the outputs for all V token ids as an embedding table [V, r]; ``dtype`` is ignored."""
         ids = torch.arange(len(self._embedding[0]), device=self.weight.device)
         table = torch.cat([self(chunk) for chunk in torch.split(ids, 8192)])
         return nn.Embedding(len(table), table.shape[1], _weight=table)

@@ -91,7 +91,7 @@ class LossConfig:
 
     @property
     def reads_alpha(self) -> bool:
-        """True if a term of the loss other than ``confidence`` needs alpha."""
+        """True if a term of the loss other than ``confidence`` needs alpha, the probability of acceptance."""
         return self.tv > 0 or self.lk > 0 or self.lk_adaptive > 0
 
     @property
@@ -118,16 +118,16 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """The base's distribution at a chunk of targets, over the draft vocabulary; all draft positions share it."""
+    """The base's distribution over the draft vocabulary, renormalised, at c targets; all draft positions share it."""
 
     probs: Tensor
-    """[c, W] float32 or wider; rows sum to 1."""
+    """[c, W] probabilities p of W draft tokens, float32 or wider; rows sum to 1."""
     negative_entropy: Tensor
-    """[c] sum of p log p."""
+    """[c] sum of p log p over the draft vocabulary."""
 
     @staticmethod
     def of(head: LMHead, hidden: Tensor) -> "TargetDistribution":
-        """Return the distribution after hidden states [c, D]; ``head`` has the base's rows of the draft vocabulary."""
+        """Return the distribution after the base's states [c, D]; ``head`` has only the draft vocabulary's rows."""
         log_probs = _wide(head.logits(hidden.to(head.weight.dtype))).log_softmax(-1)
         probs = log_probs.exp()
         return TargetDistribution(probs, _row_dot(probs, log_probs))
@@ -150,13 +150,13 @@ class LossChunk:
     """
 
     def __init__(self, head: LMHead, product: Tensor, ids: Tensor, valid: Tensor) -> None:
-        """Compute the softmax of a chunk.
+        """Compute the softmax of one draft position at c targets.
 
         Args:
             head: the projection that gave ``product``.
             product: [c, W] logits before scale and soft-cap.
             ids: [c] int64 draft ids of the targets, -1 for targets outside the draft vocabulary.
-            valid: [c] bool, False for targets that do not count.
+            valid: [c] bool: True if this draft position is trained on the target; False excludes the target.
         """
         self.head = head
         self.logits = _wide(head.scale_and_cap(product))
@@ -170,11 +170,11 @@ class LossChunk:
         self.lse = self.max_logits + self.exp_sums.log()
 
     def weigh(self, factors: Tensor) -> None:
-        """Multiply each target's loss by ``factors`` [c]. Call it after ``stats``, because metrics are not weighted."""
+        """Multiply the loss of target i by ``factors[i]``. Call it after ``stats``: metrics are not weighted."""
         self.weights, self.ce_weights = self.weights * factors, self.ce_weights * factors
 
     def stats(self, target: TargetDistribution | None) -> Tensor:
-        """Return the ``STATS`` of the chunk, [len(STATS)]; the overlap is nan without a ``target``."""
+        """Return the ``STATS`` of the chunk, [len(STATS)]; with ``target`` None, ``overlap`` is nan."""
         hits = (self.target_logits >= self.max_logits) * self.ce_weights
         overlap = self.logits.new_full((), torch.nan)
         if target is not None:
@@ -188,7 +188,7 @@ class LossChunk:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the summed loss without the position's weight, and its gradients.
 
-        Call it once, after ``stats``: it overwrites the exponentials that both read.
+        Call this method once, after ``stats``, because it overwrites values that ``stats`` reads.
 
         Args:
             target: the base's distribution; None if no term needs it.
@@ -209,7 +209,12 @@ class LossChunk:
         s_rows: Tensor | None = None
         by_confidence: Tensor | None = None
         if (config.reads_alpha or confidence is not None) and target is not None:
-            s_rows, alpha = self._s_and_alpha(target)
+            # s = q [q < p]. The exponentials are overwritten by q, to save a matrix.
+            q = self.exps.div_(self.exp_sums[:, None])
+            self.exp_sums = torch.ones_like(self.exp_sums)
+            smaller = torch.minimum(q, target.probs)
+            alpha = smaller.sum(-1)
+            s_rows = smaller.mul_(q < target.probs)
             if confidence is not None:
                 wide, factor = _wide(confidence), config.confidence * self.weights
                 loss = loss + (factor * (torch.nn.functional.softplus(wide) - wide * alpha)).sum()
@@ -237,10 +242,12 @@ class LossChunk:
         if mode_seeking is not None:
             gradient.add_(mode_seeking)
         gradient.scatter_add_(1, self.target_ids, -on_onehot[:, None])
-        return loss, self._through_cap(gradient), by_confidence
+        if self.head.softcap is not None:  # the derivative of cap tanh(x / cap) is 1 - (logit / cap)^2
+            gradient = gradient * (1 - (self.logits / self.head.softcap) ** 2)
+        return loss, gradient * self.head.scale if self.head.scale != 1.0 else gradient, by_confidence
 
     def _mode_seeking(self, target: TargetDistribution, config: LossConfig) -> tuple[Tensor, Tensor]:
-        """Return the summed reverse KL and Jensen-Shannon divergence, and their gradient [c, W] by the logits.
+        """Return the weighted sum of reverse KL and Jensen-Shannon divergence, and its gradient [c, W] by the logits.
 
         If s_v is the derivative of a divergence by q_v, its gradient by the logits is ``q (s - sum q s)``. A constant
         added to s cancels. The derivative of the reverse KL, ``log(q / p) + 1``, is therefore used without the 1.
@@ -258,31 +265,14 @@ class LossChunk:
         gradient = q * (slope - _row_dot(q, slope)[:, None])
         return (self.weights * value).sum(), gradient * self.weights[:, None]
 
-    def _s_and_alpha(self, target: TargetDistribution) -> tuple[Tensor, Tensor]:
-        """Return ``s = q [q < p]`` [c, W] and alpha [c]. ``self.exps`` is overwritten by q, to save a matrix."""
-        q = self.exps.div_(self.exp_sums[:, None])
-        self.exp_sums = torch.ones_like(self.exp_sums)
-        smaller = torch.minimum(q, target.probs)
-        alpha = smaller.sum(-1)
-        return smaller.mul_(q < target.probs), alpha
-
-    def _through_cap(self, gradient: Tensor) -> Tensor:
-        """Return the gradient by ``product`` from the gradient by the logits, through soft-cap and scale.
-
-        The derivative of the soft-cap ``cap tanh(x / cap)`` is ``1 - (logit / cap)^2``.
-        """
-        if self.head.softcap is not None:
-            gradient = gradient * (1 - (self.logits / self.head.softcap) ** 2)
-        return gradient * self.head.scale if self.head.scale != 1.0 else gradient
-
 
 def _wide(values: Tensor) -> Tensor:
-    """Return the values in float32, or unchanged if they are float64."""
+    """Return ``values`` in float32; float64 values are returned unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return row-wise dot products [c] without a [c, W] product matrix."""
+    """Return the dot product of each row of ``a`` with the same row of ``b``: [c, W], [c, W] -> [c]."""
     return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
 
 
@@ -299,21 +289,24 @@ class Labels:
     anchor_idx: Tensor | None = None
     """[K, n] int64 flat index of the anchor from which position k predicts each target; only D-PACE needs it."""
     positions: int = 0
-    """Number of tokens in the batch, above all of ``anchor_idx``; only D-PACE needs it."""
+    """Number of tokens in the batch (all of ``anchor_idx`` are below it); only D-PACE needs it."""
     target_hidden: Tensor | None
     """[n, D] the base's ``h`` one token before each target, which gives p; None if no term needs p."""
     target_lm_head: LMHead | None
     """The base's output head over the draft vocabulary; None if no term needs p."""
 
     def distribution(self, rows: slice) -> TargetDistribution | None:
-        """Return the base's distribution at the targets ``rows``; None if the labels have no hidden states or head."""
+        """Return the base's distribution at the slice ``rows`` of the targets; None if these labels cannot give it."""
         if self.target_lm_head is None or self.target_hidden is None:
             return None
         return TargetDistribution.of(self.target_lm_head, self.target_hidden[rows])
 
 
 def chunk_rows(vocabulary: int, device: str) -> int:
-    """Return the number of targets per chunk, at least 64; ``vocabulary`` is W, ``device`` a type such as ``cpu``."""
+    """Return the number of targets per chunk, at least 64; ``vocabulary`` is the number of logits per target.
+
+    ``device`` is a device type such as ``cpu``.
+    """
     return max(64, CHUNK_BYTES.get(device, CHUNK_BYTES["accelerator"]) // (4 * vocabulary))
 
 
@@ -326,7 +319,7 @@ def heads_loss(
     confidence: Tensor | None = None,
     position_weights: Sequence[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``sum_k w_k loss_k``, summed over n targets, and the sums for the metrics.
+    """Return the loss ``sum_k w_k loss_k`` of K draft positions, summed over n targets, and the sums for metrics.
 
     The gradients are computed in the forward pass, chunk by chunk. Nothing of size [n, W] is stored, so memory does
     not grow with n * W.
@@ -352,7 +345,7 @@ def heads_loss(
     if (config.needs_target_probs or confidence is not None) and (
         labels.target_lm_head is None or labels.target_hidden is None
     ):
-        raise ValueError("the loss compares with the base's distribution, but the targets do not have it")
+        raise ValueError("the loss needs the base's distribution: give Labels target_hidden and target_lm_head")
     heads = [head.at_most(hidden.dtype) for head in heads]
     rows = rows or chunk_rows(heads[0].weight.shape[0], hidden.device.type)
     weights = [w if torch.is_grad_enabled() else w.detach() for head in heads for w in head.trained]
@@ -365,7 +358,10 @@ def heads_loss(
 
 @torch.no_grad()
 def _true_probs(hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: int) -> Tensor:
-    """Return each position's probability of each target, [K, n], 0 if invalid or outside the draft vocabulary."""
+    """Return the head's probability of each target at each draft position, [K, n]; see ``heads_loss``.
+
+    It is 0 for invalid targets and for targets outside the draft vocabulary.
+    """
     probs = torch.zeros(labels.valid.shape, device=hidden.device)
     for start in range(0, hidden.shape[1], rows):
         span = slice(start, start + rows)
@@ -377,7 +373,7 @@ def _true_probs(hidden: Tensor, heads: Sequence[LMHead], labels: Labels, rows: i
 
 
 def dpace_weights(probs: Tensor, labels: Labels) -> Tensor:
-    """Return D-PACE's weights [K, n] from the probabilities [K, n] of the true tokens.
+    """Return D-PACE's weights [K, n] from the head's probabilities ``probs`` [K, n] of the true tokens.
 
     Probabilities are first mapped linearly from [0, 1] to [``DPACE_FLOOR``, 1]; q has the results. The expected number
     of accepted drafts is then ``q_1 + q_1 q_2 + ...``. The weight of position j is the sum of the products that contain
