@@ -88,10 +88,7 @@ class DraftLM(DraftHead):
         return DraftLMSession(self, rows)
 
     def inference_trunk(self) -> BaseModel:
-        """Return the model (embedding, layers and norm) to draft with.
-
-        It is the trained one, or a fused and packed copy if the base is packed.
-        """
+        """Return the draft LM to draft with: the trained one, or a fused and packed copy if the base is packed."""
         if not self.base.prepacked:
             return self._trunk
         layers = deepcopy(self.layers).requires_grad_(False)
@@ -100,7 +97,7 @@ class DraftLM(DraftHead):
         return with_layers(self.base, layers, self.norm, torch.float32, self._sources)
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """Return the states after the final norm, [B, T, D], in the layers' dtype."""
+        """Return the draft LM's states after its final norm, [B, T, D]; ``base_hidden`` is not read."""
         decoder, dtype = self._trunk.model.model, next(self.parameters()).dtype
         out = decoder(
             inputs_embeds=decoder.get_input_embeddings()(batch.input_ids).to(dtype),
@@ -117,12 +114,12 @@ class DraftLM(DraftHead):
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
-        """Return the draft LM's own state after the root, for all positions, because it does not read the base's."""
+        """Return the draft LM's own states after the root, instead of the base's, for every draft position."""
         return [draft_targets.to_anchors(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
 
 
 class DraftLMSession(HeadSession):
-    """A session whose levels the causal LM computes; the optional parts add to its logits."""
+    """A session in which a causal LM computes the logits of each tree level; optional parts add to the logits."""
 
     def __init__(self, head: DraftLM, rows: int) -> None:
         super().__init__(head, rows)
@@ -150,7 +147,9 @@ class DraftLMSession(HeadSession):
 
 @torch.no_grad()
 def resize_mlp(mlp: Any, width: int) -> None:
-    """Change a gated MLP's inner width in place: keep the channels of largest weights, or add ones that output zero.
+    """Change the inner width of a gated MLP to ``width``, in place.
+
+    A smaller MLP keeps the channels with the largest weights. A larger one gets channels that output zero.
 
     Raises:
         UserError: the gate or the up projection has a bias.

@@ -143,10 +143,10 @@ class DSparkHead(DraftHead):
 
     @torch.no_grad()
     def _start(self, deepest: int) -> None:
-        """Start ``fc`` as a selection of the deepest layer's state, and ``norm`` from the base's final norm.
+        """Initialise ``fc`` to select the state of the base's deepest layer that it reads, and ``norm`` as the base's.
 
-        With ``copy_layers``, the layers start as the base's last ones. ``deepest`` is the index of the deepest layer,
-        from 0, among those that ``fc`` reads.
+        ``deepest`` is the index, from 0, of this layer's state in the input of ``fc``. With ``copy_layers``, the head's
+        layers start as the base's last ones.
         """
         base = self.base
         start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
@@ -166,16 +166,16 @@ class DSparkHead(DraftHead):
         return draft_targets.subset(limit) if self.training and limit else draft_targets
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Map the base's concatenated states of ``spec`` to the context: [..., layers * D] -> [..., D]."""
+        """Map the base's concatenated states to the context that layers attend to: [..., layers * D] -> [..., D]."""
         context: Tensor = self.hidden_norm(self.fc(states.to(reads_in(self.fc))))
         return context
 
     def block(self, first_tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Return the first layer's input at the slots, [..., P, D].
+        """Return the first layer's inputs at the P slots of blocks, [..., P, D].
 
         Args:
-            first_tokens: [...] int64 tokens ``x_{t+1}``, the inputs of slot 0.
-            hidden: [..., D] the base's last states ``h_t``, for ``reads_state``.
+            first_tokens: [...] int64 last committed tokens ``x_{t+1}``, one per block: the inputs of slot 0.
+            hidden: [..., D] the base's final states ``h_t``, for ``reads_state``.
         """
         assert self.config.mask_token is not None
         tokens = torch.full((*first_tokens.shape, self.config.slots), self.config.mask_token, device=hidden.device)
@@ -187,7 +187,7 @@ class DSparkHead(DraftHead):
         return hidden[..., None, :].to(projected.dtype) + projected + self.slot_offset
 
     def seen_slots(self, device: torch.device) -> Tensor:
-        """Return the attention mask within a block, [P, P] bool: row i has the slots that slot i sees."""
+        """Return the attention mask within a block, [P, P] bool: [i, j] is true if slot i attends to slot j."""
         seen = causal_mask(self.config.slots, device)
         return seen if self.config.causal else torch.ones_like(seen)
 
@@ -218,14 +218,15 @@ class DSparkHead(DraftHead):
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
-        """Return the outputs of the slots, because every draft position has its own."""
+        """Return each draft position's own output instead of the base's state."""
         return [draft_targets.to_anchors(hidden[k], k, batch.input_ids.shape) for k in range(len(hidden))]
 
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
-    """Return a function that writes the context's keys and values of all ``layers`` into the cache, by one product.
+    """Return a function that computes the context's keys and values for all ``layers`` and writes them into the cache.
 
-    One product is enough, because the keys and values depend only on the context and not on lower layers.
+    It takes one product, because keys and values depend only on the context and not on lower layers. It returns the
+    context [B, T, D] unchanged. ``dtype`` is that of the packed weights; None: their own.
     """
     attentions = [layer.self_attn for layer in layers]
     product = joined_linear([linear for a in attentions for linear in (a.k_proj, a.v_proj)], dtype)
@@ -244,7 +245,7 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
 
 
 class DSparkSession(HeadSession):
-    """A session with the keys and values of the context."""
+    """A session with a cache of the context's keys and values for all layers."""
 
     inference_head: DSparkHead
     context: LayerCache

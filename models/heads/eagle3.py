@@ -41,11 +41,11 @@ from drafthead.models.token_tree import causal_mask
 
 
 class EagleLayer(HeadDecoderLayer):
-    """Decoder layer over [norm(embedding), norm(feature)], whose attention and MLP are added to the feature.
+    """Decoder layer that reads the norms of a token's embedding and of a feature, and adds its output to the feature.
 
-    Its inputs [..., 2 D] are the embedding and the feature, concatenated. Untrained, it returns the feature. With
-    ``norm_before_residual``, the normalised feature takes the feature's place in both.
-    Weights have the names of published checkpoints.
+    Its inputs [..., 2 D] are the embedding and the feature, concatenated. The untrained layer returns the feature. With
+    ``norm_before_residual``, the output is added to the normalised feature. Weights have the names of published
+    checkpoints.
     """
 
     def __init__(self, base: BaseModel, config: "Eagle3Config") -> None:
@@ -166,11 +166,11 @@ class Eagle3Head(DraftHead):
         return super().projection(k) if self.lm_head is None else LMHead(weight=self.lm_head.weight)
 
     def _layer_states(self, base_hidden: HiddenStates) -> Tensor:
-        """Return the base's states from which the feature is computed, [..., layers * D]."""
+        """Return the concatenated states of the base from which ``fuse`` computes the feature, [..., layers * D]."""
         return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(reads_in(self.fc))
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Return the feature of the base's concatenated states: [..., layers * D] -> [..., D]."""
+        """Map the base's concatenated states to the feature that drafting reads: [..., layers * D] -> [..., D]."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -180,9 +180,9 @@ class Eagle3Head(DraftHead):
         return fused
 
     def masked(self, count: int) -> Tensor:
-        """Return P-EAGLE's input at the positions after the first, [count, 2 D], the same for all of them.
+        """Return P-EAGLE's inputs at ``count`` draft positions after the first, [count, 2 D].
 
-        It is the embedding of the mask token and a learnt feature.
+        All are equal: the embedding of the mask token, and a learnt feature.
         """
         assert self.config.mask_token is not None
         token = torch.full((), self.config.mask_token, device=self.base.device)  # filled there, without a wait
@@ -249,7 +249,7 @@ def published_layers(count: int) -> tuple[int, int, int]:
 
 
 class EagleSession(HeadSession):
-    """A session whose attention reads each token ``x_{t+1}`` together with the feature ``f_t`` of the token before."""
+    """A session whose layers read each token's embedding together with the feature of the token before."""
 
     inference_head: Eagle3Head
 

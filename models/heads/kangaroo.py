@@ -37,22 +37,22 @@ from drafthead.models.token_tree import TokenTree
 
 
 class ExitStates:
-    """The pass of one step's nodes through the first layers of the target, in the target's cache.
+    """The pass of one step's tree nodes through the target's first layers, which writes into the target's cache.
 
     Nodes are numbered in the order in which the layers read them, as in ``Proposal.slots``.
     """
 
     def __init__(self, first: BaseModel, cache: TreeCache) -> None:
-        """Start after the committed positions of the target's ``cache``; ``first`` is the target's first layers."""
+        """Start after the committed positions of the target's ``cache``; ``first`` is the model of its first layers."""
         self._model, self._cache = first, cache.first_layers(first.num_layers)
         self._hidden: list[Tensor] = []
         self._ancestors: Tensor | None = None
         self._level = self._count = 0  # number of the first node of the last level; nodes read so far
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Read one more level of ``tokens`` [B, F] and return its exit states [B, F, D].
+        """Run the layers over the nodes of the next tree level; return the last layer's outputs [B, F, D].
 
-        ``parents`` [B, F] are indices on the level above.
+        ``tokens`` [B, F] are the nodes' tokens, and ``parents`` [B, F] their parents' indices on the level above.
         """
         level, self._level = self._level, self._count
         return self._read(tokens, parents + level)
@@ -64,11 +64,11 @@ class ExitStates:
         return self._hidden[-1]
 
     def finish(self, proposal: Proposal, static: bool) -> PartialForward:
-        """Read the nodes of ``proposal`` that drafting has not read, and return the exit states of all its nodes.
+        """Run the layers over the nodes of ``proposal`` that drafting has not read; return outputs for all its nodes.
 
-        Drafting reads a node only to draft after it, so the leaves of the tree are unread. A dynamic tree may also have
-        read nodes that it did not select. The cache is reordered to the nodes of the proposal, without these, as
-        verification expects it. ``static``: the tree is static.
+        Drafting reads a node only to draft after it, so the tree's leaves are unread. In a dynamic tree (``static``
+        false), it may have read nodes that are not in the proposal. The cache then loses these nodes and gets the
+        proposal's order, as verification expects.
         """
         assert proposal.slots is not None
         numbers = proposal.slots.expand_as(proposal.tokens).clone()
@@ -95,7 +95,10 @@ class ExitStates:
 
 
 def check_early_exit(base: BaseModel, first: BaseModel) -> None:
-    """Reject a base whose states differ if its first layers run alone and the others continue; test each base once."""
+    """Reject ``base`` if its states differ when the layers ``first`` run alone and the others continue.
+
+    Each base is tested once.
+    """
     check = f"early exit after {first.num_layers}"
     if base.device.type == "meta" or check_key(base, check) in PASSED:
         return
@@ -137,7 +140,7 @@ class KangarooConfig(DraftHeadConfig):
 
 
 class KangarooHead(DraftHead):
-    """The adapter over the exit states of the base."""
+    """The adapter: one attention layer over the output of the base's layer ``exit_layer``."""
 
     config: KangarooConfig
 
@@ -158,7 +161,7 @@ class KangarooHead(DraftHead):
         return [(self.self_attn, "forward")]
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """Return the adapter's outputs, [B, T, D]."""
+        """Return the adapter's outputs for all positions of the batch, [B, T, D]."""
         # States that were not stored are NaN; zeros have no effect on values and gradients.
         x = base_hidden.layer(0).to(self.dtype).nan_to_num()
         mask = document_mask(batch.document_ids, x.dtype)
@@ -168,7 +171,10 @@ class KangarooHead(DraftHead):
         return draft_targets.before_targets(self.hidden_states(batch, base_hidden))
 
     def adapter(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
-        """Map exit states [B, T, D] to [B, T, D]. See ``HeadAttention.forward`` for the other arguments."""
+        """Map outputs ``x`` [B, T, D] of the exit layer to inputs of the output head [B, T, D].
+
+        The other arguments are those of ``HeadAttention.forward``.
+        """
         normed: Tensor = self.norm(x + self.self_attn(self.input_layernorm(x), positions, mask, cache))
         return normed
 
@@ -182,10 +188,10 @@ class KangarooHead(DraftHead):
 
 
 class KangarooSession(HeadSession):
-    """A session whose levels run the shallow layers, the adapter over their exit states, and the output head.
+    """A session that runs, for each tree level, the base's first layers, the adapter, and the base's output head.
 
-    The shallow layers write into the target's cache, whose rows the decoder selects. Without one (replay, calibration)
-    they have a cache of their own, in ``lm``.
+    The first layers write into the target's cache, whose rows the decoder selects. Without a target's cache (replay,
+    calibration), they have a cache of their own, in ``lm``.
     """
 
     inference_head: KangarooHead

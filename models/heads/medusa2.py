@@ -49,7 +49,7 @@ HEAD_SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "sine": lambda done: math.sin(math.pi / 2 * done),
 }
-"""Schedules by name. Each maps the share of a phase that is done, 0 to 1, to a factor s of the heads' loss."""
+"""Schedules by name. Each maps the share of a phase that is done (0 to 1) to a factor of the heads' loss."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MERGED = "merged"
 """Name of the folder, in the head's folder, with the tuned base as a whole model."""
@@ -112,7 +112,7 @@ class Medusa2Head(MedusaHead):
         self._joint = False
 
     def train_base(self, now: bool) -> None:
-        """Create the base's adapters at the first call; ``now`` says if the next phase trains them.
+        """Create the base's adapters if there are none; ``now`` says if the next phase trains the adapters.
 
         New adapters change nothing until they are trained. A base that already has an adapter is rejected.
         """
@@ -180,7 +180,7 @@ class Medusa2Head(MedusaHead):
         return super().candidate_ranks(batch, self._tuned_hidden_states(batch) if self._joint else base_hidden, top)
 
     def _tuned_hidden_states(self, batch: TrainBatch) -> HiddenStates:
-        """Return the tuned base's states, with gradients; with ``lora_lm_head``, also set ``target_lm_head``."""
+        """Return the tuned base's final states, with gradients; with ``lora_lm_head``, also set ``target_lm_head``."""
         assert self._tuned is not None
         if self._tuned.adapts_head:
             # The heads' labels come from the tuned output head, which only the base's loss trains.
@@ -191,7 +191,10 @@ class Medusa2Head(MedusaHead):
     def _base_loss(
         self, batch: TrainBatch, tuned_hidden: HiddenStates, original: HiddenStates
     ) -> tuple[Tensor, Tensor]:
-        """Return the base's loss L_base, summed over the trained tokens, and its ``STATS`` [1, len(STATS)]."""
+        """Return the base's own loss, summed over the trained tokens, and its ``STATS`` [1, len(STATS)].
+
+        ``tuned_hidden`` and ``original`` are the final states of the tuned and of the original base.
+        """
         assert self._tuned is not None
         next_ids, valid = (batch.host or batch).next_tokens(0)
         device, chosen = tuned_hidden.final.device, valid.flatten().nonzero()[:, 0]

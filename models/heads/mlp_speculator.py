@@ -32,7 +32,7 @@ from drafthead.models.kernels.linear import reads_in
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")
 CellState = tuple[Tensor, ...]
-"""The state that the projections read, [..., E] (before the first token: ``h`` [..., D]); an LSTM's cell [..., E]."""
+"""The state that the projections read, [..., E] (at first the base's, [..., D]), and for an LSTM its cell, [..., E]."""
 Embed = Callable[[], nn.Module]
 """Creates an embedding: a module that maps tokens [...] int64 to [..., E]."""
 
@@ -68,9 +68,9 @@ class BaseEmbedding(nn.Module):
 
 
 def embedding_weight(positions: int, width: int) -> float:
-    """Return the published factor of the embedding when it is added to the state.
+    """Return the published factor by which the embedding is multiplied before it is added to the state.
 
-    It is ``e / s`` with ``s = 0.5 ** (0.5 / K)`` and ``e = sqrt((1 - s^2) E / 2)``.
+    With K = ``positions`` and E = ``width``, it is ``e / s``, ``s = 0.5 ** (0.5 / K)``, ``e = sqrt((1 - s^2) E / 2)``.
     """
     decay = 0.5 ** (0.5 / positions)
     return float(math.sqrt((1 - decay**2) * width / 2) / decay)
@@ -91,11 +91,11 @@ class RNNCells(nn.Module):
         _start(self, lambda shape: 1 / math.sqrt(width))
 
     def first(self, hidden: Tensor) -> CellState:
-        """Return the state before any token is read, from ``h`` [..., D]."""
+        """Return the state before any token is read: the base's final state ``hidden`` [..., D]."""
         return (hidden,)
 
     def forward(self, k: int, state: CellState, tokens: Tensor) -> CellState:
-        """Return the state after position k (0-based) has read ``tokens`` [...]."""
+        """Return the state [..., E] after draft position k (0-based) has read ``tokens`` [...]."""
         mixed = torch.add(_at(self.proj, k)(state[0]), _at(self.emb, k)(tokens), alpha=self._weight)
         return (F.gelu(_at(self.ln, k)(mixed)),)
 
@@ -114,11 +114,11 @@ class LSTMCells(nn.Module):
         _start(self, lambda shape: 1 / math.sqrt(min(shape)))
 
     def first(self, hidden: Tensor) -> CellState:
-        """Return the state and the cell before any token is read, from ``h`` [..., D]."""
+        """Return the base's final state ``hidden`` [..., D] as first state, and a cell of zeros [..., E]."""
         return hidden, hidden.new_zeros(*hidden.shape[:-1], self._width)
 
     def forward(self, k: int, state: CellState, tokens: Tensor) -> CellState:
-        """Return the state and the cell after position k (0-based) has read ``tokens`` [...]."""
+        """Return state and cell, [..., E] each, after draft position k (0-based) has read ``tokens`` [...]."""
         hidden, cell = state
         embedded = {gate: self.emb[gate](tokens) for gate in self.emb}
         forget_gate, input_gate, output_gate, update = (
@@ -134,7 +134,7 @@ class LSTMCells(nn.Module):
 
 
 def _at(modules: nn.ModuleList, k: int) -> nn.Module:
-    """Return the module of position k (0-based), or the last one if there are fewer."""
+    """Return module k (from 0), or the last one if there are fewer: later draft positions share it."""
     return modules[min(k, len(modules) - 1)]
 
 

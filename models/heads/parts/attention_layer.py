@@ -28,8 +28,8 @@ from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNor
 from drafthead.models.kernels.linear import can_prepack
 
 Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
-"""A layer in drafting: maps inputs [B, T, I], positions [B, T], an additive mask and a cache to outputs [B, T, D], and
-writes its keys and values into the cache."""
+"""Runs a layer in drafting. Maps inputs [B, T, I], positions [B, T], an additive mask and a cache to outputs [B, T, D],
+and writes keys and values into the cache."""
 
 
 class HeadAttention(nn.Module):
@@ -74,34 +74,34 @@ class HeadAttention(nn.Module):
         self._rotary = (rotary,)  # the base's: in a tuple, so that it is not a submodule
 
     def cache_shape(self, dtype: torch.dtype, device: torch.device, layers: int = 1) -> CacheShape:
-        """Return the shape of a cache for ``layers`` layers like this one."""
+        """Return the shape of a cache of keys and values for ``layers`` layers like this one."""
         return CacheShape(layers=layers, heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype, device=device)
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [B, T, E] at ``positions`` ([B, T] int64), in the dtype of ``x``."""
+        """Return the rotary embedding's cosines and sines [B, T, E] at ``positions`` [B, T], in the dtype of ``x``."""
         cos_sin: tuple[Tensor, Tensor] = self._rotary[0](x, position_ids=positions)
         return cos_sin
 
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries [B, H, T, E], rotated keys and values [B, G, T, E] of inputs [B, T, I]."""
+        """Return rotated queries [B, H, T, E], and rotated keys and values [B, G, T, E], of inputs ``x`` [B, T, I]."""
         query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "q_norm"):
             query = self.q_norm(query)
         return rotate(query, *self.rotation(x, positions)).transpose(1, 2), *self.keys_values(x, positions)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values [B, G, T, E] of inputs [B, T, I]."""
+        """Return rotated keys and values, [B, G, T, E] each, of inputs ``x`` [B, T, I]."""
         key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.k_proj, self.v_proj))
         if hasattr(self, "k_norm"):
             key = self.k_norm(key)
         return rotate(key, *self.rotation(x, positions)).transpose(1, 2), value.transpose(1, 2)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
-        """Return attention with its output projection, [B, T, D].
+        """Return the attention's output after its output projection, [B, T, D].
 
         Args:
             x: [B, T, I] inputs.
-            positions: [B, T] int64.
+            positions: [B, T] int64 positions for the rotary embedding.
             mask: [B, 1, T, keys] additive, or None if every query sees all keys.
             cache: cache in which T positions were reserved by ``begin``; None in training.
         """
@@ -111,25 +111,28 @@ class HeadAttention(nn.Module):
         return self.output(query, key, value, mask)
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return attention of what ``states`` returned, with its output projection: [B, T, D]. See ``forward``."""
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
-        return self.join(out)
+        """Return attention with its output projection, [B, T, D], of the results of ``states``; see ``forward``."""
+        return self.join(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped))
 
     def output_of_blocks(self, query: Tensor, *context_and_blocks: Tensor | None) -> Tensor:
-        """Return ``attend_block`` with the output projection: [B, S P, D], for P queries at each of S anchors.
+        """Return ``attend_block`` of these arguments, with the output projection: [B, S P, D].
 
-        Scores are recomputed in the backward pass. Otherwise every layer would store S P x T per attention head.
+        There are P queries at each of S anchors. The backward pass recomputes the scores, because every layer would
+        otherwise store S P x T of them per attention head.
         """
         out: Tensor = checkpoint(attend_block, query, *context_and_blocks, use_reentrant=False)
         return self.join(out.flatten(2, 3))
 
     def join(self, attended: Tensor) -> Tensor:
-        """Apply the output projection to all attention heads: [B, H, T, E] -> [B, T, D]."""
+        """Join the outputs of all attention heads by the output projection: [B, H, T, E] -> [B, T, D]."""
         projected: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
     def inference(self, dtype: torch.dtype | None = None) -> Layer:
-        """Return ``forward`` with weights packed in ``dtype``; None: in their own, or unpacked if this CPU cannot."""
+        """Return a function equal to ``forward``, with weights packed in ``dtype``.
+
+        None: their own dtype, or unpacked if this device cannot pack weights.
+        """
         if dtype is None and not can_prepack(self.q_proj.weight):
             return self.forward
         fused = FusedAttention(self, dtype)
@@ -146,7 +149,7 @@ class HeadRMSNorm(nn.RMSNorm):
         super().__init__(width or base.hidden_size, norm_eps(base), device=base.device)
 
     def inference(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return an equal norm of fewer operations; its weight keeps its dtype."""
+        """Return an equal norm that takes fewer operations; ``dtype`` is ignored."""
         return FusedRMSNorm(self)
 
 
@@ -156,7 +159,10 @@ class HeadMLP(nn.Module):
     act_fn = staticmethod(F.silu)
 
     def __init__(self, base: BaseModel, inner: int | None = None) -> None:
-        """Create an MLP of inner width ``inner`` (None: the smallest of the base's layers; 4 D if unknown)."""
+        """Create an MLP of inner width ``inner``.
+
+        None: the smallest inner width of the base's layers, or four times the hidden size if there is none.
+        """
         super().__init__()
         width, device = base.hidden_size, base.device
         inner = inner or smallest(base.model.config, "intermediate_size") or 4 * width
@@ -210,9 +216,9 @@ def rotates_like_llama(base: BaseModel, head_dim: int) -> bool:
 
 
 def head_rope(base: BaseModel) -> dict[str, Any]:
-    """Return the ``rope_parameters`` of a head's layers: the base's if it rotates like Llama, else only its theta.
+    """Return ``rope_parameters`` for a head's layers: the base's if the base rotates like Llama, else only its theta.
 
-    If the base's layers have different thetas, it is that of the layers with full attention.
+    If the base's layers have different thetas, that of the layers with full attention is taken.
     """
     config = base.model.config
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -248,20 +254,20 @@ class HeadDecoderLayer(nn.Module):
         return self.add_mlp(x, self.self_attn(self.normed(x), positions, mask, cache))
 
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of inputs [B, T, I]; see ``HeadAttention.states``."""
+        """Return queries, keys and values of the layer's inputs ``x`` [B, T, I], as ``HeadAttention.states`` does."""
         return self.self_attn.states(self.normed(x), positions)
 
     def normed(self, x: Tensor) -> Tensor:
-        """Return the attention's input from the layer's input [B, T, I]."""
+        """Return the attention's input, normalised, from the layer's input ``x`` [B, T, I]."""
         normed: Tensor = self.input_layernorm(x)
         return normed
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return the tensor to which the attention's output is added, [B, T, D], from the layer's input [B, T, I]."""
+        """Return the residual stream [B, T, D], to which attention is added, from the layer's input ``x`` [B, T, I]."""
         return x
 
     def add_mlp(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's output from its input and the attention's output: [B, T, D]."""
+        """Return the layer's output [B, T, D] from its input ``x`` [B, T, I] and the attention's output [B, T, D]."""
         hidden = self.residual(x) + attended
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -290,11 +296,11 @@ class AnchorContext:
 
     @property
     def flat(self) -> Tensor:
-        """[B, S] int64 flat index of each anchor."""
+        """[B, S] int64 index of each of the S anchors of a row in the flattened batch [B * T]."""
         return self.rows * self.positions.shape[1] + self.anchors
 
     def at_anchors(self, values: Tensor) -> Tensor:
-        """Return values [B, T, ...] at the anchors, [B, S, ...]."""
+        """Return ``values`` [B, T, ...] at the S anchors of each row: [B, S, ...]."""
         return values[self.rows, self.anchors]
 
     def start(self, layer: HeadDecoderLayer, inputs: Tensor) -> Callable[[Tensor], Tensor]:
@@ -321,21 +327,21 @@ class AnchorContext:
         return step
 
     def block_positions(self, offsets: Tensor) -> Tensor:
-        """Return the positions [B, S P] of blocks with P entries per anchor, each ``offsets`` [P] after its anchor."""
+        """Return the positions [B, S P] of blocks of P entries, which are ``offsets`` [P] tokens after each anchor."""
         return (self.at_anchors(self.positions)[..., None] + offsets).flatten(1, 2)
 
     def read_block(
         self, layer: HeadDecoderLayer, x: Tensor, key: Tensor, value: Tensor, positions: Tensor, seen: Tensor
     ) -> Tensor:
-        """Run ``layer`` over the blocks of all anchors, [B, S P, I] -> [B, S P, D].
+        """Run ``layer`` over a block of P draft positions at each of S anchors, [B, S P, I] -> [B, S P, D].
 
         Args:
             layer: the layer.
-            x: its inputs at the blocks.
+            x: [B, S P, I] its inputs at the blocks.
             key: [B, G, T, E] keys of the context.
             value: [B, G, T, E] values of the context.
-            positions: [B, S P] int64.
-            seen: [P, P] bool mask within a block: row i has the entries that entry i sees.
+            positions: [B, S P] int64, from ``block_positions``.
+            seen: [P, P] bool mask within a block: [i, j] is true if position i attends to position j.
         """
         query, *block = (torch.unflatten(states, 2, (-1, len(seen))) for states in layer.states(x, positions))
         return layer.add_mlp(x, layer.self_attn.output_of_blocks(query, key, value, self.seen, *block, seen))
@@ -398,8 +404,8 @@ def norm_scale(base: BaseModel) -> Tensor:
 def start_as_base(fc: nn.Linear, norm: HeadRMSNorm, base: BaseModel, deepest: int, is_final: bool) -> None:
     """Initialise ``fc`` to select one of its concatenated input states, and ``norm`` to the base's final norm.
 
-    ``deepest`` is that state's index from 0. If it is the base's final state (``is_final``), it has already passed the
-    final norm, and ``norm`` starts with one scale for all channels, which keeps the state's size.
+    ``deepest`` is the index, from 0, of the state to select. A final state of the base (``is_final``) has already
+    passed the final norm, so ``norm`` then starts with one scale for all channels, which keeps the state's size.
     """
     width, scale = base.hidden_size, norm_scale(base)
     fc.weight.zero_()

@@ -37,17 +37,17 @@ CUSTOM_GENERATE = {
 }
 """Files by which transformers finds the head: ``model.generate(..., custom_generate="user/head")``."""
 MAX_NODES, MAX_RANKS = 4096, 1 << 16
-"""Limits of a tree read from a file: more nodes than a pass could verify, more candidates than a head could draft."""
+"""Limits for trees read from a file: number of nodes, and ranks. No pass verifies and no head drafts as many."""
 
 
 def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
-    """Return a local folder unchanged, or download a Hub repository and return its folder; reject other names.
+    """Return the folder of a saved head: ``name`` itself, or the download of the Hub repository ``name``.
 
-    ``revision`` is a branch, tag or commit of the repository (None: its newest commit); a local folder ignores it.
+    ``revision`` is a branch, tag or commit of the repository (None: its newest commit). Other names are rejected.
     """
     path = Path(name)
     if not (path / "config.json").exists() and (path / "head" / "config.json").exists():
-        raise UserError(f"{path} is the folder of a run; its head is in {path / 'head'}")
+        raise UserError(f"{path} is the folder of a run, not of a head; give {path / 'head'}")
     if path.is_dir():
         return path
     if path.is_absolute() or str(name).count("/") != 1:
@@ -58,7 +58,7 @@ def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """Read and check the ``config.json`` of a saved head; its weights are not read."""
+    """Return the ``config.json`` in a saved head's folder, after a check of its keys, their types and its version."""
     config = read_json(safe_join(folder, "config.json"))
     types = {"format": int, "head_type": str, "settings": dict, "base": dict, "draft_vocab": int}
     if not isinstance(config, dict) or not set(types) <= set(config):
@@ -81,7 +81,8 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 def check_parameters(folder: Path, described: Callable[[], int], weights: dict[str, Tensor]) -> None:
     """Reject a head whose settings describe far more parameters than its file has, before memory is allocated.
 
-    ``described`` counts the parameters by the settings of ``config.json``; ``weights`` are the file's tensors.
+    ``described`` returns the number of parameters that the settings in ``config.json`` describe; ``weights`` are the
+    tensors of the file.
     """
     try:
         count = described()
@@ -98,7 +99,7 @@ def check_parameters(folder: Path, described: Callable[[], int], weights: dict[s
 
 
 def write_trees(folder: Path, drafter: Drafter) -> None:
-    """Write ``tree.json`` with the drafter's trees and confidence threshold; write nothing if it has no tree."""
+    """Write the drafter's trees and confidence threshold to ``tree.json``, unless ``drafter.tree`` is None."""
     if drafter.tree is None:
         return
     content: dict[str, Any] = {"choices": drafter.tree.paths[1:], "confidence_threshold": drafter.confidence_threshold}
@@ -110,7 +111,7 @@ def write_trees(folder: Path, drafter: Drafter) -> None:
 def write_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """Write ``model.safetensors``, ``config.json`` and the files of ``CUSTOM_GENERATE`` into a head's folder.
 
-    ``config.json`` has ``config``, the version of the format and the checksum of the weights.
+    To ``config``, ``config.json`` adds the version of the format and the checksum of the weights.
     """
     with disk_errors("the head", folder):
         with new_file(folder / "model.safetensors") as tmp_path:
@@ -121,14 +122,14 @@ def write_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor])
 
 
 def write_custom_generate(folder: Path) -> None:
-    """Write the files of ``CUSTOM_GENERATE`` into ``folder``, which must exist."""
+    """Write the code by which transformers finds the head (``CUSTOM_GENERATE``) into the existing ``folder``."""
     for name, text in CUSTOM_GENERATE.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_atomic(folder / name, text)
 
 
 def read_trees(folder: Path, drafter: Drafter) -> None:
-    """Set the trees and confidence threshold of ``drafter`` from the folder's ``tree.json``; no change without one."""
+    """Set the trees and confidence threshold of ``drafter`` from ``tree.json`` in ``folder``, if that file exists."""
     path = safe_join(folder, TREES)
     if not path.exists():
         return
@@ -149,11 +150,12 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
 
 
 def read_tree(path: Path, depth: int) -> TokenTree:
-    """Return the tree for one row in the file ``path``, a ``tree.json``; reject a tree deeper than ``depth`` levels."""
+    """Return the tree for batch size 1 from the ``tree.json`` at ``path``; reject more than ``depth`` levels."""
     return _parse_tree(path, read_json(safe_join(path.parent, path.name)), depth)
 
 
 def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
+    """Return the tree of ``content["choices"]``, a list of rank paths; errors name the file ``path``."""
     try:
         choices = content["choices"]
         if not all(isinstance(c, list) and all(type(rank) is int and rank < MAX_RANKS for rank in c) for c in choices):
@@ -191,9 +193,9 @@ def read_weights(folder: Path, checksum: str | None = None) -> dict[str, Tensor]
 
 
 def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
-    """Return the base's ids of a saved head's draft vocabulary, [W] int64; None if it is the whole vocabulary.
+    """Return the base's id of each draft id of a saved head, [W] int64; None if it drafts over the whole vocabulary.
 
-    ``config`` and ``weights`` are those of ``read_head_config`` and ``read_weights``; messages name ``folder``.
+    ``config`` and ``weights`` are the results of ``read_head_config`` and ``read_weights`` for ``folder``.
     """
     count = config["draft_vocab"]
     if count is None:
@@ -210,7 +212,10 @@ def draft_ids(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], 
 
 
 def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabulary", remedy: str = "") -> None:
-    """Reject a draft vocabulary ``ids`` [W] that is empty, repeats an id, or has ids outside [0, ``vocab_size``)."""
+    """Reject a draft vocabulary ``ids`` [W] that is empty, repeats an id, or has ids outside [0, ``vocab_size``).
+
+    Error messages begin with ``name`` and end with ``remedy``.
+    """
     if len(ids) == 0 or int(ids.max()) >= vocab_size or int(ids.min()) < 0:
         raise UserError(f"{name} must have ids in [0, {vocab_size}), got {ids.tolist()[:4]}...{remedy}")
     if (repeated := len(ids) - len(set(ids.tolist()))) > 0:
@@ -218,7 +223,7 @@ def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabul
 
 
 def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
-    """Reject a base other than the one that the head was trained for, whose identity is ``trained``."""
+    """Reject ``base`` unless the head in ``folder`` was trained for it; ``trained`` is the identity of its own base."""
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         if trained.get(key) != actual[key]:
@@ -229,7 +234,7 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
 
 
 def _described(identity: dict[str, Any]) -> str:
-    """Return the name of a base and of its adapter."""
+    """Return a base's name and adapter, as messages show them, from its ``BaseModel.identity``."""
     recipe = identity.get("recipe")
     adapter = recipe.get("adapter") if isinstance(recipe, dict) else None
     return f"{identity.get('name')} {f'with the adapter {adapter}' if adapter else 'without an adapter'}"

@@ -41,10 +41,13 @@ LAST, BEFORE, COPIED = range(3)
 
 
 class InductionHead(nn.Module):
-    """Attention from a path's last two tokens to pairs of tokens in the context. A pair's value is the next token."""
+    """Attention from a path's last two tokens to all pairs of neighbours in the context; copies the token after a pair.
+
+    A token is copied as its code, a vector of r numbers. The output is the average of codes by attention weight.
+    """
 
     def __init__(self, base: BaseModel, rank: int) -> None:
-        """Create a head whose codes have ``rank`` numbers. The sink's score is a projection of a hidden state."""
+        """Create a head for ``base`` whose codes have ``rank`` numbers."""
         super().__init__()
         self.rank, width, device = rank, base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
@@ -91,14 +94,14 @@ class InductionHead(nn.Module):
     def forward(
         self, last: Tensor, before: Tensor, state: Tensor, context: Tensor, seen: Tensor, paired: Tensor
     ) -> Tensor:
-        """Return the copied codes, [B, F, r].
+        """Return the average code of the tokens that each of F paths copies, [B, F, r].
 
         Args:
             last: [B, F, 3, r] codes of the paths' last tokens.
             before: [B, F, 3, r] codes of the tokens before them.
             state: [B, F, D] hidden states from which the sink's score is computed.
             context: [B, T, 3, r] codes of the context.
-            seen: [B, F or 1, T] bool: True for tokens that may be copied. The first token is never copied.
+            seen: [B, F or 1, T] bool: True for tokens that may be copied. Token 0 of a row is never copied.
             paired: [B or 1, T] bool: True for tokens with at least two tokens of their document before them.
         """
         # Column j - 1 is the score of copying token j. It compares token j - 1 with the path's last token, and token
@@ -112,7 +115,10 @@ class InductionHead(nn.Module):
         return weights @ context[:, 1:, COPIED]
 
     def at_targets(self, batch: TrainBatch, states: list[Tensor], draft_targets: DraftTargets) -> Tensor:
-        """Return the copied codes at every target, [K, n, r]; ``states[k]`` [B, T, D] gives the sink's score there."""
+        """Return the copied codes for all targets at each draft position, [K, n, r].
+
+        The sink's score at an anchor is computed from ``states[k]`` [B, T, D], for draft position k from 0.
+        """
         if len(draft_targets.target_idx) == 0:
             return states[0].new_zeros(len(states), 0, self.rank)
         anchors, slots = anchors_of(draft_targets, batch.input_ids)
@@ -154,7 +160,7 @@ class InductionContext:
 
     @torch.inference_mode()
     def append(self, tokens: Tensor, counts: list[int]) -> None:
-        """Add the first ``counts`` of ``tokens`` ([B, T] int64) to each row."""
+        """Add the first ``counts[b]`` of ``tokens`` [B, T] to the context of row b."""
         head, (rows, new), rank = self._head, tokens.shape, self._head.rank
         if max(self._lengths) + new + 2 > self._keys.shape[1]:
             self._grow(2 * (max(self._lengths) + new) + INITIAL_ROOM)
@@ -178,15 +184,15 @@ class InductionContext:
         )
 
     def rollback(self, lengths: list[int]) -> None:
-        """Remove all but the first ``lengths`` committed tokens of each row."""
+        """Keep only the first ``lengths[b]`` committed tokens of row b."""
         self._lengths = list(lengths)
         if max(lengths):
             self._before = self._head.codes(last_valid(self._tokens, lengths))[:, None, BEFORE]
 
     def start(self, states: Tensor) -> None:
-        """Start a decode step. The sink's score on level i is computed from ``states[:, i]`` of [B, n, D].
+        """Start a tree. The sink's score on tree level i (from 0) is computed from ``states[:, i]`` of [B, n, D].
 
-        Levels after the n-th use the last state.
+        Levels from n on use the last state.
         """
         self._sinks, self._above, self._level = self._head.sink(states), self._before, 0
         self._mask: Tensor | None = None
@@ -196,10 +202,10 @@ class InductionContext:
             self._mask = torch.where(padded, -torch.inf, 0.0).to(self._keys.dtype)[:, None]
 
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return the copied codes that predict the children of a level's nodes, [B, F, r].
+        """Return the copied code that predicts the children of each of a level's F nodes, [B, F, r].
 
         Args:
-            tokens: [B, F] int64.
+            tokens: [B, F] int64, the nodes' tokens.
             parents: [B, F] int64 index of each node's parent on the level above; 0 for the root.
         """
         codes, level, total = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1), max(self._lengths)

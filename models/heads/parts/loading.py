@@ -50,7 +50,7 @@ def load_head(
         name: folder or repository.
         base: base to attach the head to; None loads the base that the head names.
         revision: branch, tag or commit of the repository (None: its newest commit); a folder ignores it.
-        device: device to load the head's base onto, if ``base`` is not given; see :func:`load_base`.
+        device: device to load the base onto if ``base`` is None; None is the machine's accelerator, else the CPU.
     """
     folder = resolve_folder(name, revision)
     return _attached(folder, base) if base else load_base_and_head(folder, None, device)[1]
@@ -59,10 +59,10 @@ def load_head(
 def load_base_and_head(
     name: str | Path, base: BaseConfig | None = None, device: torch.device | str | None = None
 ) -> tuple[BaseModel, DraftHead]:
-    """Load a head from a folder or a Hub repository, and its base; return (base, head).
+    """Load a head from a folder or a Hub repository, and its base, onto ``device``; return (base, head).
 
-    Both are on ``device`` (see :func:`load_base`). ``base`` has settings of the base that override those saved with the
-    head. If they name no base, the base that the head was trained for is loaded.
+    ``base`` has settings of the base, which override those saved with the head. If they name no base, the base that the
+    head was trained for is loaded. ``device`` None is the machine's accelerator, else the CPU.
     """
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]
@@ -110,12 +110,12 @@ def _attached(folder: Path, base: BaseModel) -> DraftHead:
 
 
 def head_types() -> list[str]:
-    """Return the types of heads: the names of the modules, not the packages, in ``models/heads/``."""
+    """Return the types of heads, such as ``medusa``: the names of the modules in ``models/heads/``."""
     return [module.name for module in pkgutil.iter_modules(import_module(PACKAGE).__path__) if not module.ispkg]
 
 
 def config_class(head_type: str) -> type[DraftHeadConfig]:
-    """Return the settings class of ``head_type``; reject a name that no module of ``models/heads/`` has."""
+    """Return the settings class of a head type, such as ``medusa``; reject names that are not in ``head_types()``."""
     if head_type not in head_types():
         raise UserError(f"head_type must be one of {', '.join(head_types())}, got {head_type!r}")
     module = import_module(f"{PACKAGE}.{head_type}")

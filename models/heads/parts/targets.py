@@ -40,7 +40,7 @@ class DraftTargets:
 
     @classmethod
     def of(cls, batch: TrainBatch, depth: int) -> "DraftTargets":
-        """Return every token of the batch that at least one of ``depth`` draft positions is trained to predict.
+        """Return as targets all tokens of the batch that at least one of ``depth`` draft positions is trained on.
 
         If the batch has weights, predictions with weight 0 are left out, and so are positions beyond the weights. With
         ``depth`` 1 (a head that predicts a token once for all positions), a token has the largest of its weights.
@@ -99,21 +99,21 @@ class DraftTargets:
         return anchors.to(self.target_idx.device, non_blocking=True)
 
     def before_targets(self, values: Tensor) -> Tensor:
-        """Return ``values`` [B, T, D] one token before each target, repeated for all draft positions: [K, n, D]."""
+        """Return ``values`` [B, T, D] at the position before each target, equal for all K positions: [K, n, D]."""
         return values.flatten(0, 1)[self.target_idx - 1].expand(len(self.valid), -1, -1)
 
     def to_anchors(self, values: Tensor, k: int, shape: tuple[int, ...]) -> Tensor:
-        """Move ``values`` [n, D] from the targets to the anchors of row k (0-based): [B, T, D], zeros elsewhere.
+        """Move ``values`` [n, D] of draft position k (0-based) from its targets to their anchors: [B, T, D].
 
-        ``shape`` is (B, T).
+        Other positions get zeros. ``shape`` is (B, T).
         """
         flat = values.new_zeros(shape[0] * shape[1], values.shape[-1])
         return flat.index_add(0, self.anchor_idx[k], torch.where(self.valid[k, :, None], values, 0.0)).view(*shape, -1)
 
     def labels(self, batch: TrainBatch, base_hidden: HiddenStates, t2d: Tensor, target_lm_head: LMHead) -> Labels:
-        """Return the labels for the loss, with the base's hidden state one token before each target.
+        """Return the labels for the loss, with the base's final state at the position before each target.
 
-        ``t2d`` [V] maps target ids to draft ids, -1 for ids outside the draft vocabulary.
+        ``t2d`` [V] maps the base's ids to draft ids, -1 for ids outside the draft vocabulary.
         """
         return Labels(
             ids=t2d[batch.input_ids.flatten()[self.target_idx]],
@@ -132,8 +132,8 @@ def rank_of(hidden: Tensor, head: LMHead, target_ids: Tensor, top: int) -> Tenso
     Args:
         hidden: [n, D] inputs of ``head``.
         head: the projection to the draft vocabulary.
-        target_ids: [n] int64 draft ids of the targets; -1, outside the draft vocabulary, has the rank ``top``.
-        top: largest rank that is told apart.
+        target_ids: [n] int64 draft ids of the targets; -1 (outside the draft vocabulary) has the rank ``top``.
+        top: largest rank; tokens of higher rank get it, too.
     """
     ranks = [target_ids.new_zeros(0)]
     size = chunk_rows(head.weight.shape[0], hidden.device.type)
@@ -153,14 +153,15 @@ def has_next(documents: Tensor) -> Tensor:
 
 
 def anchors_of(draft_targets: DraftTargets, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the anchors of each row of ``ids`` [B, T], and the map from a batch position to its place in that list.
+    """Return the anchors of each row of ``ids`` [B, T], and the index of each batch position among the anchors.
 
     Rows with fewer than S anchors are padded with other positions, whose results are not used. Example: of two rows of
     four tokens, the first has the anchors 0 and 2, and the second has the anchor 1. The anchors are [[0, 2], [1, 0]],
-    flattened 0 2 1 0. The map of flat index 5 (row 1, t = 1) is 2, its index in the flattened anchors.
+    flattened 0 2 1 0. Flat position 5 (row 1, t = 1) has the index 2 in the flattened anchors.
 
     Returns:
-        [B, S] int64 positions of the anchors in their rows, and [B * T] int64 indices into the flattened anchors.
+        [B, S] int64 positions of the anchors in their rows, and [B * T] int64 indices into the flattened anchors, which
+        are arbitrary for positions that are not anchors.
     """
     rows, time = ids.shape
     host = draft_targets.host or draft_targets
