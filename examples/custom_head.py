@@ -19,9 +19,6 @@ class MyHeadConfig(DraftHeadConfig):
     width: int = 512
     """Hidden width of the MLPs."""
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MyHead":
-        return MyHead(self, base, d2t)
-
 
 class MyHead(DraftHead):
     """One residual MLP per draft position; the base's output projection, frozen, serves all of them."""

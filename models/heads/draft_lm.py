@@ -57,9 +57,6 @@ class DraftLMConfig(DraftHeadConfig):
         if self.from_layers is not None and not all(0 <= source < num_layers for source in self.from_layers):
             raise UserError(f"head.from_layers must be in [0, {num_layers}), got {list(self.from_layers)}")
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftLM":
-        return DraftLM(self, base, d2t)
-
 
 class DraftLM(DraftHead):
     """A few trained decoder layers between the base's embedding and its output head."""

@@ -106,9 +106,6 @@ class DSparkConfig(DraftHeadConfig):
         """Number of slots P of a block."""
         return self.num_draft_tokens + (not self.anchor_predicts)
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DSparkHead":
-        return DSparkHead(self, base, d2t)
-
 
 class DSparkHead(DraftHead):
     """N Qwen3-like layers over a block, the base's output head, a Markov head and a confidence head."""

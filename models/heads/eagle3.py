@@ -115,9 +115,6 @@ class Eagle3Config(DraftHeadConfig):
     def trained_positions(self) -> int:
         return self.ttt_steps
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Eagle3Head":
-        return Eagle3Head(self, base, d2t)
-
 
 class Eagle3Head(DraftHead):
     """EAGLE-3's fused features, decoder layer, final norm and projection; weights have the names of its checkpoints."""

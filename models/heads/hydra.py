@@ -60,9 +60,6 @@ class HydraConfig(DraftHeadConfig):
         if self.projection_bias and not self.own_lm_head:
             raise ValueError("head.projection_bias needs head.own_lm_head: true; the base's projection has none")
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "HydraHead":
-        return HydraHead(self, base, d2t)
-
 
 class FirstBlock(nn.Module):
     """First block ``R x + c + SiLU(W x + b)`` of a head, where x concatenates ``inputs`` vectors of ``width`` numbers.

@@ -135,9 +135,6 @@ class KangarooConfig(DraftHeadConfig):
         if self.exit_layer >= num_layers:
             raise UserError(f"head.exit_layer must be below the base's {num_layers} layers, got {self.exit_layer}")
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "KangarooHead":
-        return KangarooHead(self, base, d2t)
-
 
 class KangarooHead(DraftHead):
     """The adapter: one attention layer over the output of the base's layer ``exit_layer``."""

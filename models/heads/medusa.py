@@ -47,9 +47,6 @@ class MedusaConfig(DraftHeadConfig):
         if self.tie_blocks and self.reads_last_token:
             raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MedusaHead":
-        return MedusaHead(self, base, d2t)
-
 
 class ResBlock(nn.Module):
     """Residual block ``x + SiLU(W x + b)``; with ``conditioned``, ``x + SiLU(W [x; condition] + b)``.

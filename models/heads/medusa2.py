@@ -95,9 +95,6 @@ class Medusa2Config(MedusaConfig):
         if not self.lora_targets:
             raise ValueError("head.lora_targets must be at least one layer's name, got none")
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "Medusa2Head":
-        return Medusa2Head(self, base, d2t)
-
 
 class Medusa2Head(MedusaHead):
     """Medusa heads whose base can be trained too."""

@@ -180,9 +180,6 @@ class MLPSpeculatorConfig(DraftHeadConfig):
                 "head.tie_weights needs head.num_draft_tokens of at least 2: one position has nothing to share"
             )
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "MLPSpeculatorHead":
-        return MLPSpeculatorHead(self, base, d2t)
-
 
 class MLPSpeculatorHead(DraftHead):
     """K positions, each one step of a recurrent cell."""

@@ -14,7 +14,7 @@ vocabulary, W draft vocabulary, r rank of the optional parts.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,8 +47,8 @@ DraftPositions = Annotated[int, Field(ge=1, le=16)]
 
 
 @settings(kw_only=True)
-class DraftHeadConfig(ABC):
-    """Base class of heads' settings. Each ``models/heads/`` module has a subclass; ``head_type`` names the module."""
+class DraftHeadConfig:
+    """Base class of heads' settings. Each module under ``models/heads/`` has one subclass and one ``DraftHead``."""
 
     num_draft_tokens: DraftPositions = 5
     """Number of draft positions: the most tokens that the head drafts one after the other."""
@@ -76,12 +76,15 @@ class DraftHeadConfig(ABC):
     trains_base: ClassVar[bool] = False
     """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
 
-    @abstractmethod
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
-        """Return the untrained head for ``base``.
+        """Return an untrained head for ``base``, of the ``DraftHead`` class in the same module as these settings.
 
         ``d2t`` ([W] int64) maps draft ids to the base's ids; None: the head drafts over the base's whole vocabulary.
         """
+        module = vars(sys.modules[type(self).__module__])
+        classes = [v for v in module.values() if isinstance(v, type) and issubclass(v, DraftHead)]
+        (head,) = (kind for kind in classes if kind.__module__ == module["__name__"])
+        return head(self, base, d2t)
 
     @property
     def trained_positions(self) -> int:
