@@ -53,20 +53,16 @@ def by_position(demo: dict[str, Any]) -> Figure:
     return figure
 
 
-def tasks(demo: dict[str, Any]) -> Figure:
-    """Speedup by task and overall."""
-    rows = [
-        (name, group["speedup"]["vs_transformers"], *group["speedup"]["interval_95"])
-        for name, group in [*demo["tasks"].items(), ("overall", demo["overall"])]
-    ]
-    return plots.speedup(rows)
+def of_report(name: str) -> Callable[[dict[str, Any]], Figure]:
+    """Return a function that draws the figure ``name`` of the report."""
+    return lambda demo: dict(plots.draw_figures(demo, []))[name]
 
 
 PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "tree": tree,
     "acceptance": by_position,
-    "tasks": tasks,
-    "waterfall": lambda demo: plots.waterfall(demo["speedup_breakdown"]["transformers"]),
+    "tasks": of_report("speedup"),
+    "waterfall": of_report("waterfall"),
     "cost": lambda demo: plots.cost(demo["costs"]["verify"], demo["calibration"]["nodes"], None),
 }
 

@@ -54,6 +54,12 @@ def test_a_misspelt_setting_is_one_line_with_near_matches(command: str) -> None:
     assert "\n" not in str(stop.value)
 
 
+def test_errors_of_omegaconf_under_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OC_CAUSE", "1")  # what OmegaConf does by itself while Python traces
+    with pytest.raises(SystemExit, match="^error: basex is not a setting; did you mean base"):
+        call("generate", *SETTINGS["generate"], "basex=1")
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"], ["--version"], ["-V"]])
 def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -163,5 +163,6 @@ def _one_line(error: BaseException) -> str:
     message = " ".join(line for line in lines if line and not line.startswith(_NOISE))
     if isinstance(error, OverrideParseException):
         return f"{error.override} cannot be read ({message}); quote the value"
-    cause = error.__cause__
-    return f"{message}: {_one_line(cause)}" if isinstance(cause, OmegaConfBaseException) else message
+    if isinstance(error, OmegaConfBaseException) or not isinstance(error.__cause__, OmegaConfBaseException):
+        return message  # under a debugger, an error of OmegaConf is its own cause
+    return f"{message}: {_one_line(error.__cause__)}"
