@@ -105,7 +105,10 @@ def render(
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the chat template's ``variables``; a path under ``tools`` becomes the list in this JSON file."""
+    """Return a copy of the chat template's ``variables`` ({} for None), with the list in the file that ``tools`` names.
+
+    ``tools`` may also be the list of tool definitions itself.
+    """
     given = dict(variables or {})
     if isinstance(given.get("tools"), str):
         given["tools"] = read_json(Path(given["tools"]))

@@ -47,7 +47,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
     present = None if accelerator is None else accelerator.type
     if chosen is None or chosen.type not in ("cpu", "meta", present):
         devices = f"{torch.accelerator.device_count()} of type {present}" if present else "no accelerator"
-        raise UserError(f"device={device} cannot be used; torch finds {devices} here, and cpu")
+        raise UserError(f"device={device} cannot be used; torch finds {devices} here, and cpu; choose one of them")
     return chosen
 
 

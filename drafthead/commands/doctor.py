@@ -95,7 +95,6 @@ def at_most(seconds: float) -> Iterator[None]:
     """Stop the block with a ``TimeoutError`` after ``seconds`` (if <= 0, at once). Windows has no alarm to stop it."""
 
     def stop(*_: object) -> None:
-        """Raise the error."""
         raise TimeoutError("time ran out; choose smaller models with train= or recipes=")
 
     if seconds <= 0:
@@ -118,7 +117,6 @@ def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
     free, total = memory()
 
     def costs_lines() -> list[str]:
-        """Return the measured costs of a decoding step."""
         _, base, head = loaded(config.train)
         costs = measure_costs(base, head, repeats=5, sizes=[1, 2, 4, 8, 16, 32, 64])
         return [
