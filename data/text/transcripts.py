@@ -182,9 +182,9 @@ class TranscriptEncoder:
             return
         for role in {m["role"] for m in messages} - {"user", "assistant"}:
             if not self._writes_role(role):
-                raise UserError(f"the chat template leaves out messages of the role {role!r}")
+                raise UserError(f"the chat template leaves out messages of the role {role!r}; remove them")
         if tools and self._render(messages[:1], tools=tools) == self._render(messages[:1]):
-            raise UserError("the chat template leaves out the tools")
+            raise UserError("the chat template leaves out the definitions in tools; remove them")
         if messages[-1]["role"] != "assistant":
             findings.remark("transcripts do not end with the assistant; their last turns are not used", where)
         for number, message in enumerate(messages, start=1):
@@ -197,7 +197,7 @@ class TranscriptEncoder:
     def _turn(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> Answered:
         """Return the token ids of the last message, as the answer to the messages before it."""
         if special := [text for text in self.tokenizer.all_special_tokens if text in messages[-1]["content"]]:
-            raise UserError(f"(assistant) holds the special token {special[0]!r}")
+            raise UserError(f"(assistant) holds the special token {special[0]!r} as text; remove it")
         prompt, whole = self._render(messages[:-1], tools=tools), self._render(messages, False, tools)
         # A generation prompt may end with an empty think block, which the template does not write for a past turn.
         answer = whole[len(os.path.commonprefix([prompt, whole])) :]

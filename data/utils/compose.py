@@ -68,7 +68,7 @@ def schema(cls: Any) -> type[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a default for OmegaConf: settings to instances of their schema, tuples to lists, no default to "???"."""
+    """Convert a default for OmegaConf: settings to their schema, tuples to lists, a required setting to "???"."""
     if value is NO_DEFAULT:
         return MISSING
     if is_settings(value):

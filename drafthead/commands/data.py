@@ -28,7 +28,7 @@ def _main(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """Run the command with the arguments of the process."""
+    """Make the corpora of the recipe that the process's arguments choose."""
     run_recipe(_main, RunConfig, __doc__)
 
 

@@ -78,7 +78,7 @@ def main(config: EnginesCommandConfig) -> None:
 
 
 def vllm_build() -> tuple[str, str]:
-    """Return the package of vLLM for this machine's device, and the reason; ``UserError`` if there is none."""
+    """Return the package of vLLM for this machine's device, and the reason to print; ``UserError`` if there is none."""
     device = device_of(None)
     if device.type == "cpu":
         return f"{VLLM_PACKAGE}=={VLLM_VERSION}", "torch finds no accelerator here"
