@@ -94,7 +94,7 @@ class OnlineExample:
 
 
 class Recorder(Drafter):
-    """Drafter that drafts like ``head``, one row at a time, and collects every finished answer in ``lessons``."""
+    """Drafter that drafts like ``head`` for one row and records every finished answer in ``lessons``, for training."""
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
@@ -115,7 +115,7 @@ class Recorder(Drafter):
         return self.head.cache_slots(draft_config)
 
     def remember(self, tokens: list[int]) -> None:
-        """Store a finished answer as an example; ``tokens`` are its prompt and answer. Without states, do nothing."""
+        """Append a finished answer, the ids of its prompt and answer, to ``lessons``, unless nothing was committed."""
         session, self._session = self._session, None
         if session is None or not session.hidden:
             return
@@ -127,15 +127,15 @@ class Recorder(Drafter):
 
 
 class RecorderSession(Session):
-    """The head's session for one row, with a record of its hidden states and proposals."""
+    """The head's session ``inner`` for one row, with a record of the base's hidden states and the head's proposals."""
 
     def __init__(self, inner: Session) -> None:
         self._inner = inner
         self.hidden: list[HiddenStates] = []
-        """Hidden states of the committed tokens: [1, T, ...] for each commit, the first for the prompt."""
+        """The base's hidden states [1, T, ...] at the T tokens of each commit; the first commit is the prompt."""
         self.steps: list[tuple[Proposal, int, int]] = []
-        """Proposal of each step, and how many tokens were committed before and in it. The host reads the proposals when
-        the answer has ended, so that no step waits for the device."""
+        """For each step: the proposal, the number of tokens committed before the step, and of those committed in it.
+        The host reads the proposals after the answer has ended, so that no step waits for the device."""
         self._proposal: Proposal | None = None
 
     @property
@@ -161,23 +161,22 @@ class RecorderSession(Session):
 
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
-    """Join pieces [1, T, ...], cut or padded with zeros to [1, length, ...]; the last token has no states yet."""
-
-    def joined(pieces: list[Tensor]) -> Tensor:
-        """Return the pieces of one kind of states as one tensor."""
-        whole = torch.cat(pieces, 1)[:, :length]
-        return torch.nn.functional.pad(whole, (0, 0, 0, length - whole.shape[1]))
-
+    """Concatenate hidden states [1, T, ...] along T, then cut or zero-pad the result to [1, length, ...]."""
     layers = [states.layers for states in parts if states.layers is not None]
-    return HiddenStates(final=joined([states.final for states in parts]), layers=joined(layers) if layers else None)
+    whole = HiddenStates(final=torch.cat([s.final for s in parts], 1), layers=torch.cat(layers, 1) if layers else None)
+    return whole.map(lambda states: torch.nn.functional.pad(states, (0, 0, 0, length - states.shape[1])))  # < 0 cuts
 
 
 def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return the first committed token that was not drafted: its index, its draft position, and the drafts there.
+    """Return where a step left the drafted tree: (index, draft position, drafts) of the first token not drafted.
 
-    ``accepted`` are the committed drafts after the root, which is at index ``length``. The result is None if the
-    committed path ends in a leaf of the drafted tree. If another drafter's drafts were accepted, the committed tokens
-    may leave this proposal earlier; this counts as undrafted too.
+    ``index`` counts the tokens of prompt and answer from 0, and the draft position counts from 1. ``drafts`` are the
+    ids that were drafted at that position instead. Return None if the committed path ends in a leaf of the tree.
+
+    Args:
+        proposal: Drafted tree of the step.
+        accepted: Ids that the step committed after the tree's root. They may come from another drafter's tree.
+        length: Index of the root.
 
     Example: the root has drafts a and b, and a has draft c. If a and x are committed, the result is (length + 2, 2,
     (c,)).
@@ -196,7 +195,7 @@ def first_undrafted(proposal: Proposal, accepted: list[int], length: int) -> tup
 
 
 class OnlineLearner:
-    """A head on a frozen base (others are a ``UserError``), its optimiser, and the answers since the latest update."""
+    """Online training of ``head``: it answers prompts and is updated on the answers. Its base must be frozen."""
 
     def __init__(self, head: DraftHead, config: OnlineConfig) -> None:
         if head.config.trains_base:
@@ -219,9 +218,9 @@ class OnlineLearner:
         sampler: Sampler = GREEDY,
         seed: int = 0,
     ) -> tuple[DecodeResult, OnlineExample]:
-        """Answer the prompt ``ids`` with the present head and the exact rule; then learn from the answer.
+        """Answer the prompt ``ids`` with the exact rule and learn from the answer.
 
-        ``draft_config`` is by default the head's own. The example holds the answer for training.
+        Return the answer and its training example. ``draft_config`` is by default the head's own.
         """
         result = decode(
             self.head.base,
@@ -239,7 +238,7 @@ class OnlineLearner:
         return result, lesson
 
     def learn(self, lesson: OnlineExample) -> None:
-        """Store an answer, drop the oldest beyond ``max_tokens``, and update the head every ``interval`` answers."""
+        """Buffer an answer, drop the oldest beyond ``max_tokens``, and update the head every ``interval`` answers."""
         self.buffer.append(lesson)
         while len(self.buffer) > 1 and sum(len(each.text.ids) for each in self.buffer) > self.config.max_tokens:
             self.buffer.popleft()
@@ -248,7 +247,7 @@ class OnlineLearner:
             self.update()
 
     def update(self) -> None:
-        """Take optimiser steps on the stored answers, if they have trained positions, and discard the answers."""
+        """Train the head on the buffered answers that have trained positions, and empty the buffer."""
         started = perf_counter()
         with torch.inference_mode(False), torch.enable_grad():
             positions = self.config.positions
@@ -275,8 +274,10 @@ class OnlineLearner:
     # What survives a kill ------------------------------------------------------------------------------------
 
     def save(self, folder: Path, made_by: dict[str, Any]) -> None:
-        """Save a checkpoint after an update: weights, moments, random states and times. Later answers are repeated on
-        resume. ``made_by`` describes the stream; ``restore`` compares it.
+        """Save a checkpoint with weights, optimiser moments, random states and times. Call it after an update.
+
+        ``made_by`` holds the settings of the run, which must be equal when ``restore`` resumes. Answers after the
+        latest checkpoint are repeated then.
         """
         state = TrainState(phase=0, step=self.updates, global_step=self.answered)
         manifests = {"stream": made_by, "seconds": [self.decode_s, self.update_s]}
@@ -284,9 +285,9 @@ class OnlineLearner:
         save_checkpoint(folder, state, head, optimizer, rng=[capture_rng()], manifests=manifests, keep=2)
 
     def restore(self, folder: Path, made_by: dict[str, Any]) -> bool:
-        """Continue from the newest checkpoint; return False if there is none.
+        """Load the newest checkpoint of ``folder``; return False if there is none.
 
-        If it was saved with another ``made_by``, the first difference is a ``UserError``.
+        Raise a ``UserError`` if the checkpoint was saved with settings other than ``made_by``.
         """
         checkpoint = load_latest(folder)
         if checkpoint is None:
@@ -294,8 +295,8 @@ class OnlineLearner:
         if (other := difference(checkpoint.manifests.get("stream"), made_by)) is not None:
             key, was, now = other
             raise UserError(
-                f"{folder} is of a stream with {key} = {was}, which now is {now}; use the old settings, choose another "
-                "folder (out=...), or start over with resume=false"
+                f"the answers in {folder} were made with {key} = {was}, but this command has {now}; use the old "
+                "setting, choose another folder (out=...), or start over with resume=false"
             )
         self.head.load_state_dict(checkpoint.head)
         self.head.eval()
@@ -309,10 +310,10 @@ class OnlineLearner:
 def replayed(
     head: DraftHead, tree: TokenTree, text: FinishedAnswer, hidden: HiddenStates
 ) -> tuple[float, OnlineExample]:
-    """Return the number of steps of greedy decoding with ``head`` and ``tree`` on a finished answer, and the example.
+    """Return the steps that greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example.
 
-    ``hidden`` [1, n, ...] are the base's hidden states. This takes one pass of the head over the answer and no
-    decoding. An answer too short for a draft has 0 steps.
+    The head reads the finished answer once; nothing is decoded. ``hidden`` [1, n, ...] are the base's hidden states at
+    the n tokens of ``text``. An answer too short for a draft has 0 steps.
     """
     batch = TrainBatch.of([text.ids], text.boundary).to(head.base.device)
     document_ranks = answer_ranks(head, batch, hidden)
@@ -327,7 +328,11 @@ def replayed(
 
 
 def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
-    """Return ``OnlineExample.rejected`` of a greedy replay; a path that ends in a leaf of the tree rejects nothing."""
+    """Return (index in ``text.ids``, draft position from 1) of the first token that each greedy step fails to draft.
+
+    A step that accepts a whole path of the tree fails to draft nothing. ``ranks`` are those of the true tokens among
+    the head's candidates; ``lengths`` [anchors, depth + 1] are the probabilities of each accepted length.
+    """
     rejected, t = [], 0
     inner = {path[:-1] for path in tree.paths[1:]}
     while t < len(ranks):

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -29,7 +29,7 @@ from drafthead.train.tracking.tracker import TrackerConfig
 from drafthead.train.trainer.loss_spikes import LossSpikeConfig
 from drafthead.train.trainer.optim import OptimConfig
 
-STAGES = ("corpora", "train", "quality", "tree", "evaluate", "card", "push")
+Stage = Literal["corpora", "train", "quality", "tree", "evaluate", "card", "push"]
 """Stages of a run, in order. ``train/pipeline.py`` has a function for each, of the same name."""
 
 
@@ -80,7 +80,7 @@ class PhaseConfig:
             self.rows_per_step = None
 
     def rows(self, processes: int) -> int:
-        """Return the number of rows of one optimiser step, on all ``processes`` together."""
+        """Return the number of rows of one optimiser step, summed over ``processes`` processes."""
         return self.rows_per_step or self.micro_batch_size * (self.grad_accum_steps or 1) * processes
 
     def micro_batches(self, processes: int, rows: int) -> int:
@@ -88,7 +88,7 @@ class PhaseConfig:
         return -(-rows // (self.micro_batch_size * processes))
 
     def batch_line(self, processes: int, rows: int) -> str:
-        """Describe a step of ``rows`` rows and its division among processes and micro-batches."""
+        """Return a line about a step of ``rows`` rows: "64 rows per step (8 per process x 4 x 2 accumulated)"."""
         count = self.micro_batches(processes, rows)
         largest = -(-rows // (processes * count))
         each = f"{largest} per process" if rows == largest * processes * count else f"up to {largest} per process"
@@ -120,9 +120,8 @@ class RunConfig:
     this machine."""
     hours: PositiveFloat | None = None
     """With ``mode=estimate``, also print how many steps of the last phase fit this many hours."""
-    stages: list[str] = field(default_factory=lambda: list(STAGES))
-    """Stages to run, always in the order of the choices. Each stage reads what it needs from the run folder. Choices:
-    ``corpora``, ``train``, ``quality``, ``tree``, ``evaluate``, ``card``, ``push``."""
+    stages: Annotated[list[Stage], Field(min_length=1)] = field(default_factory=lambda: list(get_args(Stage)))
+    """Stages to run, always in the order of the choices. Each stage reads what it needs from the run folder."""
     out: str
     """Folder of the run."""
     resume: bool = True
@@ -162,7 +161,7 @@ class RunConfig:
     tree_search: Literal["greedy", "sequoia"] = "greedy"
     """Search for the head's tree. ``greedy`` uses joint counts of whole paths; ``sequoia`` is Sequoia's dynamic
     program."""
-    tree_batches: list[int] = field(default_factory=list)
+    tree_batches: list[Annotated[int, Field(ge=2)]] = field(default_factory=list)
     """Batch sizes that also get a tree, such as ``[2, 4, 8]``."""
     tree_prompts: NonNegative = 36
     """Number of prompts of ``eval.suite``'s dev half on whose answers the tree is chosen. This needs
@@ -182,17 +181,9 @@ class RunConfig:
         if not any(p.corpus == "answers" for p in self.phases.values()):
             raise ValueError("no phase trains on answers, which acceptance and the tree are measured on; add a phase")
         name = re.fullmatch(r"[A-Za-z0-9._-]+", self.name) is not None
-        unknown = [stage for stage in self.stages if stage not in STAGES]
         require(name, "name", "letters, digits, '.', '_' and '-' only", self.name)
         require(bool(self.out.strip()), "out", "the name of a folder", self.out)
-        require(bool(self.stages) and not unknown, "stages", f"a list of {', '.join(STAGES)}", self.stages)
         require(self.push or self.stages != ["push"], "push", "true for stages=[push]", self.push)
-        require(
-            all(rows > 1 for rows in self.tree_batches),
-            "tree_batches",
-            "numbers of rows, each above 1",
-            self.tree_batches,
-        )
 
     @property
     def trains_base(self) -> bool:
@@ -201,13 +192,13 @@ class RunConfig:
 
     @property
     def stores_answer_states(self) -> bool:
-        """Return True if a phase needs stored states of answers, and the built-in decoding stores the final ones."""
+        """Return True if the built-in decoding stores final hidden states with the answers, for a phase to read."""
         stored = any(p.corpus == "answers" and p.store_hidden_states for p in self.phases.values())
         return stored and self.data.answers.decoded_here and not self.data.transcripts
 
     @property
     def answer_row_length(self) -> int:
-        """Return the length of the longest rows of answers, in tokens."""
+        """Return the largest ``seq_len`` of phases on answers, in tokens."""
         return max(p.seq_len for p in self.phases.values() if p.corpus == "answers")
 
     def head_config(self) -> DraftHeadConfig:
@@ -219,7 +210,7 @@ ConfigStore.instance().store(name="train_schema", node=schema(RunConfig))
 
 
 def composed(overrides: Sequence[str]) -> RunConfig:
-    """Return the checked settings of ``drafthead train`` with these overrides. Hydra's global state is cleared."""
+    """Return the checked settings of ``drafthead train OVERRIDES``. Hydra's global state is cleared."""
     GlobalHydra.instance().clear()  # inside a command, it holds the command's own settings
     try:
         with initialize_config_module("drafthead.recipes", version_base="1.3"):
@@ -229,7 +220,10 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 
 
 def parse_run(cfg: DictConfig) -> RunConfig:
-    """Return a run's settings, checked without model and data; null ``data.answers.fresh`` and limits are resolved."""
+    """Convert a composed recipe to checked settings; raise a ``UserError`` for settings that exclude each other.
+
+    A null ``data.answers.fresh`` is replaced, and ``max_draft_vocab_size`` is applied to the head's settings.
+    """
     run = parse(cfg, RunConfig)
     answers = run.data.answers
     if answers.fresh is None:  # packaged answers are those of the embedded base
@@ -274,7 +268,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
 
 
 def _check_base_training(run: RunConfig) -> None:
-    """Reject ``train_base`` if the head or the phases' order forbids it, and quality limits without ``train_base``."""
+    """Raise a ``UserError`` for ``train_base`` that cannot work, and for quality limits without ``train_base``."""
     head = run.head_config()
     names = list(run.phases)
     tuning = [name for name in names if run.phases[name].train_base]
@@ -308,7 +302,7 @@ def _check_base_training(run: RunConfig) -> None:
 
 
 def _check_stream(run: RunConfig) -> None:
-    """Reject settings that need text rows on disk if the text is streamed."""
+    """Raise a ``UserError`` for settings that need text on disk if ``data.text.stream`` is set."""
     if not run.data.text.stream:
         return
     if run.trains_base:

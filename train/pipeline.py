@@ -57,7 +57,7 @@ SHOWN_TOKENS = 96
 
 
 class RunContext:
-    """The objects that all stages share: settings, run folder, processes, base models."""
+    """What the stages of a run share: settings, run folder, processes, corpora, base models and tracker."""
 
     def __init__(self, run: RunConfig, launch: Launch) -> None:
         self.run, self.launch, self.display = run, launch, launch.display
@@ -112,7 +112,10 @@ class RunContext:
         return agreement_line(read_json(path)) if path.exists() else None
 
     def new_head(self) -> DraftHead:
-        """Build the head to train: the ``init_from`` head without its tree, or a new one (with adapters if trained)."""
+        """Return the head to train, before its first step: that of ``init_from`` without its tree, or a new one.
+
+        A new head of a run that trains the base includes the base's adapters.
+        """
         config, base = self.run.head_config(), self.corpora.base
         if self.run.init_from is not None:
             head = load_head(self.run.init_from, base)
@@ -126,14 +129,14 @@ class RunContext:
         return head
 
     def load_head(self) -> DraftHead:
-        """Load the trained head onto its base; a run folder without a head is a ``UserError``."""
+        """Load the trained head from the run folder onto its base; raise a ``UserError`` if there is no head."""
         if not (self.head_folder / "config.json").exists():
             raise UserError(f"{self.head_folder} holds no head yet; run the stage train first")
         return load_head(self.head_folder, self.base)
 
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
-    """Run the stages ``run.stages``. ``resolved`` is the recipe as YAML, to store in the run folder."""
+    """Run the stages ``run.stages`` of a run on this process. ``resolved`` is the recipe as YAML, to store."""
     with launched(run) as launch:
         context = RunContext(run, launch)
         if launch.is_main:
@@ -151,7 +154,7 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
 
 
 def corpora(context: RunContext) -> None:
-    """Make the answers or transcripts, and pack text that is not streamed into rows. All processes share the work."""
+    """Make the answers or transcripts, and pack text into rows unless it is streamed. All processes share the work."""
     corpora, display, run = context.corpora, context.display, context.run
     if context.launch.is_main:
         corpora.check_base()
@@ -169,7 +172,7 @@ def corpora(context: RunContext) -> None:
 
 
 def train(context: RunContext) -> None:
-    """Train the head through the phases and save it. All processes take part."""
+    """Train the head through all phases, and save it in the run folder. All processes take part."""
     run, launch, corpora = context.run, context.launch, context.corpora
     tracker = context.tracker if launch.is_main else None
     corpora.answers()
@@ -211,9 +214,10 @@ def train(context: RunContext) -> None:
 
 
 def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
-    """Record the mean accepted length of greedy chains on held-out answers of the new data and of ``init_data``.
+    """Measure acceptance of a head with continued training, on held-out answers of the new data and of ``init_data``.
 
-    ``when`` is "before" training (kept if recorded already) or "after" it (both are then printed).
+    Mean accepted lengths are stored in ``init_from.json`` under ``when``: "before" training, measured only once, or
+    "after" it, when both are printed.
     """
     path, run, display = context.folder / CONTINUED, context.run, context.display
     lengths = read_json(path) if path.exists() else {}
@@ -231,7 +235,7 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
 
 
 def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
-    """Return the simulated mean accepted length of greedy chains over all positions, on a corpus's held-out answers."""
+    """Return the mean accepted length of greedy chains, simulated on some of the held-out answers in ``store``."""
     stored = store.read(with_hidden_states=False)
     answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in stored if is_held_out(a.prompt_number)]
     if not answers:
@@ -241,7 +245,7 @@ def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
 
 
 def _save_trained_head(context: RunContext) -> None:
-    """Write the head of the best or the last checkpoint (``checkpoint.final``) to the folder ``head``."""
+    """Write the head with the weights of the best or the last checkpoint (``checkpoint.final``) to the run folder."""
     last, best = checkpoint.load_latest(context.checkpoints), checkpoint.load_best(context.checkpoints)
     assert last is not None
     chosen = last
@@ -259,13 +263,16 @@ def _save_trained_head(context: RunContext) -> None:
 
 
 def quality(context: RunContext) -> None:
-    """Compare a trained base with the original one on unseen text and answers; do nothing for a frozen base."""
+    """Measure how much training changed the base, on held-out text and answers; do nothing if the base is frozen.
+
+    The result is stored in ``quality.json``. The stage card ends the run as failed if a limit is exceeded.
+    """
     run, display, corpora = context.run, context.display, context.corpora
     if not run.trains_base:
         return
 
     def batches(name: str, rows: datasets.Dataset) -> Iterator[TrainBatch]:
-        """Yield the rows one by one and report progress."""
+        """Yield ``rows`` as batches of one row, and report progress under ``name``."""
         for n in range(len(rows)):
             display.progress(f"held-out {name}, read by both bases", n, len(rows))
             yield collate(rows, [n])
@@ -287,7 +294,10 @@ def quality(context: RunContext) -> None:
 
 
 def tree(context: RunContext) -> None:
-    """Measure step costs, or reuse ``calibration.json``; save the tree of highest expected speedup with the head."""
+    """Choose the tree with the highest expected speedup on this machine, and save it with the head.
+
+    The choice needs measured step costs. An earlier choice in ``calibration.json`` is used again.
+    """
     run, display, head = context.run, context.display, context.load_head()
     path = context.folder / CALIBRATION
     with display.stage("tree: step costs on this machine, accuracies on held-out answers"):
@@ -318,9 +328,9 @@ def tree(context: RunContext) -> None:
 
 
 def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
-    """Return the ranks of the true tokens among the head's candidates, for each answer that chooses the tree.
+    """Return the ranks of the true tokens among the head's candidates, for each answer on which the tree is chosen.
 
-    The answers are the base's answers to the suite's dev half. Without a dev half they are held-out training answers.
+    These are the base's answers to the suite's dev half, or without a dev half the held-out training answers.
     """
     run = context.run
     if context.development_answers is not None:
@@ -331,7 +341,7 @@ def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
 
 
 def evaluate(context: RunContext) -> None:
-    """Answer the suite with the head and its baselines, and write ``eval.json`` and ``report.html``."""
+    """Answer the suite's prompts with the head and the baselines; write ``eval.json`` and ``report.html``."""
     run, display, head = context.run, context.display, context.load_head()
     calibrated = load_calibration(context.folder / CALIBRATION, head)
     if calibrated is None:
@@ -370,7 +380,10 @@ def evaluate(context: RunContext) -> None:
 
 
 def card(context: RunContext) -> None:
-    """Write the model card; then raise ``UserError`` if the base changed more than ``quality_limits`` allows."""
+    """Write the model card and print commands for the head.
+
+    Raise a ``UserError`` at the end if a trained base changed more than ``quality_limits`` allows.
+    """
     run, folder, path = context.run, context.folder, context.folder / "eval.json"
     if not path.exists():
         raise UserError(f"{path} is missing; run the stage evaluate first")

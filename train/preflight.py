@@ -22,7 +22,10 @@ ONLINE = ("hf", "embedded", "builtin")
 
 
 def preflight(run: RunConfig, processes: int = 1) -> None:
-    """Raise ``UserError`` for bad inputs: batch size, login, suite, baselines, other heads, answer server, sources."""
+    """Check the inputs of a run on ``processes`` processes, before its model is loaded. A fault is a ``UserError``.
+
+    Checked are the Hub's login, suite, baselines, batch sizes, other heads, the answer server and data sources.
+    """
     if run.push:
         require_login("push=true")
     load_suite(run.eval.suite, run.eval.limit, run.eval.seed, run.eval.tasks, run.eval.split)
@@ -55,7 +58,10 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
 
 
 def check_sources(run: RunConfig, kinds: Collection[str] = WHOLLY_READ) -> None:
-    """Check the sources of text, transcripts and prompts of these ``kinds``; by default files on this machine."""
+    """Raise a ``UserError`` for empty or broken sources of text, transcripts and prompts.
+
+    Only sources of these ``kinds`` are read; by default those are files on this machine.
+    """
     answers, text = run.data.answers, run.data.text
     for sources in (text.sources, answers.sources):
         shares(sources)
@@ -78,7 +84,7 @@ def check_sources(run: RunConfig, kinds: Collection[str] = WHOLLY_READ) -> None:
 
 
 def _require_entries(entries: Iterable[object], wholly: bool, key: str, source: SourceConfig) -> None:
-    """Reject an empty source of the setting ``key``. With ``wholly``, read all of it, to find broken entries."""
+    """Reject a ``source`` without entries. ``wholly``: read all entries, to find broken ones. ``key``: its setting."""
     count = sum(1 for _ in entries) if wholly else next((1 for _ in entries), 0)
     if not count:
         raise UserError(f"{source} in {key} is empty; name another file or dataset")

@@ -41,28 +41,19 @@ def _main(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    """Run the command with the arguments of the process."""
+    """Run the command ``drafthead train`` with the arguments in ``sys.argv``."""
     run_recipe(_main, RunConfig, __doc__ + recipe_groups())
 
 
 def recipe_groups() -> str:
-    """Return the choices of every group of recipe files, for ``--help``."""
+    """Return the lines of ``--help`` that list the recipe files of each group: ``head=eagle3 | hydra | ...``."""
     folder = resources.files("drafthead.recipes")
     groups = ("recipe", "base", "head", "data", "phases", "shard", "tracker", "machine", "budget", "debug")
-    names = {
-        group: sorted(f.name.removesuffix(".yaml") for f in (folder / group).iterdir() if f.is_file())
-        for group in groups
-    }
-    lines = [
-        textwrap.fill(
-            f"{group}={' | '.join(names[group])}",
-            118,
-            initial_indent="  ",
-            subsequent_indent="      ",
-            break_long_words=False,
-        )
-        for group in groups
-    ]
+    wrapper = textwrap.TextWrapper(118, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
+    lines = []
+    for group in groups:
+        names = sorted(f.name.removesuffix(".yaml") for f in (folder / group).iterdir() if f.is_file())
+        lines.append(wrapper.fill(f"{group}={' | '.join(names)}"))
     return "\ngroups (files in recipes/):\n\n" + "\n".join(lines) + "\n"
 
 

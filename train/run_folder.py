@@ -14,7 +14,7 @@ from typing import Any
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.data.utils.renamed import update_names
-from drafthead.data.utils.settings import flatten
+from drafthead.data.utils.settings import default_of, flatten
 from drafthead.train.config import RunConfig
 
 SETTINGS = "training-settings.json"
@@ -33,7 +33,10 @@ _ABSENT = object()
 
 
 def open_folder(run: RunConfig) -> None:
-    """Clear the run's folder if ``resume=false``; reject a folder trained with other settings; write the settings."""
+    """Prepare the run's folder: clear it if ``resume=false``, and write ``training-settings.json``.
+
+    Raise a ``UserError`` if the folder holds a run that was trained with other settings.
+    """
     path = Path(run.out) / SETTINGS
     if not run.resume:
         _clear(run)
@@ -43,7 +46,7 @@ def open_folder(run: RunConfig) -> None:
 
 
 def training_settings(run: RunConfig) -> dict[str, Any]:
-    """Return the settings that may not change between a run's start and its continuation, by dotted key."""
+    """Return the settings that decide what is trained, by dotted key. They may not change when a run is resumed."""
     settings = asdict(run)
     settings["data"].pop("folder")
     for setting in ("batch_size", "server"):
@@ -54,7 +57,10 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
 
 
 def check_settings(path: Path, run: RunConfig) -> None:
-    """Reject a continuation whose settings differ from those in ``path``, if its folder has a checkpoint or a head."""
+    """Raise a ``UserError`` if settings of ``run`` differ from those saved in ``path``, and training has begun there.
+
+    Training has begun if the folder of ``path`` has a checkpoint or a head.
+    """
     saved, folder = read_json(path), path.parent
     if not isinstance(saved, dict):
         raise UserError(f"{path} holds a {type(saved).__name__}, expected an object; restore it, or use resume=false")
@@ -78,7 +84,7 @@ def check_settings(path: Path, run: RunConfig) -> None:
 
 
 def _defaults(settings: Any) -> dict[str, Any]:
-    """Return the defaults of a settings object, nested as its fields are. Fields without a default are left out."""
+    """Return the default of every field that has one, with nested settings as nested mappings."""
     defaults: dict[str, Any] = {}
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -87,15 +93,13 @@ def _defaults(settings: Any) -> dict[str, Any]:
             defaults[field.name] = _defaults(value)
         elif isinstance(items, Mapping) and items and all(map(is_dataclass, items.values())):  # phases and sources
             defaults[field.name] = {key: _defaults(item) for key, item in items.items()}
-        elif field.default is not MISSING:
-            defaults[field.name] = field.default
-        elif field.default_factory is not MISSING:
-            defaults[field.name] = field.default_factory()
+        elif (default := default_of(field)) is not MISSING:
+            defaults[field.name] = default
     return defaults
 
 
 def _plain(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten ``nested`` to JSON values by dotted key; a list of mappings gets its indices as keys."""
+    """Flatten nested settings to JSON values by dotted key, with list indices as keys: ``data.text.sources.0.name``."""
 
     def indexed(value: Any) -> Any:
         """Replace lists of mappings by mappings from index to item."""
@@ -107,7 +111,7 @@ def _plain(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clear(run: RunConfig) -> None:
-    """Remove the results of the run's stages; last, for the stage train, the settings file that marks a run folder."""
+    """Remove the results of the stages to run; reject a folder without the settings file of a run."""
     folder = Path(run.out)
     settings = folder / SETTINGS
     results = [path for stage in run.stages for name in RESULTS.get(stage, ()) for path in folder.glob(name)]

@@ -36,7 +36,10 @@ TURN_STRIDE = 10**9
 
 
 class PromptTable:
-    """The prompts of a corpus: one per conversation and turn, each tokenised once."""
+    """The prompts of a corpus: one per conversation and turn, each tokenised once.
+
+    A prompt is (number, token ids). Prompt numbers of conversation n are n + turn * ``TURN_STRIDE``.
+    """
 
     def __init__(
         self, base: BaseModel, conversations: Sequence[list[Message]], config: AnswersConfig, seed: int
@@ -46,9 +49,9 @@ class PromptTable:
         self._ids: dict[int, list[int]] = {}
 
     def of_turn(self, turn: int, store: AnswerStore) -> list[Prompt]:
-        """Return the prompts of ``turn``, from 0, of conversations whose earlier turns ``store`` has answers to.
+        """Return the prompts of turn ``turn`` (from 0) of all conversations whose earlier turns are answered.
 
-        Prompts longer than ``max_prompt_tokens`` are left out.
+        ``store`` holds the answers. Prompts longer than ``max_prompt_tokens`` are left out.
         """
         prompts, done = [], store.done
         for first, conversation in enumerate(self.conversations):
@@ -65,23 +68,23 @@ class PromptTable:
         return prompts
 
     def temperature(self, number: int) -> float:
-        """Return the temperature of the answer to prompt ``number``. It is equal in all turns of a conversation."""
+        """Return the sampling temperature of the answer to prompt ``number``, equal in all turns of a conversation."""
         temperature = self._draw("temperature", number % TURN_STRIDE, self.config.temperatures)
         return self.config.sampler.temperature if temperature is None else temperature
 
     def _draw(self, purpose: str, number: int, options: Sequence[T]) -> T | None:
-        """Return one of ``options`` for conversation ``number``; None if there are none."""
+        """Return a random one of ``options`` for conversation ``number``, always the same; None without options."""
         return random.Random(f"{purpose} {self.seed} {number}").choice(options) if options else None
 
     def missing(self, store: AnswerStore) -> list[Prompt]:
-        """Return the prompts of all turns that can be answered now and have no answer yet."""
+        """Return the prompts without an answer in ``store`` whose conversation is answered up to that turn."""
         prompts = [prompt for turn in range(self.turns) for prompt in self.of_turn(turn, store)]
         return [prompt for prompt in prompts if prompt[0] not in store.done]
 
 
 @dataclass(eq=False)
 class AnswerGenerator:
-    """Generator of the answer corpus in ``folder``. All processes of ``group`` use it at the same time.
+    """Generator of a corpus of the base's answers in ``folder``. All processes of ``group`` run it at the same time.
 
     The first process locks the folder, chooses the prompts and checks the backend. Then each process writes its shards.
     """
@@ -97,7 +100,7 @@ class AnswerGenerator:
     """Store final hidden states with the built-in decoding. If the folder has answers already, they decide instead."""
 
     def complete(self) -> AnswerStore:
-        """Generate the missing answers and return the complete corpus; a corpus without any is a ``UserError``."""
+        """Generate the answers that ``folder`` lacks and return the corpus. No answer at all is a ``UserError``."""
         first = self.group.rank == 0
         with files.exclusive(self.folder, self.progress) if first else nullcontext():
             if first:
@@ -142,7 +145,7 @@ class AnswerGenerator:
 
     @cached_property
     def prompts(self) -> PromptTable:
-        """The prompts, written to disk by the first process of the first run, and read from there by all others."""
+        """The prompts of the corpus. The first process of the first run chooses and stores them; others read them."""
         path = self.folder / PROMPTS
         if path.exists():
             conversations = files.read_checksummed_json(path)
@@ -159,6 +162,7 @@ class AnswerGenerator:
         return PromptTable(self.base, conversations, self.config, self.seed)
 
     def _open(self) -> AnswerStore:
+        """Open the corpus, or create it; reject one that was begun with other settings or another backend."""
         recorded = files.read_manifest(self.folder) if (self.folder / files.MANIFEST_NAME).exists() else {}
         serves = self.config.server.url is not None
         if recorded and ("server" in recorded) != serves:
@@ -173,6 +177,7 @@ class AnswerGenerator:
         return AnswerStore(self.folder, manifest | self.backend.identity(recorded))
 
     def _prepare(self) -> None:
+        """Choose the prompts; check chat template, backend and disk space. A complete corpus needs no check."""
         self._check_template()
         store = self._open()
         # A finished corpus needs no backend; a new one is checked before the base writes prompts.
@@ -196,7 +201,10 @@ class AnswerGenerator:
         store.remove_leftovers()
 
     def _check_template(self) -> None:
-        """Reject answer variables that the chat template does not read; log the base's settings without effect."""
+        """Reject variables in ``chat_template_kwargs`` that the chat template does not read.
+
+        Log settings of the base (chat template variables, generation config) that have no effect on the answers.
+        """
         tokenizer, mixed = self.base.tokenizer, self.config.chat_template_kwargs
         if unread := unread_variables(tokenizer, [name for entry in mixed for name in entry]):
             known = [name for name in SWITCHES if not unread_variables(tokenizer, [name])]
@@ -210,7 +218,7 @@ class AnswerGenerator:
             self.log(f"   answers leave out, of the base's generation_config.json: {', '.join(ignored)}")
 
     def _answer(self, prompts: list[Prompt], store: AnswerStore, temperature: float) -> None:
-        """Answer this process's share of ``prompts``."""
+        """Answer this process's share of ``prompts``, as far as ``store`` has no answers, and append the answers."""
         done, total = sum(number in store.done for number, _ in prompts), len(prompts)
         label = (
             "generating answers"
@@ -230,6 +238,7 @@ class AnswerGenerator:
             store.append_shard(answers, first + index)
 
     def _close(self) -> None:
+        """Mark the corpus as complete; reject a corpus without answers or with prompts that have none."""
         store = self._open()
         if not store.done:
             for name in (PROMPTS, files.MANIFEST_NAME):  # without answers they must not bind the next try
@@ -248,6 +257,7 @@ class AnswerGenerator:
             files.write_json(self.folder / COMPLETE, {"answers": len(store.done)})
 
     def _new_conversations(self) -> list[list[Message]]:
+        """Return prompts from the sources, mixed with prompts that the base writes, without those of evaluations."""
         config = self.config
         prompts = load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
         if config.self_prompted:
@@ -272,7 +282,7 @@ class AnswerGenerator:
 
 
 def resembles_suites(suites: Sequence[str]) -> Callable[[Iterable[str]], bool]:
-    """Return a function of user turns that returns True if one of them nearly repeats a prompt of ``suites``."""
+    """Return a function that tells if one of the given user turns nearly repeats a prompt of evaluation ``suites``."""
     if not suites:
         return lambda turns: False
     # Imported here, so that training does not load the evaluation.
@@ -284,6 +294,7 @@ def resembles_suites(suites: Sequence[str]) -> Callable[[Iterable[str]], bool]:
 
 
 def _is_conversation(value: Any) -> bool:
+    """Return True for a list of ``{"role": str, "content": str}``, at least one."""
     turns = value if isinstance(value, list) else []
     texts = [turn.get(key) for turn in turns if isinstance(turn, dict) for key in ("role", "content")]
     return len(texts) == 2 * len(turns) > 0 and all(isinstance(text, str) for text in texts)

@@ -42,7 +42,7 @@ _CHARACTERS_PER_TOKEN = 6
 
 @dataclass(eq=False)
 class Corpora:
-    """The corpora of one run, generated on first use; every method is idempotent.
+    """The corpora of one run in ``data.folder``. Each is made on first use and read from disk afterwards.
 
     All processes of ``group`` must call ``answers``, which shares the work among them. Afterwards the other methods can
     be called on one process.
@@ -71,7 +71,7 @@ class Corpora:
         return {"base": self.base.identity(), "seed": self.seed, **rows, **self.config.text.manifest()}
 
     def text_rows(self, seq_len: int) -> datasets.Dataset:
-        """Return the pretraining text packed into rows of ``seq_len`` tokens.
+        """Return the text for pretraining, packed into rows of ``seq_len`` tokens. Pack it if no rows are on disk.
 
         Rows on disk are used even if a source has changed since, so that a run resumes with the same rows.
         """
@@ -89,9 +89,9 @@ class Corpora:
         return rows
 
     def text_stream(self, seq_len: int, micro_batch_size: int) -> StreamedRows:
-        """Return the pretraining text as rows that are packed during training.
+        """Return the text for pretraining as rows of ``seq_len`` tokens that are packed during training.
 
-        Each shard yields ``micro_batch_size`` rows at a time.
+        Each shard of the stream yields ``micro_batch_size`` rows at a time.
         """
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
         folder = files.folder_of_manifest(self.folder / "stream", manifest)
@@ -115,6 +115,7 @@ class Corpora:
         )
 
     def _watched(self, documents: Iterable[Document], total: int) -> Iterator[Document]:
+        """Yield ``documents`` and report their tokens, of ``total`` at most, as progress."""
         done = 0
         for document in documents:
             yield document
@@ -123,7 +124,7 @@ class Corpora:
         self.progress("packing text", done, done)
 
     def check_base(self) -> None:
-        """Reject stored answers of another base or adapter."""
+        """Raise a ``UserError`` if the answers in ``data.folder`` are those of another base or adapter."""
         folder = answers_folder(self.folder)
         if self.config.uses_answers and (folder / files.MANIFEST_NAME).exists():
             manifest = files.read_manifest(folder)
@@ -146,7 +147,7 @@ class Corpora:
 
     @cached_property
     def agreement(self) -> dict[str, Any] | None:
-        """The transcripts' agreement with the base, or None without transcripts."""
+        """Agreement of the transcripts with the base's own choices (``agreement.json``); None without transcripts."""
         if not self.config.transcripts:
             return None
         self.answers()
@@ -185,9 +186,10 @@ class Corpora:
         return store
 
     def answer_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
-        """Return the answers for training, or the held-out ones, as packed rows, and each document's prompt number.
+        """Pack the answers for training, or the held-out ones, into rows of up to ``seq_len`` tokens.
 
-        With transcripts, a document for training is a whole conversation, and the list of prompt numbers is empty.
+        Return the rows and the prompt number of each document in them. A document is a prompt with its answer. For
+        training on transcripts a document is a whole conversation, and the list of prompt numbers is empty.
         """
         answers = self.answers().read(with_hidden_states=False)
         chosen = [answer for answer in answers if is_held_out(answer.prompt_number) == held_out]
@@ -203,7 +205,10 @@ class Corpora:
         return pack(documents, seq_len, split=False), [answer.prompt_number for answer in chosen]
 
     def draft_vocabulary(self, size: int) -> Tensor:
-        """Return up to ``size`` ids, [W] int64 ascending: those that end a turn, and the most frequent in answers."""
+        """Return the draft vocabulary: up to ``size`` ids of the base's vocabulary, [W] int64 ascending.
+
+        These are the ids that end a turn, and the most frequent ids in the answers.
+        """
         counts = self.answers().token_counts(self.base.vocab_size)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
@@ -215,10 +220,16 @@ class Corpora:
         prompts: list[int] | None,
         only: set[int] | None = None,
     ) -> StoredHiddenStates:
-        """Return stored hidden states of ``rows``, or only of the rows with numbers ``only``; compute missing ones.
+        """Return the base's hidden states of ``rows`` on disk, after computing and storing those that are missing.
 
-        ``prompts`` has the prompt number of each packed document of answers; None for text. If the answer store has
-        the final states, the base computes only the other layers that ``spec`` names, and stops after the last of them.
+        If the answer store has the final states, the base computes only the layers that ``spec`` names.
+
+        Args:
+            rows: Packed rows.
+            name: Name of the corpus, for the folder and the progress line.
+            spec: Layers to store in addition to the final hidden state.
+            prompts: Prompt number of each packed document of answers; None for text.
+            only: Numbers of the rows that need hidden states; None for all rows.
         """
         finals = prompts if prompts is not None and self.answers().has_hidden_states else None
         if finals is not None and not spec.layers:

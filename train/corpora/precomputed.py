@@ -22,10 +22,10 @@ MIN_MATCH_RATE = 0.98
 
 
 def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: Log) -> None:
-    """Copy the answers of ``config.precomputed``, without hidden states, to ``folder`` unless it has answers.
+    """Copy the answers that ``config.precomputed`` names to ``folder``, unless ``folder`` has answers already.
 
-    Raises:
-        UserError: They are of another base or sampler, or the base does not repeat some of them (checked if greedy).
+    Hidden states are not copied. Answers of another base or sampler are a ``UserError``. So are greedy answers that the
+    base does not repeat (a few are checked).
     """
     assert config.precomputed is not None
     source = FOLDERS.get(config.precomputed, Path(config.precomputed))
@@ -44,7 +44,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
         if (chosen_value := getattr(config.sampler, key, None)) != value:
             raise UserError(
                 f"the answers in {source} were sampled with {key}={value}, but data.answers.sampler.{key} is "
-                f"{chosen_value}; set that to {value}, or {remedy}"
+                f"{chosen_value}; set data.answers.sampler.{key}={value}, or {remedy}"
             )
     count, longest = config.prompts + config.self_prompted, config.max_prompt_tokens
     files = {path.name: file_digest(path) for path in sorted(source.glob("shard-*.parquet"))}

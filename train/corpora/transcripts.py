@@ -37,7 +37,11 @@ PER_SHARD = 1000
 
 
 def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None) -> Path:
-    """Return the folder of the corpus with these settings and the present local files; create it with its manifest."""
+    """Return the folder for the corpus of ``config.transcripts``, and create it with its manifest if it is new.
+
+    Other settings or changed local files give another folder. ``longest`` is the largest number of tokens of a
+    transcript (None: no limit).
+    """
     files = [file_digest(path) for s in config.transcripts if s.kind != "hf" for path in files_of(s)]
     manifest = {
         "base": base.identity(),
@@ -57,7 +61,10 @@ def transcripts_folder(base: BaseModel, config: DataConfig, longest: int | None)
 def write_transcripts(
     base: BaseModel, config: DataConfig, folder: Path, longest: int | None, progress: Progress, log: Log
 ) -> None:
-    """Write the corpus to ``folder``, unless it is complete, and log its agreement with the base in either case."""
+    """Encode the transcripts into ``folder``, unless that is done already, and log their agreement with the base.
+
+    Transcripts are cut at the end to ``longest`` tokens (None: never).
+    """
     if not (folder / AGREEMENT).exists():
         for path in folder.glob("shard-*"):  # of an interrupted run
             path.unlink()
@@ -90,7 +97,7 @@ def write_transcripts(
 
 
 def agreement_line(measured: dict[str, Any]) -> str:
-    """Return a line about the agreement of transcripts with the base; ``measured`` is the contents of the JSON file."""
+    """Return a line about the agreement of transcripts with the base, from the contents of ``agreement.json``."""
     return (
         f"agreement with the base: {100 * measured['greedy']:.1f} % of the transcripts' tokens are its greedy choice, "
         f"and their mean probability is {measured['probability']:.2f} ({measured['tokens']:,} tokens of "
@@ -101,7 +108,10 @@ def agreement_line(measured: dict[str, Any]) -> str:
 def _conversations(
     base: BaseModel, config: DataConfig, sources: Iterable[SourceConfig], findings: Findings, longest: int | None
 ) -> Iterator[list[Answered]]:
-    """Yield each transcript's encoded assistant turns, without duplicates and near-copies of evaluation prompts."""
+    """Yield each transcript's encoded assistant turns; leave out duplicates and near-copies of evaluation prompts.
+
+    Faults and omissions are added to ``findings``. Transcripts are cut to ``longest`` tokens (None: never).
+    """
     encoder = TranscriptEncoder(base.tokenizer, base.eos_ids, base.vocab_size, base.config.chat_template_kwargs)
     seen: set[str] = set()
     is_evaluated = resembles_suites(config.answers.exclude_suites)
@@ -120,7 +130,7 @@ def _conversations(
 
 
 def conversation_documents(answers: Iterable[Answer]) -> Iterator[Document]:
-    """Yield the turns of each conversation as one document, or as several if the template rewrites earlier turns."""
+    """Yield the turns of each conversation as one training document; as several if the template rewrites turns."""
     by_conversation = sorted(answers, key=lambda a: (a.prompt_number % TURN_STRIDE, a.prompt_number))
     for _, turns in groupby(by_conversation, key=lambda a: a.prompt_number % TURN_STRIDE):
         document = None
@@ -137,7 +147,10 @@ def conversation_documents(answers: Iterable[Answer]) -> Iterator[Document]:
 
 
 def write_mixture(parent: Path, transcripts: AnswerStore, own: AnswerStore) -> AnswerStore:
-    """Return a corpus with the conversations of both stores, evenly mixed, without hidden states; write it if new."""
+    """Return a corpus below ``parent`` with the conversations of both stores, evenly mixed; write it if it is new.
+
+    Conversations get new prompt numbers. Hidden states are left out.
+    """
     sources = (transcripts, own)
     manifest = {"mixture": [{**read_manifest(source.folder), "answers": len(source.done)} for source in sources]}
     store = AnswerStore(folder_of_manifest(parent, manifest, "mixture-"), manifest)

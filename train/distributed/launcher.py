@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs, str_to_bool
 
 from drafthead.data.answers.store import ProcessGroup
 from drafthead.data.utils.devices import device_of
@@ -56,7 +56,7 @@ NO_EFFECT = (
 
 @dataclass(frozen=True)
 class Launch:
-    """One process of a launch, and its access to the others."""
+    """This process's access to the run's other processes, their devices, the sharding and the console."""
 
     accelerator: Accelerator
     processes: Processes
@@ -69,14 +69,14 @@ class Launch:
         return bool(self.accelerator.is_main_process)
 
     def main_process_first(self, per_node_data: bool) -> AbstractContextManager[None]:
-        """Run the block first on the main process (``per_node_data``: of each node), so that others find its files."""
+        """Return a context whose block runs on the main process (``per_node_data``: of each node) before the others."""
         first = self.accelerator.local_main_process_first if per_node_data else self.accelerator.main_process_first
         return cast(AbstractContextManager[None], first())
 
 
 @contextmanager
 def launched(run: RunConfig) -> Iterator[Launch]:
-    """Join the other processes. Inside the block, a process ends if another one fails. Call it once per program."""
+    """Join the run's processes. Inside the block, this process ends if another one fails. Call this once."""
     shard = follow_launcher(run.shard)
     accelerator = Accelerator(
         cpu=device_of(None).type == "cpu",
@@ -98,7 +98,7 @@ def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
 
 
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` with accelerate's settings applied, and turn FSDP and mixed precision off in the environment.
+    """Return ``shard`` changed by accelerate's settings in the environment, where FSDP is then turned off.
 
     transformers reads these variables too, and would load weights on the first process only.
     """
@@ -109,9 +109,9 @@ def follow_launcher(shard: ShardConfig) -> ShardConfig:
 
 
 def with_launcher_settings(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` changed by accelerate's settings in ``environment``; reject settings that cannot be followed."""
+    """Return ``shard`` with accelerate's settings in ``environment``; reject settings that training cannot follow."""
     for switch, (name, advice) in REJECTED.items():
-        if _is_on(environment, switch):
+        if str_to_bool(environment.get(switch, "false")):
             raise UserError(f"accelerate is set to {name}, which training cannot follow; turn it off and {advice}")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision not in ("no", "bf16"):
@@ -121,7 +121,7 @@ def with_launcher_settings(environment: Mapping[str, str], shard: ShardConfig) -
         )
     if precision == "bf16":
         shard = replace(shard, precision="bfloat16")
-    if not _is_on(environment, "ACCELERATE_USE_FSDP"):
+    if not str_to_bool(environment.get("ACCELERATE_USE_FSDP", "false")):
         return shard
     settings = {k.removeprefix("FSDP_"): v.upper() for k, v in environment.items() if k.startswith("FSDP_")}
     # accelerate's launcher sets both; each FSDP version reads one of them.
@@ -148,7 +148,3 @@ def with_launcher_settings(environment: Mapping[str, str], shard: ShardConfig) -
         offload_base=shard.offload_base or settings.get("OFFLOAD_PARAMS") == "TRUE",
         checkpointing=shard.checkpointing or settings.get("ACTIVATION_CHECKPOINTING") == "TRUE",
     )
-
-
-def _is_on(environment: Mapping[str, str], switch: str) -> bool:
-    return environment.get(switch, "false").lower() in ("true", "1", "yes")

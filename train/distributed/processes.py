@@ -29,10 +29,10 @@ Ending = tuple[int | str | None, str]
 
 
 class Processes:
-    """Access of this process to the other processes of the run. Create it on all processes at once."""
+    """Communication of this process with the run's other processes. Create it on all processes at the same time."""
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
-        """Create the group; a process without a heartbeat for ``heartbeat_timeout_s`` counts as failed."""
+        """Create the gloo group. A process that is silent for ``heartbeat_timeout_s`` seconds counts as failed."""
         is_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.count = dist.get_world_size() if is_group else 1
         self.rank = dist.get_rank() if is_group else 0
@@ -40,7 +40,7 @@ class Processes:
         self._group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if is_group else None
 
     def all_reduce_max(self, value: int) -> int:
-        """Return the largest ``value`` of all processes, which must all call this. They use it to agree on stopping."""
+        """Return the largest ``value`` that any process passes. All processes must call this, to agree on stopping."""
         if self._group is None:
             return value
         largest = torch.tensor([value])
@@ -48,7 +48,7 @@ class Processes:
         return int(largest)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every process's ``value`` in rank order, on every process."""
+        """Return the ``value`` of every process, by rank. All processes must call this."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.count
@@ -57,7 +57,10 @@ class Processes:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """End this process a few seconds after another fails, or is silent for the timeout, while the block runs."""
+        """Watch the other processes while the block runs, and end this process if one of them fails.
+
+        A process fails by an error, or by sending no heartbeat for the timeout. This process ends a few seconds later.
+        """
         if self._group is None:
             yield
             return
@@ -82,7 +85,7 @@ class Processes:
 
 @dataclass
 class _Peer:
-    """Another process's state, from its messages."""
+    """The latest message of another process, and the time at which it arrived."""
 
     last_change: float
     message: bytes = b""
@@ -91,7 +94,9 @@ class _Peer:
 
 
 class _Heartbeat:
-    """A thread that writes this process's state to the store at least every second and reads the states of the others.
+    """A thread that tells the other processes every second that this one runs, and checks that they run too.
+
+    The processes leave their messages in torch's rendezvous store.
 
     torchrun cannot replace this thread. It reports a process that died. For a process that hangs, it reports the
     healthy process that gave up waiting (docs/dev/log.md).
@@ -111,7 +116,7 @@ class _Heartbeat:
         self._thread.start()
 
     def stop(self, ending: Ending) -> None:
-        """Send the others this process's exit code and last line, so that they need not wait for the timeout."""
+        """Stop the thread, and send this process's exit code and last line, so that others need not wait for them."""
         self._stopping.set()
         try:
             self._send(ending)
@@ -123,7 +128,10 @@ class _Heartbeat:
             time.sleep(3 * _BEAT_S)  # rank 0 may host the store, from which the others read the reason
 
     def find_culprit(self) -> tuple[int, str] | None:
-        """Return exit code and error line of the process that made a collective fail; None if all others are alive."""
+        """Wait a few seconds for the cause of a failed collective; return the exit code and line with which to end.
+
+        Return None if all other processes are alive, so that the error is this process's own.
+        """
         self._main_thread_ends.set()
         silence = min(self.timeout_s, _GRACE_S)
         deadline = time.monotonic() + silence + 2 * _BEAT_S
@@ -168,24 +176,24 @@ class _Heartbeat:
                     _, peer.name, peer.ending = json.loads(message)
 
     def _cause(self, silence: float) -> tuple[int, str] | None:
-        """Return (exit code, line) of a process that failed or was silent for ``silence`` seconds; None without any."""
-        now = time.monotonic()
+        """Return the exit code and line with which to end because another process has failed; None if none has.
+
+        A process that sent nothing for ``silence`` seconds has failed too.
+        """
+        now, reason = time.monotonic(), ""
         for rank, peer in self._peers.items():
             if peer.ending is not None and peer.ending[0]:
                 code, line = int(peer.ending[0]), peer.ending[1]
                 # 128 plus a signal's number: the line says that the run was stopped, which is true of this process too.
                 return code, line if code >= 128 else f"process {rank} of {self.count} ended, so this one ends: {line}"
-        if self._store_lost_at is not None and now - self._store_lost_at > silence:
-            return 1, (
-                "process 0 (or the launcher, if it hosts the rendezvous) cannot be reached any more; this process "
-                "ends, too. The same command resumes from the newest checkpoint"
-            )
         for rank, peer in self._peers.items():
             silent = now - peer.last_change
-            if peer.ending is None and silent > silence:
-                return 1, (
+            if peer.ending is None and silent > silence and not reason:
+                reason = (
                     f"process {rank} of {self.count} ({peer.name}) has sent no heartbeat for {silent:.0f} s: it was "
-                    "killed, or it hangs, or its machine is gone; this process ends, too. The same command resumes "
-                    "from the newest checkpoint"
+                    "killed, or it hangs, or its machine is gone"
                 )
-        return None
+        if self._store_lost_at is not None and now - self._store_lost_at > silence:
+            reason = "process 0 (or the launcher, if it hosts the rendezvous) cannot be reached any more"
+        resume = "this process ends, too. The same command resumes from the newest checkpoint"
+        return (1, f"{reason}; {resume}") if reason else None

@@ -67,14 +67,14 @@ class ShardConfig:
 
 
 def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call ``method``, store only its inputs, and recompute its activations in the backward pass."""
+    """Call ``method`` with activation checkpointing: store only its inputs, and call it again in the backward pass."""
     if not torch.is_grad_enabled():  # checkpoint would read random states, which waits for the device
         return method(*arguments, **named)
     return checkpoint(method, *arguments, use_reentrant=False, **named)
 
 
 def checkpoint_activations(head: DraftHead) -> None:
-    """Replace the head's ``checkpointable`` methods, so that the backward pass recomputes their activations."""
+    """Turn on activation checkpointing for the ``checkpointable`` methods of ``head`` (its attention layers)."""
     for owner, method in head.checkpointable():
         setattr(owner, method, partial(_checkpointed, getattr(owner, method)))
 
@@ -85,10 +85,10 @@ def _wraps_heads() -> bool:
 
 
 class Sharding:
-    """The sharding of one run's base and head over the processes. All processes must call ``shard``."""
+    """Sharding of a run's base and head over the processes. All processes must call ``shard``."""
 
     def __init__(self, config: ShardConfig, device: torch.device) -> None:
-        """Check that this torch can do what ``config`` asks for; ``shard`` does it. ``device`` holds the weights."""
+        """Reject a ``config`` that this version of torch cannot do. ``device`` is the device of the weights."""
         self.config, self.device = config, device
         self._made_group = False
         needs_wrapping = config.mode != "none" or config.precision == "bfloat16"
@@ -100,20 +100,21 @@ class Sharding:
 
     @property
     def shards_base(self) -> bool:
-        """True if the base's layers are sharded: no process can then run the base alone."""
+        """True if the base's layers are sharded. A process can then run the base only together with all others."""
         return self.config.mode == "full"
 
     def precision(self, base: BaseModel) -> torch.dtype:
-        """Return the dtype in which the head computes. ``auto``: bfloat16 on a CPU where it is faster, else float32."""
+        """Return the dtype in which the head computes. ``auto`` is bfloat16 if ``base`` runs faster in it on a CPU."""
         if self.config.precision != AUTO:
             return PRECISIONS[self.config.precision]
         faster = base.kernels is not None and base.kernels.bfloat16_reads
         return torch.bfloat16 if faster and _wraps_heads() else torch.float32
 
     def shard(self, head: DraftHead) -> None:
-        """Set up activation checkpointing, precision and sharding of ``head`` and, if ``full``, of its base, in place.
+        """Apply the settings to ``head`` in place: activation checkpointing, precision and sharding.
 
-        Call it after loading weights and before building the optimiser. Every process must hold the same weights.
+        With ``mode="full"`` the layers of the head's base are sharded too. Call this after loading weights and before
+        building the optimiser. Every process must hold the same weights.
         """
         if self.config.checkpointing:
             checkpoint_activations(head)
@@ -141,17 +142,18 @@ class Sharding:
         _shard_head(head, mesh, precision, frozen)
 
     def reshard(self, head: DraftHead) -> None:
-        """Free the weights that forward passes of a sharded head gathered. Call it after passes without a backward."""
+        """Free the weights that a sharded head gathered for forward passes without a backward pass."""
         if isinstance(head, fsdp.FSDPModule):
             head.reshard()
 
     def close(self) -> None:
-        """Destroy the process group that ``shard`` created for a single process."""
+        """Destroy the process group if ``shard`` created one, as it does for a single process."""
         if self._made_group:
             dist.destroy_process_group()
             self._made_group = False
 
     def _mesh(self) -> DeviceMesh:
+        """Return the mesh of all processes; with ``hybrid`` its rows are the nodes."""
         world = dist.get_world_size()
         if self.config.mode == "none":
             return init_device_mesh(self.device.type, (world, 1), mesh_dim_names=("replicate", "shard"))
@@ -168,7 +170,10 @@ class Sharding:
 
 
 def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, frozen: set[nn.Parameter]) -> None:
-    """Apply ``fully_shard`` to the head as one unit, because its loss uses all projections; replace ``head.loss``."""
+    """Shard the head in place, except its ``frozen`` parameters, and make it compute in ``precision``.
+
+    The head is one unit, because its loss uses all projections. ``head.loss`` is replaced.
+    """
     policy = fsdp.MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass follows at once, so gathered weights stay.
     fsdp.fully_shard(head, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
@@ -180,7 +185,7 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
     sharded = [index for index, p in enumerate(head.parameters()) if isinstance(p, DTensor) and p.requires_grad]
 
     def with_gradient(*arguments: Any) -> LossOutput:
-        """Return a loss with a gradient even if no token is trained, because other processes wait for the gradient."""
+        """Return the head's loss, with a gradient of 0 if no token is trained, for which other processes wait."""
         out = loss(*arguments)
         if out.loss_sum.requires_grad or not torch.is_grad_enabled() or not sharded:
             return out
@@ -193,16 +198,18 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
 
 
 def full_state_dict(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return weights and optimiser state by parameter name: gathered on the main process's CPU, empty on the others."""
+    """Return the weights and the optimiser state with whole tensors, on the CPU of the main process, for a checkpoint.
+
+    All processes must call this. On the others both results are empty.
+    """
     weights, state = get_state_dict(head, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return weights, dict(state)
 
 
 def load_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state of ``full_state_dict``, saved by any number of processes; each process takes its shard.
+    """Load moments that ``full_state_dict`` returned, for any number of processes; each process takes its shard.
 
-    An empty state, from updates that were all skipped, is ignored. Learning rates and other settings of ``optimizer``
-    do not change.
+    Learning rates and other settings of ``optimizer`` do not change. An empty ``state`` is ignored.
     """
     if not state["state"]:  # every update so far was skipped
         return

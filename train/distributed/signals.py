@@ -17,10 +17,10 @@ REPEAT_S = 1.0
 
 
 class Stopped(SystemExit):
-    """Raised to end the program after a signal, once its work is saved."""
+    """Exit of the program after a signal, once its work is saved. The exit code is 128 plus the signal's number."""
 
     def __init__(self, signum: int, done: str = "") -> None:
-        """Create the exception; ``done`` describes the progress in its message, such as ``after step 7``."""
+        """Store the line for the user. ``done`` says in it what is finished, such as ``after step 7``."""
         super().__init__(128 + signum)
         self.line = (
             f"stopped by {signal.Signals(signum).name}{f' {done}' if done else ''}; finished work is kept, and the "
@@ -29,29 +29,29 @@ class Stopped(SystemExit):
 
 
 class _State:
+    """Signals of this program. The class is used without instances."""
+
     received = 0
     """Number of the first signal that was received and has not ended the program yet; 0 for none."""
     since = 0.0
+    """Time of the latest signal that counts."""
     deferring = 0
     """Number of nested ``defer_signals`` blocks that are open."""
 
 
-_state = _State()
-
-
 def stop_signal() -> int:
-    """Return the number of the signal that arrived inside ``defer_signals``; 0 for none."""
-    return _state.received
+    """Return the number of the signal (SIGTERM or SIGINT) for which the program is to stop; 0 for none."""
+    return _State.received
 
 
 @contextmanager
 def install_handlers(log: Callable[[str], None]) -> Iterator[None]:
-    """Handle SIGTERM and SIGINT inside the block, which spans the whole program. Call it on the main thread.
+    """Make SIGTERM and SIGINT end the block, which is the whole program, with ``Stopped``. Call it on the main thread.
 
-    ``log`` receives one line for the user.
+    ``log`` is called with one line for the user when the program stops.
     """
     previous = {signum: signal.signal(signum, _receive) for signum in SIGNALS}
-    _state.received, _state.deferring = 0, 0
+    _State.received, _State.deferring = 0, 0
     try:
         yield
     except Stopped as stopped:
@@ -64,22 +64,23 @@ def install_handlers(log: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Delay a signal until the end of the outermost block, which then raises ``Stopped``."""
-    _state.deferring += 1
+    """Let the block finish if a signal arrives in it; the end of the outermost such block then raises ``Stopped``."""
+    _State.deferring += 1
     try:
         yield
     finally:
-        _state.deferring -= 1
-    if _state.received and not _state.deferring:
-        raise Stopped(_state.received)
+        _State.deferring -= 1
+    if _State.received and not _State.deferring:
+        raise Stopped(_State.received)
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
-    now, is_first = time.monotonic(), not _state.received
-    if not is_first and now - _state.since <= REPEAT_S:
+    """Handle a signal: stop now, or record the signal inside ``defer_signals``; a second Ctrl-C ends the program."""
+    now, is_first = time.monotonic(), not _State.received
+    if not is_first and now - _State.since <= REPEAT_S:
         return
-    _state.received, _state.since = _state.received or signum, now
-    if not _state.deferring:
+    _State.received, _State.since = _State.received or signum, now
+    if not _State.deferring:
         raise Stopped(signum)
     if is_first:
         line = f"{signal.Signals(signum).name}: saving and exiting after this step; press Ctrl-C again to exit now\n"

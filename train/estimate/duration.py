@@ -34,12 +34,15 @@ TRAINING_OVERHEAD = 1.5
 
 
 class StageDurations:
-    """Seconds that each stage of a run will take on this machine."""
+    """Expected seconds of each stage of a run on this machine, from a few passes of ``base`` that are timed at once."""
 
     def __init__(
         self, run: RunConfig, base: BaseModel, devices: int, measured: Mapping[str, float] | None = None
     ) -> None:
-        """Time a few passes. ``measured``: seconds of a step of one micro-batch by phase; None: predicted by passes."""
+        """Time the passes. ``devices`` is the number of processes that share the work of corpora and training.
+
+        ``measured`` has the seconds of a training step of one micro-batch by phase; None: predict them from the passes.
+        """
         self.run, self.base, self.devices, self.measured = run, base, devices, measured
         self.read_s = _pass_seconds(base, LONG_PASS) / LONG_PASS
         """Seconds per token of a long pass."""
@@ -50,7 +53,10 @@ class StageDurations:
         self.costs = Estimate(run, devices, device=base.device.type)
 
     def rows(self) -> list[tuple[str, str, float]]:
-        """Return (name, work, seconds) of corpora, each phase, tree and evaluate, if they will run; nan is unknown."""
+        """Return (stage, description of its work, seconds) for the stages of the run that take long.
+
+        Each phase of the stage train has its own row. Seconds are nan if unknown, for example with an answer server.
+        """
         known = {"corpora": self._corpora, "tree": self._tree, "evaluate": self._evaluate}
         rows = []
         for stage in self.run.stages:
@@ -61,7 +67,7 @@ class StageDurations:
         return rows
 
     def table(self, title: str = "stages of this run") -> Table:
-        """Return the rows and their sum as a table for the console."""
+        """Return a console table of the duration of every stage, and of all stages together."""
         table = Table(title=f"{self.run.name}: {title}", box=None, pad_edge=False, title_justify="left")
         table.add_column("stage", min_width=16)
         table.add_column("work", overflow="fold")
@@ -132,7 +138,7 @@ class StageDurations:
         return work, (turns + 1) * methods * answer
 
     def _prompt_tokens(self, split: str, limit: int | None) -> list[int]:
-        """Return the lengths of the suite's first turns, in tokens."""
+        """Return the tokens of the first turn of up to ``limit`` prompts in the half ``split`` of the suite."""
         config, base = self.run.eval, self.base
         suite = load_suite(config.suite, limit, config.seed, config.tasks, split)
         kwargs = base.config.chat_template_kwargs
@@ -140,7 +146,7 @@ class StageDurations:
 
 
 def _pass_seconds(base: BaseModel, tokens: int) -> float:
-    """Return the seconds of the fastest of three passes of the base over ``tokens`` tokens, at most ``max_context``.
+    """Return the seconds of a pass of the base over ``tokens`` tokens (at most its context): the fastest of three.
 
     A pass computes the logits after the last token only.
     """

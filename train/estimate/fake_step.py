@@ -35,7 +35,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention without storing the matrix of scores, as fused kernels do; the arguments are torch's."""
+    """Replace ``scaled_dot_product_attention`` (same arguments) without storing the matrix of attention scores."""
     mask = None if attn_mask is None else _on_meta(attn_mask)
     out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
@@ -48,10 +48,10 @@ torch.library.impl("aten::scaled_dot_product_attention", "AutogradMeta", _fused_
 
 
 class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which operations on floating-point tensors compute only shapes, and the sizes of live tensors are summed.
+    """Mode that computes only the shapes of floating-point tensors, and counts bytes and operations.
 
-    Floats are on the meta device. Integers and booleans are real, because they decide how many positions are trained.
-    torch's FakeTensorMode cannot be used, because its fake integers have no values.
+    Floating-point tensors are on the meta device. Integers and booleans have values, because they decide how many
+    positions are trained. torch's FakeTensorMode cannot be used, because its fake integers have no values.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
 
     def count(self, tensor: Tensor) -> None:
-        """Count the memory of ``tensor`` until it is freed; views share their memory."""
+        """Add the bytes of ``tensor`` to ``live`` until it is freed. Views of counted tensors add nothing."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
@@ -102,7 +102,7 @@ class FakeFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(*values: Any) -> list[Tensor]:
-    """Return the tensors among ``values`` and in lists among them."""
+    """Return the tensors among ``values``, and those in lists and tuples among ``values``."""
     items = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
     return [item for item in items if isinstance(item, Tensor)]
 
@@ -112,18 +112,17 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Convert a boolean index of ``tensor[...]`` to the positions that are True, which the meta device needs."""
+    """Return a boolean ``index`` of a tensor as integer indices, which meta tensors need; others unchanged."""
     return (index,) if index is None or index.dtype != torch.bool else index.nonzero().unbind(1)
 
 
 class StepMemory:
-    """Operations of a phase's training step, and the bytes that it needs in addition to the weights of ``head`` and its
-    base."""
+    """Floating-point operations of a training step, and its bytes in addition to the weights of head and base."""
 
     def __init__(self, head: DraftHead, phase: PhaseConfig, memory: FakeFloats, accumulates: bool) -> None:
-        """Run one step on a full micro-batch; ``memory`` counts the weights already.
+        """Run one step of ``phase`` on a full micro-batch in the mode ``memory``, which has counted the weights.
 
-        If the step ``accumulates`` gradients, those of an earlier micro-batch exist.
+        ``accumulates``: gradients of an earlier micro-batch exist during the step.
         """
         weights = memory.live
         with memory:
@@ -133,34 +132,33 @@ class StepMemory:
             optimizer.zero_grad(set_to_none=True)
             self.optimiser = memory.live - weights
             memory.peak = held = memory.live
-            peaks: dict[str, int] = {}
             if accumulates:
                 _make_gradients(head)
             memory.operations = 0
             train_step(
                 head,
                 optimizer,
-                self._counted(micro_batches(head, phase), memory),
+                self._counted(micro_batches(head, phase), memory, held),
                 phase.loss,
                 lr=phase.optim.lr,
                 clip_norm=phase.optim.clip_norm,
-                profile_hook=lambda part: peaks.update({part: memory.peak - held}),
             )
             optimizer.zero_grad(set_to_none=True)
         self.operations = memory.operations
         """Operations of all matrix products and attention, two per multiplied pair."""
-        self.loss = peaks["head"]
-        """Bytes of hidden states, activations and gradients, at the peak of the forward and backward passes."""
         self.step = memory.peak - held
         """Bytes at the peak of the whole step, which includes the optimiser's temporary tensors."""
 
     def _counted(
-        self, batches: Iterable[tuple[TrainBatch, HiddenStates]], memory: FakeFloats
+        self, batches: Iterable[tuple[TrainBatch, HiddenStates]], memory: FakeFloats, held: int
     ) -> Iterator[tuple[TrainBatch, HiddenStates]]:
+        """Yield ``batches``, which the base has read, and count before and after the head trains on each of them."""
         for batch in batches:
             self.base_operations = memory.operations
             """Operations of the base only."""
             yield batch
+            self.loss = memory.peak - held
+            """Bytes of hidden states, activations and gradients, at the peak of the forward and backward passes."""
 
 
 def _make_gradients(head: nn.Module) -> None:
@@ -170,7 +168,7 @@ def _make_gradients(head: nn.Module) -> None:
 
 
 def micro_batches(head: DraftHead, phase: PhaseConfig, share: float = 1.0) -> Iterator[tuple[TrainBatch, HiddenStates]]:
-    """Yield one micro-batch of full rows with random tokens, the last ``share`` trained, and their hidden states."""
+    """Yield one full micro-batch: random tokens, of which the last ``share`` is trained, and their hidden states."""
     base, shape = head.base, (phase.micro_batch_size, phase.seq_len)
     batch = TrainBatch(
         input_ids=torch.randint(0, base.vocab_size, shape, device="cpu"),

@@ -65,10 +65,10 @@ def fits(needed: int, gigabytes: int) -> bool:
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
-    """Return a lower bound on the seconds for the answers and for each phase, on ``plan.devices`` GPUs of this kind.
+    """Return the least seconds of each phase of a run, by name, and of its "answers", on ``plan.devices`` GPUs.
 
-    The keys are "answers", if the built-in decoding makes them, and the phases' names. Training is bound by matrix
-    products. A decoding step is bound by its products, and by reading all weights once.
+    "answers" is absent if the built-in decoding does not make them. Training is bound by matrix products. A decoding
+    step is bound by its products, or by reading all weights once.
     """
     speed, seconds = gpu.tera_operations * 1e12 * SHARE * plan.devices, {}
     config = plan.data.answers
@@ -83,7 +83,7 @@ def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
 def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> int:
     """Return the number of steps of the last phase with which the whole run takes ``hours``, at least 0.
 
-    ``seconds`` has the time of every stage of the planned run, as from ``gpu_seconds``; phases have their own names.
+    ``seconds`` are those of every phase and every other stage of the planned run, by name.
     """
     name, phase = list(plan.phases.items())[-1]
     left = hours * 3600 - sum(seconds.values()) + seconds[name]
@@ -91,7 +91,7 @@ def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> i
 
 
 def gpu_table(plan: Estimate, hours: float | None) -> Table:
-    """Return a table of a run's time on each known GPU with enough memory, and the steps in ``hours`` if given."""
+    """Return a table of a run's calculated time on each of ``GPUS``, and of the last phase's steps in ``hours``."""
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     rows = {name: gpu_seconds(plan, gpu) for name, gpu in GPUS.items()}
@@ -110,7 +110,7 @@ def gpu_table(plan: Estimate, hours: float | None) -> Table:
 
 
 def measured_step(run: RunConfig, base: BaseModel, plan: Estimate) -> dict[str, float]:
-    """Measure on this machine, and return per phase, the seconds of a full micro-batch with its update."""
+    """Train a new head on random tokens here; return the seconds of a step of one full micro-batch, by phase."""
     sharding = Sharding(run.shard, base.device)
     size = run.head_config().draft_vocab_size
     head = run.head_config().build(base, None if size is None else torch.arange(min(size, base.vocab_size)))
@@ -135,7 +135,7 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate) -> dict[str, 
 
 
 def why_not_measured(run: RunConfig, plan: Estimate) -> str:
-    """Return the reason why real steps cannot be run here; empty if they can."""
+    """Return the reason why training steps cannot be timed on this machine; an empty string if they can."""
     free, _ = memory()
     needed = max(plan.total(name) for name in plan.phases)
     if plan.devices > 1:
@@ -159,7 +159,7 @@ def _is_at_hand(base: BaseConfig) -> bool:
 
 
 def print_estimate(run: RunConfig) -> None:
-    """Print the costs of a run on the processes that the launcher started; only the process of rank 0 prints."""
+    """Print memory, disk and hours of a run on as many processes as the launcher started. Only rank 0 prints."""
     if os.environ.get("RANK", "0") != "0":
         return
     check_sources(run)
@@ -179,7 +179,7 @@ def print_estimate(run: RunConfig) -> None:
 
 
 def machine_lines(run: RunConfig, devices: int) -> list[Table | str]:
-    """Return the time of every stage on this machine from real steps, or a line with the reason why none was run."""
+    """Return a table and lines about time and memory here, from real steps; or a line that says why there are none."""
     plan = Estimate(run, devices, device=device_of(None).type)
     if reason := why_not_measured(run, plan):
         return [f"time on this machine: not measured, because {reason}"]

@@ -26,9 +26,9 @@ CACHED = 2
 
 
 class Estimate:
-    """The costs of a run on ``devices`` devices of type ``device``, with ``per_node`` (default: all) on each node.
+    """Parameters, trained tokens, memory and disk of a run on ``devices`` devices (processes) of the type ``device``.
 
-    Sizes are in bytes.
+    Every node has ``per_node`` of the devices (None: all are on one node). Sizes are in bytes.
     """
 
     def __init__(self, run: RunConfig, devices: int = 1, per_node: int | None = None, device: str = "cuda") -> None:
@@ -95,25 +95,25 @@ class Estimate:
         return 1.0 if self.phases[name].corpus == "text" else answer / (answer + prompt)
 
     def operations(self, name: str) -> float:
-        """Return the floating-point operations of a phase on all devices, of the base's and the head's passes."""
+        """Return the floating-point operations of base and head in the phase ``name``, on all devices together."""
         step, phase = self._step(name, accumulates=False), self.phases[name]
         share = self.trained_share(name)
         of_micro_batch = step.base_operations + share * (step.operations - step.base_operations)
         return of_micro_batch * phase.steps * self.rows_per_step(name) / phase.micro_batch_size
 
     def steps(self) -> dict[str, StepMemory]:
-        """Return the memory of a step of one micro-batch, by phase."""
+        """Return the operations and bytes of a training step of one micro-batch, by phase."""
         return {name: self._step(name, accumulates=False) for name in self.phases}
 
     def total(self, name: str, mode: str | None = None) -> int:
-        """Return the bytes that a device needs in a phase: the sum of ``memory``."""
+        """Return the bytes that a device needs in the phase ``name``; ``mode`` replaces ``shard.mode`` unless None."""
         return sum(self.memory(name, mode).values())
 
     def memory(self, name: str, mode: str | None = None) -> dict[str, int]:
-        """Return a device's bytes by purpose at the peak of a step of phase ``name``, by ``shard.mode`` or ``mode``.
+        """Return a device's bytes by purpose at the peak of a step of the phase ``name``.
 
-        The sizes come from a step that was run without memory. Sharded tensors are divided by the number N of shards,
-        and gathered tensors are added:
+        ``mode`` replaces ``shard.mode`` unless None. The sizes come from a step that was run without memory. Sharded
+        tensors are divided by the number N of shards, and gathered tensors are added:
 
         - base weights, ``full``: 1/N of the layers (none if offloaded), and ``GATHERED_LAYERS`` layers. A trained base
           has a second copy of the layers.
@@ -150,6 +150,7 @@ class Estimate:
         return memory
 
     def _step(self, name: str, accumulates: bool) -> StepMemory:
+        """Return the costs of a step of the phase ``name`` on one micro-batch; see ``StepMemory``. Run it only once."""
         if (name, accumulates) not in self._steps:
             if self.trains_base:
                 self.head.train_base(now=self.phases[name].train_base)
@@ -159,7 +160,7 @@ class Estimate:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Bytes on disk by purpose: 4 per token id of answers, 2 D per token and layer of states, one checkpoint."""
+        """Bytes on disk by purpose, at most: answers, stored hidden states (of each phase) and one checkpoint."""
         width = self.base.hidden_size * CACHED
         sizes = {"answers": self.answer_tokens * TOKEN_ID}
         storing = {name: phase for name, phase in self.phases.items() if phase.store_hidden_states}
@@ -177,7 +178,7 @@ class Estimate:
 
 
 def render(estimate: Estimate) -> Group:
-    """Return the estimate as tables for a console."""
+    """Return the parameters, tokens, memory and disk of a run as console tables."""
     phases = list(estimate.phases)
     parameters = _table("parameters", "count")
     parameters.add_row("base" if estimate.adapters else "base, frozen", f"{estimate.base.model.num_parameters():,}")

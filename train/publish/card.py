@@ -41,11 +41,17 @@ def write_card(
     processes: int,
     agreement: str | None = None,
 ) -> None:
-    """Write ``README.md``, ``eval.json`` and, if the run drew it, the loss curve into ``folder/head``.
+    """Write the model card ``README.md``, ``eval.json`` and, if there is one, the loss curve into ``folder/head``.
 
-    ``evaluation`` is the contents of ``eval.json``. ``quality``, of ``quality.json``, compares a trained base with the
-    original one (None: frozen). ``processes`` is the number of processes with which the run started. ``agreement`` is a
-    line about the transcripts' agreement with the base (None: no transcripts).
+    Args:
+        run: Settings of the run.
+        head: Trained head.
+        answers: Numbers of rows and tokens of the answers that the run trained on.
+        evaluation: Contents of ``eval.json``.
+        quality: Contents of ``quality.json``, which compares a trained base with the original one; None if frozen.
+        folder: Run folder.
+        processes: Number of processes with which the run started.
+        agreement: Line about the transcripts' agreement with the base; None without transcripts.
     """
     # Prompt and tree files are named without this machine's folders.
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
@@ -56,7 +62,7 @@ def write_card(
     curve = folder / "plots" / LOSS_FIGURE
     if curve.exists():
         shutil.copyfile(curve, target / LOSS_FIGURE)
-    licences, (export_rows, is_loaded) = base_licences(run.base), formats(head)
+    licences, export_rows = base_licences(run.base), formats(head)
     card = ModelCard.from_template(
         metadata(run, head, evaluation, licences),
         template_path=str(TEMPLATE),
@@ -71,7 +77,7 @@ def write_card(
         results=markdown_table(evaluation),
         definitions=DEFINITIONS,
         formats=export_rows,
-        is_loaded=is_loaded,
+        is_loaded=any(engines != "none" and fit == "yes" for _, engines, fit in export_rows),
         obstacles=obstacles(export_rows),
         quality=None if quality is None else f"{quality_table(quality).markdown()}\n{sentence(quality_line(quality))}",
         facts=facts(run, head, answers, agreement),
@@ -108,7 +114,7 @@ def minimal_card(folder: Path) -> None:
 def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licences: dict[str, Any]) -> ModelCardData:
     """Return the card's front matter, which the Hub searches and shows, with results per task and overall.
 
-    ``evaluation`` is the contents of ``eval.json``, ``licences`` the result of ``base_licences``.
+    ``evaluation`` is the contents of ``eval.json``. ``licences`` are the base's licence fields by key.
     """
     sources = [*run.data.text.sources, *run.data.transcripts]
     sources += run.data.answers.sources if run.data.uses_answers else []
@@ -147,7 +153,7 @@ def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licenc
 
 
 def base_licences(base: BaseConfig) -> dict[str, Any]:
-    """Return "license", and "license_name" and "license_link" if stated, from the base's model card; else "unknown"."""
+    """Return "license", "license_name", "license_link" as the base's model card states them; else "unknown"."""
     if base.name == EMBEDDED:
         return {"license": "apache-2.0"}
     card = Path(base.name) / "README.md"
@@ -162,20 +168,20 @@ def base_licences(base: BaseConfig) -> dict[str, Any]:
 
 
 def base_link(head: DraftHead) -> str:
-    """Return the base's name, as a link if it is on the Hub. A local base is named by its last folder."""
+    """Return the name of the head's base in Markdown: a link if it is on the Hub, else the name of its folder."""
     name = published_name(head.base)
     if _is_on_hub(head):
         return f"[{name}](https://huggingface.co/{name})"
     return f"`{Path(name).name}` ({'random weights' if head.base.config.random else 'a local base'})"
 
 
-def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
-    """Return a row per format for heads of this type, and True if a current engine release loads this head.
+def formats(head: DraftHead) -> list[tuple[str, str, str]]:
+    """Return (format, engines, fit) for each export format for heads of this type, in Markdown.
 
-    A row holds the format, the engines whose current release loads it, and ``yes`` or the reasons why this head cannot
-    be written in it.
+    ``engines`` are those whose current release loads the format, or "none". ``fit`` is "yes" if ``head`` can be written
+    in the format, else "no: " and the reasons.
     """
-    rows, is_loaded = [], False
+    rows = []
     for head_format in all_formats().values():
         if isinstance(head.config, head_format.head_config):
             engines = [
@@ -187,14 +193,13 @@ def formats(head: DraftHead) -> tuple[list[tuple[str, str, str]], bool]:
             )
             cell = "; ".join(engines).replace("|", "\\|") or "none"
             rows.append((f"`{head_format.name}`", cell, f"no: {reasons}" if reasons else "yes"))
-            is_loaded = is_loaded or (bool(engines) and not reasons)
-    return rows, is_loaded
+    return rows
 
 
 def serving_lines(head: DraftHead, folder: Path) -> list[str]:
-    """Return, for each engine that loads the ``head`` in ``folder``, the commands that export and serve it.
+    """Return console lines with the commands that export and serve ``head``, for each engine that can load it.
 
-    If no engine loads it, return the reasons and the settings that avoid them.
+    If no engine can, the lines give the reasons, and the settings that avoid them. ``folder`` holds the head.
     """
     drafts, is_adapted = min(head.depth, head.config.trained_positions), head.base.config.adapter is not None
     commands: dict[str, list[str]] = {}
@@ -225,25 +230,25 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
 
 
 def obstacles(rows: list[tuple[str, str, str]]) -> str:
-    """Return the reasons why engines that load heads of this type do not load this head; empty without such engines.
+    """Return a sentence with the reasons why no engine loads a head, from the ``rows`` of ``formats``.
 
-    ``rows`` come from ``formats``.
+    The sentence is empty if no engine loads heads of this type at all.
     """
     reasons = [f"to={name.strip('`')}: {fit.removeprefix('no: ')}" for name, engines, fit in rows if engines != "none"]
     return f"Reasons, by export format: {'. '.join(reasons)}. " if reasons else ""
 
 
 def contents(run: RunConfig) -> str:
-    """Return a name for the data of phases with ``corpus: answers``, such as "the base's answers"."""
+    """Return a name for the training data other than text: "transcripts", "the base's answers", or both with "and"."""
     return " and ".join(["transcripts"] * bool(run.data.transcripts) + ["the base's answers"] * run.data.uses_answers)
 
 
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
-    """Return rows (name, description) about the base, the training data and the seed."""
+    """Return the card's rows (name, description) about the base, the training data and the seed, in Markdown.
+
+    ``answers`` counts all assistant turns that were trained on. ``agreement`` is the line about transcripts.
+    """
     sampler, data = run.data.answers.sampler, run.data
-    sampling = "greedy" if sampler.temperature == 0 else f"temperature {sampler.temperature:g}"
-    sampling += f", top-k {sampler.top_k}" if sampler.top_k else ""
-    sampling += f", top-p {sampler.top_p:g}" if sampler.top_p < 1 else ""
     revision = run.base.revision or getattr(head.base.model.config, "_commit_hash", None) or "not fixed"
     adapter = " and the adapter in `adapter/`" if head.base.config.adapter is not None else ""
     is_full = len(head.d2t) == head.vocab_size
@@ -259,18 +264,17 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str 
         rows.append(("transcripts", f"{_sources(data.transcripts)}; {agreement}"))
         total = f"{answers.rows:,} assistant turns in all, {answers.tokens:,} tokens"
         rows.append(("trained on", f"{contents(run)}: {total}"))
-    if not data.uses_answers:
-        return [*rows, ("seed", str(run.seed))]
-    prompts = [_sources(data.answers.sources)] if data.answers.prompts else []
-    if count := data.answers.self_prompted:
-        prompts.append(f"up to {count:,} written by the base itself")
-    size = "the base's own" if data.transcripts else f"{answers.rows:,} of the base's own, {answers.tokens:,} tokens"
-    return [
-        *rows,
-        ("prompts", "; ".join(prompts)),
-        ("answers", f"{size}: {sampling}, at most {sampler.max_new_tokens} each"),
-        ("seed", str(run.seed)),
-    ]
+    if data.uses_answers:
+        prompts = [_sources(data.answers.sources)] if data.answers.prompts else []
+        if count := data.answers.self_prompted:
+            prompts.append(f"up to {count:,} written by the base itself")
+        sampling = "greedy" if sampler.temperature == 0 else f"temperature {sampler.temperature:g}"
+        sampling += f", top-k {sampler.top_k}" if sampler.top_k else ""
+        sampling += f", top-p {sampler.top_p:g}" if sampler.top_p < 1 else ""
+        own = "the base's own" if data.transcripts else f"{answers.rows:,} of the base's own, {answers.tokens:,} tokens"
+        rows.append(("prompts", "; ".join(prompts)))
+        rows.append(("answers", f"{own}: {sampling}, at most {sampler.max_new_tokens} each"))
+    return [*rows, ("seed", str(run.seed))]
 
 
 def _sources(sources: list[SourceConfig]) -> str:
@@ -289,17 +293,17 @@ def _sources(sources: list[SourceConfig]) -> str:
 
 
 def phase_row(name: str, phase: PhaseConfig, processes: int, answers: str = "the base's answers") -> tuple[str, ...]:
-    """Return a phase's name, data, steps, tokens per step, learning rate and loss.
+    """Return the cells of a phase in the card's table: name, data, steps, tokens per step, learning rate, loss.
 
-    ``processes`` is the number of processes with which the run started; it sets the rows of a step. ``answers`` names
-    the data of phases with ``corpus: answers``.
+    ``processes`` is the number of processes with which the run started, on which the tokens of a step may depend.
+    ``answers`` names the data of phases with ``corpus: answers``.
     """
     optim, loss = phase.optim, phase.loss
     tokens = phase.seq_len * phase.rows(processes)
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"
     terms = " + ".join(f"{getattr(loss, term):g} {term}" for term in TERMS if getattr(loss, term))
     weights = f"decay {loss.decay:g}" if loss.depth_weights is None else f"weights {loss.depth_weights}"
-    data = {"text": "text", "answers": answers}[phase.corpus]
+    data = "text" if phase.corpus == "text" else answers
     return name, data, f"{phase.steps:,}", f"{tokens:,}", rate, f"{terms}, {weights} by position"
 
 

@@ -14,22 +14,22 @@ Row = Mapping[str, Any]
 
 
 class MetricsLog:
-    """``metrics.jsonl``: one JSON object per line, appended. Numbers that are not finite become null.
+    """The file ``metrics.jsonl``: one JSON object (row) per line. Numbers that are not finite become null.
 
-    A row holds ``total_step``, the number of finished optimiser steps over all phases. A resumed run drops later rows.
+    The value ``total_step`` of a row is the number of finished optimiser steps over all phases.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, row: Row) -> None:
-        """Append a row and flush it to disk, so that a later kill of this process cannot lose it."""
+        """Append a row and close the file, so that a later kill of this process cannot lose the row."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(finite(row), allow_nan=False) + "\n")
 
     def truncate(self, total_step: int) -> None:
-        """Drop rows after ``total_step`` and a half-written last line, so that a resumed run logs no step twice."""
+        """Remove rows of steps after ``total_step``, and a half-written last line, before a run resumes there."""
         if self.path.exists():
             rows = [row for row in self.rows() if row.get("total_step", 0) <= total_step]
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -40,9 +40,9 @@ class MetricsLog:
 
 
 def console_line(row: Row, steps: int) -> str:
-    """Return a row as one console line. ``steps`` is the number of steps of the row's phase, for the eta.
+    """Return a row of ``metrics.jsonl`` as one console line. ``steps`` is the number of steps of the row's phase.
 
-    Keys ``NAME_loss`` (Medusa-2's base and heads) are terms of the loss, shown after it.
+    Values with keys ``NAME_loss`` (Medusa-2's base and heads) are shown in brackets after the loss.
     """
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
     terms = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))

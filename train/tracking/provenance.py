@@ -23,10 +23,8 @@ MAX_DIFF_BYTES = 2_000_000
 def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
     """Write ``recipe.yaml``, ``provenance.json`` and, if the checkout has changes, ``git.diff`` into ``folder``.
 
-    It never fails a run. A value that cannot be determined becomes ``{"error": ...}``.
-
-    Returns:
-        One warning line per file that could not be written.
+    Return a warning line for each file that could not be written; raise nothing. A value of ``provenance.json`` that
+    cannot be determined becomes ``{"error": ...}``.
     """
     root = Path(drafthead.__file__).resolve().parent.parent
     # A copy of the code inside another repository is not that repository's commit.
@@ -55,6 +53,7 @@ def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
 
 
 def _or_error(get_value: Callable[[], Any]) -> Any:
+    """Return the result of ``get_value``, or ``{"error": ...}`` if it raises."""
     try:
         return get_value()
     except Exception as error:  # recording a run must not stop it
@@ -67,6 +66,7 @@ def _git(checkout: Path, *arguments: str) -> str:
 
 
 def _git_state(checkout: Path) -> dict[str, Any]:
+    """Return the commit, and the names of changed and of untracked files."""
     lines = _git(checkout, "status", "--porcelain").splitlines()
     return {
         "commit": _git(checkout, "rev-parse", "HEAD").strip(),

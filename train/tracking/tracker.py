@@ -42,10 +42,10 @@ class TrackerConfig:
 
 
 class Tracker:
-    """The tracker of a run. Its errors never end the run: after the first it prints one warning and sends no more.
+    """The experiment tracker of a run. Its errors never end the run: after the first, it warns and sends no more.
 
-    Create it on the main process only, before the first row of ``metrics.jsonl``. If the folder has rows already, its
-    wandb run is resumed; otherwise a new one starts.
+    Create it on the main process only, before the first row of ``metrics.jsonl`` is written. If the folder has rows
+    already, the folder's wandb run is resumed; otherwise a new one starts.
     """
 
     def __init__(
@@ -57,7 +57,11 @@ class Tracker:
         settings: Row,
         log: Callable[[str], None],
     ) -> None:
-        """Start tracking. ``accelerator`` has ``log_with=config.kind`` and the run folder as ``project_dir``."""
+        """Start tracking, and give the run's ``settings`` to the tracker. ``log`` prints a line for the user.
+
+        ``accelerator`` has ``log_with=config.kind`` and the run folder as ``project_dir``. ``name`` is the name of the
+        run in the tracker, unless ``config.run_name`` is set.
+        """
         self.accelerator, self.config, self.folder, self._log = accelerator, config, folder, log
         self._step = 0
         self._wandb_run: Any = None
@@ -67,16 +71,17 @@ class Tracker:
                 self._open(config.run_name or name, settings)
 
     def log(self, row: Row, step: int) -> None:
-        """Send a row's finite numbers as ``PHASE/KEY`` at ``step``, counted over all phases."""
+        """Send the finite numbers of a row of ``metrics.jsonl`` as ``PHASE/KEY``. ``step`` counts over all phases."""
         self._step = step
         with self._warning_on_error():
             if self._active:
                 self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step)
 
     def replay(self, rows: Iterable[Row]) -> None:
-        """Send the rows that a resumed wandb run lacks, because a killed process may not have sent its last rows.
+        """Send those of ``rows``, all rows of ``metrics.jsonl``, that a resumed wandb run lacks.
 
-        If wandb is offline, all rows are sent, so that its newest folder holds the whole run. TensorBoard needs none.
+        A killed process may not have sent its last rows. If wandb is offline, all rows are sent, so that its newest
+        folder holds the whole run. To TensorBoard nothing is sent, because its files hold all rows.
         """
         if self._wandb_run is not None:
             for row in rows:
@@ -84,7 +89,7 @@ class Tracker:
                     self.log(row, row["total_step"])
 
     def finish(self, evaluation: Row | None = None) -> None:
-        """Send the evaluation (to wandb also tables, report and files) and close. Later calls do nothing."""
+        """Send the contents of ``eval.json`` (to wandb also tables and files), and close. Later calls do nothing."""
         with self._warning_on_error():
             if self._active:
                 if evaluation is not None:
@@ -112,6 +117,7 @@ class Tracker:
 
     @contextmanager
     def _warning_on_error(self) -> Iterator[None]:
+        """Turn an error in the block into a warning, and send nothing from then on."""
         try:
             yield
         except Exception as error:  # a service that is down, full or changed must not end a training run
@@ -169,9 +175,10 @@ class Tracker:
 
 
 def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
-    """Return wandb's mode for ``TrackerConfig.mode``. ``auto`` without a login is offline, so that wandb does not ask.
+    """Return the mode in which wandb starts, for the setting ``mode`` and the environment variables.
 
-    A login is WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
+    Without a login, ``auto`` is offline, so that wandb does not ask for one. A login is WANDB_API_KEY,
+    WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
     """
     if mode != "auto":
         return mode
@@ -188,7 +195,7 @@ def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
 
 
 def wandb_run_id(folder: Path) -> str:
-    """Return the id of the folder's wandb run: the saved id if ``metrics.jsonl`` exists, else a new one, saved now."""
+    """Return the id of the run's wandb run: the id saved in ``folder`` if ``metrics.jsonl`` exists, else a new one."""
     file = folder / "wandb-run-id"
     if not ((folder / "metrics.jsonl").exists() and file.exists()):
         write_checksummed_json(file, uuid.uuid4().hex[:12])
@@ -196,5 +203,6 @@ def wandb_run_id(folder: Path) -> str:
 
 
 def _numbers(row: Row, prefix: str) -> dict[str, float]:
+    """Return the finite numbers of a nested row by ``prefix`` and key, such as ``distill/loss``."""
     flat = flatten(row, "/").items()
     return {f"{prefix}{key}": v for key, v in flat if isinstance(v, (int, float)) and math.isfinite(v)}

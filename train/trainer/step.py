@@ -139,8 +139,5 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
 def evaluate_loss(
     head: DraftHead, batches: Iterable[tuple[TrainBatch, HiddenStates]], loss: LossConfig
 ) -> dict[str, float]:
-    """Return the mean loss per trained token ("loss") and the head's metrics over all ``batches``, without training.
-
-    ``batches`` are at least one pair of a batch and the base's hidden states at its tokens.
-    """
+    """Return the mean loss per trained token ("loss") and the head's metrics over ``batches`` (at least one)."""
     return _metrics(_added([head.loss(batch, base_hidden, loss) for batch, base_hidden in batches]))

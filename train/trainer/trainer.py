@@ -126,10 +126,7 @@ class Trainer:
                 started += perf_counter() - paused  # logged speed leaves out validation and saving
 
     def _check_common(self, name: str, digest: str) -> None:
-        """Raise a ``UserError`` if the packed rows of phase ``name`` differ between processes, by their ``digest``.
-
-        The processes divide a step's rows by row number, so equal numbers must mean equal rows.
-        """
+        """Raise a ``UserError`` if the packed rows of phase ``name`` differ between processes, by their ``digest``."""
         digests = self.processes.gather(digest)
         if len(set(digests)) > 1:
             raise UserError(
