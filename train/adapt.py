@@ -83,7 +83,7 @@ class OnlineExample:
     """(index in ``text.ids``, draft position from 1) of each token that should have been drafted but was not."""
 
     def batch(self, depth: int, positions: str) -> TrainBatch:
-        """Return one row that trains ``positions``: "all" answer tokens, or "rejected" ones (others get weight 0)."""
+        """Return the answer as one row that trains "all" its tokens, or the "rejected" ones (others have weight 0)."""
         batch = TrainBatch.of([self.text.ids], self.text.boundary)
         if positions == "all":
             return batch
@@ -94,36 +94,32 @@ class OnlineExample:
 
 
 class Recorder(Drafter):
-    """Drafter that drafts like ``head`` for one row and records every finished answer in ``lessons``, for training."""
+    """Drafter that drafts like ``head`` for one row at a time, and records what training on the answer needs."""
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
         self.tree, self.spec, self.reads_base = head.tree, head.spec, head.reads_base
         self.confidence_threshold, self.base_fingerprint = head.confidence_threshold, head.base_fingerprint
         self.depth, self.vocab_size = head.depth, head.vocab_size
-        self.lessons: list[OnlineExample] = []
-        self._session: RecorderSession | None = None
 
     def identity(self) -> tuple[object, ...]:
         return self.head.identity()
 
     def open(self, rows: int, cache: TreeCache | None = None) -> "RecorderSession":
-        self._session = RecorderSession(self.head.open(rows, cache))
-        return self._session
+        self.session = RecorderSession(self.head.open(rows, cache))
+        return self.session
 
     def cache_slots(self, draft_config: DraftConfig) -> int:
         return self.head.cache_slots(draft_config)
 
-    def remember(self, tokens: list[int]) -> None:
-        """Append a finished answer, the ids of its prompt and answer, to ``lessons``, unless nothing was committed."""
-        session, self._session = self._session, None
-        if session is None or not session.hidden:
-            return
-        failed = (first_undrafted(p, tokens[n + 1 : n + count], n) for p, n, count in session.steps)
+    def example(self, tokens: list[int]) -> OnlineExample:
+        """Return the latest answer as training data. ``tokens`` are the ids of its prompt and answer."""
+        hidden = self.session.hidden
+        failed = (first_undrafted(p, tokens[n + 1 : n + count], n) for p, n, count in self.session.steps)
         # A last step that EOS or the limit cut short accepted more than it committed.
         rejected = [(i, k) for i, k, drafted in filter(None, failed) if i < len(tokens) and tokens[i] not in drafted]
-        text = FinishedAnswer(list(tokens), session.hidden[0].final.shape[1])  # the prompt is committed first
-        self.lessons.append(OnlineExample(text=text, hidden=join(session.hidden, len(tokens)), rejected=rejected))
+        text = FinishedAnswer(tokens, hidden[0].final.shape[1])  # the prompt is committed first
+        return OnlineExample(text=text, hidden=join(hidden, len(tokens)), rejected=rejected)
 
 
 class RecorderSession(Session):
@@ -233,7 +229,7 @@ class OnlineLearner:
             seed=seed,
         )
         self.decode_s += result.total_s
-        lesson = self.recorder.lessons.pop()
+        lesson = self.recorder.example([*ids, *result.tokens])
         self.learn(lesson)
         return result, lesson
 

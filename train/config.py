@@ -237,9 +237,7 @@ def parse_run(cfg: DictConfig) -> RunConfig:
     if run.init_data is not None and run.init_from is None:
         raise UserError("init_data needs init_from, which is not set; set init_from to a head, or leave init_data out")
     if run.init_from is not None and run.trains_base:
-        raise UserError(
-            "init_from continues heads of the original base, but a phase has train_base; leave one of them out"
-        )
+        raise UserError("init_from continues heads of the original base, but a phase has train_base; leave one out")
     _check_base_training(run)
     _check_stream(run)
     if "num_hidden_layers" in run.base.shape:
@@ -310,12 +308,8 @@ def _check_stream(run: RunConfig) -> None:
             "data.text.stream keeps no text on which quality_limits of a trained base can be measured; leave stream out"
         )
     for name, phase in run.phases.items():
-        if phase.corpus == "text" and phase.max_tokens is not None:
-            raise UserError(
-                f"phases.{name}.max_tokens needs rows on disk, but data.text.stream keeps none; leave one of them out"
-            )
-        if phase.corpus == "text" and phase.store_hidden_states:
-            raise UserError(
-                f"phases.{name}.store_hidden_states stores hidden states of text that data.text.stream reads once; set "
-                "it to false"
-            )
+        for key in ("max_tokens", "store_hidden_states"):
+            if phase.corpus == "text" and getattr(phase, key):
+                raise UserError(
+                    f"phases.{name}.{key} needs text rows on disk, but data.text.stream keeps none; leave one out"
+                )

@@ -119,7 +119,7 @@ class AnswerGenerator:
 
     @cached_property
     def backend(self) -> "BuiltInBackend | ServerBackend":
-        """The built-in decoding, or the server of the settings."""
+        """Source of the answers: the built-in decoding, or the server at ``server.url`` if it is set."""
         config, base = self.config, self.base
         if config.server.url is None:
             # All shards of a corpus have hidden states or none has: earlier shards decide.
@@ -166,13 +166,9 @@ class AnswerGenerator:
         recorded = files.read_manifest(self.folder) if (self.folder / files.MANIFEST_NAME).exists() else {}
         serves = self.config.server.url is not None
         if recorded and ("server" in recorded) != serves:
-            kinds = ("a server", "the built-in decoding")
-            before, now = kinds if "server" in recorded else reversed(kinds)
+            before = "the built-in decoding" if serves else "a server"
             remedy = "leave data.answers.server.url out" if serves else "set data.answers.server.url"
-            raise UserError(
-                f"{self.folder} was started with {before}, and this run would continue with {now}; {remedy}, or choose "
-                "another data.folder"
-            )
+            raise UserError(f"{self.folder} was started with {before}; {remedy}, or choose another data.folder")
         manifest = {"base": self.base.identity(), "seed": self.seed, **self.config.manifest()}
         return AnswerStore(self.folder, manifest | self.backend.identity(recorded))
 

@@ -257,6 +257,6 @@ class Corpora:
 
 
 def is_held_out(prompt_number: int) -> bool:
-    """Return True if the answer to a prompt is held out from training. All turns of a conversation are alike."""
+    """Return True if the answer to prompt ``prompt_number`` is held out, with all turns of its conversation."""
     group, index = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)
     return index == HELD_OUT_EVERY - 1 and group < HELD_OUT_MOST

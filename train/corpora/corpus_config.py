@@ -35,7 +35,7 @@ class TextConfig:
     """Threads per process that pack a stream's rows ahead of their use."""
 
     def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the rows, for their manifest."""
+        """Return the settings that determine the packed rows of text, for the manifest of the corpus."""
         sources = {"sources": [source.manifest() for source in self.sources]}
         return sources | ({"stream_shards": self.stream_shards} if self.stream else {"max_tokens": self.max_tokens})
 
@@ -94,7 +94,7 @@ class AnswersConfig:
         return not self.copied and self.server.url is None
 
     def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the answers, for their manifest; speed and location do not."""
+        """Return the settings that determine the answers, for the manifest: without those of speed and location."""
         without = ("batch_size", "server", "precomputed", "fresh")
         manifest = {key: value for key, value in asdict(self).items() if key not in without}
         for key in ("exclude_suites", "temperatures", "chat_template_kwargs"):

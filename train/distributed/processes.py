@@ -67,11 +67,8 @@ class Processes:
         heartbeat = _Heartbeat(self.rank, self.count, self._timeout_s)
         try:
             yield
-        except Stopped as stopped:
-            heartbeat.stop((stopped.code, stopped.line))
-            raise
-        except UserError as error:
-            heartbeat.stop((1, str(error)))
+        except (Stopped, UserError) as error:
+            heartbeat.stop((error.code, error.line) if isinstance(error, Stopped) else (1, str(error)))
             raise
         except BaseException as error:
             # A collective raises RuntimeError when a peer has died, and so may our own code. Peers decide which it is.

@@ -138,7 +138,7 @@ class StageDurations:
         return work, (turns + 1) * methods * answer
 
     def _prompt_tokens(self, split: str, limit: int | None) -> list[int]:
-        """Return the tokens of the first turn of up to ``limit`` prompts in the half ``split`` of the suite."""
+        """Return the tokens of each of up to ``limit`` (None: all) first turns in the half ``split`` of the suite."""
         config, base = self.run.eval, self.base
         suite = load_suite(config.suite, limit, config.seed, config.tasks, split)
         kwargs = base.config.chat_template_kwargs

@@ -91,7 +91,7 @@ def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> i
 
 
 def gpu_table(plan: Estimate, hours: float | None) -> Table:
-    """Return a table of a run's calculated time on each of ``GPUS``, and of the last phase's steps in ``hours``."""
+    """Return a table of a run's least time on each of ``GPUS``, and of the last phase's steps in ``hours``."""
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     rows = {name: gpu_seconds(plan, gpu) for name, gpu in GPUS.items()}

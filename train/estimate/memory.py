@@ -150,7 +150,7 @@ class Estimate:
         return memory
 
     def _step(self, name: str, accumulates: bool) -> StepMemory:
-        """Return the costs of a step of the phase ``name`` on one micro-batch; see ``StepMemory``. Run it only once."""
+        """Return the costs of a step of the phase ``name`` on one micro-batch; ``accumulates`` as in ``StepMemory``."""
         if (name, accumulates) not in self._steps:
             if self.trains_base:
                 self.head.train_base(now=self.phases[name].train_base)

@@ -28,6 +28,8 @@ from drafthead.train.config import PhaseConfig, RunConfig
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 LOSS_FIGURE = "training_loss.png"
 UNKNOWN = "unknown"
+SEARCHED: dict[str, Any] = {"library_name": "drafthead", "pipeline_tag": "text-generation"}
+TAGS = ["drafthead", "speculative-decoding", "custom_generate"]
 ADVICE = "   vLLM, SGLang and llama.cpp load EAGLE-3 heads: recipe=eagle3_smollm2_served, recipe=eagle3_llama3"
 
 
@@ -93,13 +95,7 @@ def minimal_card(folder: Path) -> None:
     config = read_head_config(folder)
     name = str(config["base"].get("name"))
     on_hub = _is_hub_name(name)
-    data = ModelCardData(
-        base_model=name if on_hub else None,
-        library_name="drafthead",
-        pipeline_tag="text-generation",
-        tags=["drafthead", "speculative-decoding", "custom_generate"],
-        license=UNKNOWN,
-    )
+    data = ModelCardData(base_model=name if on_hub else None, tags=TAGS, license=UNKNOWN, **SEARCHED)
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -142,12 +138,11 @@ def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licenc
     name = published_name(head.base)
     return ModelCardData(
         base_model=name if _is_on_hub(head) else None,
-        library_name="drafthead",
-        pipeline_tag="text-generation",
-        tags=["drafthead", "speculative-decoding", "custom_generate", type(head).__module__.rpartition(".")[2]],
+        tags=[*TAGS, type(head).__module__.rpartition(".")[2]],
         datasets=list(dict.fromkeys(datasets)) or None,
         model_name=run.name,
         eval_results=results or None,
+        **SEARCHED,
         **licences,
     )
 

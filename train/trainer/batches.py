@@ -105,8 +105,8 @@ def split_rows(numbers: list[int], micro_batch_size: int, processes: int, rank: 
     """Return the row numbers of each micro-batch of process ``rank``, in a step that trains on the rows ``numbers``.
 
     Every process gets the same number of micro-batches, each with 1 to ``micro_batch_size`` rows. Too few rows raise a
-    ``UserError``. Example: 8 rows in micro-batches of 2 on
-    2 processes are [0 1] [4 5] on rank 0 and [2 3] [6 7] on rank 1.
+    ``UserError``. Example: 8 rows in micro-batches of 2 on 2 processes are [0 1] [4 5] on rank 0 and [2 3] [6 7] on
+    rank 1.
     """
     count = -(-len(numbers) // (micro_batch_size * processes)) * processes
     if count > len(numbers):

@@ -65,7 +65,7 @@ class Trainer:
         while state.phase < len(names):
             name = names[state.phase]
             phase = self.run.phases[name]
-            batch = phase.batch_line(self.processes.count, self._rows_per_step(phase))
+            batch = phase.batch_line(self.processes.count, phase.rows(self.state.processes))
             with self.display.stage(f"phase {name}: {phase.steps} steps on {phase.corpus}, {batch}"):
                 if self.run.trains_base:
                     self.head.train_base(now=phase.train_base)
@@ -86,7 +86,7 @@ class Trainer:
             self._check_common(name, digest_rows(data.rows))
         self.checkpoints.check_corpora()
         if phase.corpus == "answers":
-            reads = phase.steps * self._rows_per_step(phase) / len(data.subset)
+            reads = phase.steps * phase.rows(self.state.processes) / len(data.subset)
             self.display.line(f"   each answer is read {reads:,.1f} times in this phase")
         with signals.defer_signals():
             # This iterator also computes the base's hidden states, or reads them from disk.
@@ -139,7 +139,7 @@ class Trainer:
         self, phase: PhaseConfig, batches: Iterator[Batch], optimizer: torch.optim.Optimizer, lr: float
     ) -> StepResult:
         state = self.state
-        count = phase.micro_batches(self.processes.count, self._rows_per_step(phase))
+        count = phase.micro_batches(self.processes.count, phase.rows(self.state.processes))
         result = train_step(
             self.head,
             optimizer,
@@ -160,16 +160,12 @@ class Trainer:
         phase = self.run.phases[name]
         seed = self.run.seed * 1000 + list(self.run.phases).index(name)
         return open_phase(
-            self.corpora, name, phase, self.head.spec, seed, num_rows=phase.steps * self._rows_per_step(phase)
+            self.corpora, name, phase, self.head.spec, seed, num_rows=phase.steps * phase.rows(self.state.processes)
         )
-
-    def _rows_per_step(self, phase: PhaseConfig) -> int:
-        """Return the rows of one optimiser step, on as many processes as the run started with."""
-        return phase.rows(self.state.processes)
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
         """Yield this process's row numbers for each remaining micro-batch of the phase."""
-        rows = self._rows_per_step(phase)
+        rows = phase.rows(self.state.processes)
         for step in range(self.state.step, phase.steps):
             numbers = data.numbers(step * rows, rows)
             yield from split_rows(numbers, phase.micro_batch_size, self.processes.count, self.processes.rank)
