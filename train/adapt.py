@@ -69,7 +69,10 @@ class OnlineConfig:
 
     def __post_init__(self) -> None:
         if self.optim.schedule != "constant":
-            raise UserError(f"optim.schedule must be constant, got {self.optim.schedule!r}; a stream has no end")
+            raise UserError(
+                f"optim.schedule={self.optim.schedule} needs a last step, and a stream of prompts has none; set "
+                "optim.schedule=constant"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +199,7 @@ class OnlineLearner:
     def __init__(self, head: DraftHead, config: OnlineConfig) -> None:
         if head.config.trains_base:
             raise UserError(
-                f"{type(head).__name__} was trained together with its base; only heads on a frozen base learn online"
+                f"{type(head).__name__} was trained with its base and cannot learn online; use a head on a frozen base"
             )
         self.head, self.config = head, config
         self.recorder = Recorder(head)

@@ -168,7 +168,10 @@ class AnswerGenerator:
         if recorded and ("server" in recorded) != serves:
             before = "the built-in decoding" if serves else "a server"
             remedy = "leave data.answers.server.url out" if serves else "set data.answers.server.url"
-            raise UserError(f"{self.folder} was started with {before}; {remedy}, or choose another data.folder")
+            raise UserError(
+                f"{self.folder} was started with {before}, which this run would not use; {remedy}, or choose another "
+                "data.folder"
+            )
         manifest = {"base": self.base.identity(), "seed": self.seed, **self.config.manifest()}
         return AnswerStore(self.folder, manifest | self.backend.identity(recorded))
 
@@ -209,9 +212,9 @@ class AnswerGenerator:
                 f"{self.base.name} does not read (it reads {', '.join(known) or 'no known switch'}); leave it out"
             )
         if unread := unread_variables(tokenizer, self.base.config.chat_template_kwargs):
-            self.log(f"   base.chat_template_kwargs: the chat template does not read {', '.join(unread)}")
+            self.log(f"   base.chat_template_kwargs: the chat template does not read {', '.join(unread)}; leave it out")
         if ignored := self.base.ignored_settings():
-            self.log(f"   answers leave out, of the base's generation_config.json: {', '.join(ignored)}")
+            self.log(f"   settings of the base's generation_config.json that answers do not use: {', '.join(ignored)}")
 
     def _answer(self, prompts: list[Prompt], store: AnswerStore, temperature: float) -> None:
         """Answer this process's share of ``prompts``, as far as ``store`` has no answers, and append the answers."""

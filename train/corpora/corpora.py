@@ -196,7 +196,7 @@ class Corpora:
         if not chosen:
             raise UserError(
                 f"{len(self.answers().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
-                f"ask for more (data.answers.prompts or .self_prompted, data.transcripts)"
+                "raise data.answers.prompts or data.answers.self_prompted, or name more data.transcripts"
             )
         if self.config.transcripts and not held_out:  # held-out turns stay apart, each with its own acceptance
             return pack(transcripts.conversation_documents(chosen), seq_len, split=False), []

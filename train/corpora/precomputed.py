@@ -65,7 +65,9 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
     if made_by["sampler"]["temperature"] == 0:
         rate = agreement(base, islice(answers, COMPARED)).greedy
         share = f"{100 * rate:.1f} %"
-        log(f"   {len(answers)} answers from {config.precomputed}; of {COMPARED} of them the base repeats {share}")
+        log(
+            f"   {len(answers)} answers from {config.precomputed}; the base repeats {share} of the tokens of {COMPARED}"
+        )
         if rate < MIN_MATCH_RATE:
             raise UserError(
                 f"the base chooses only {share} of the tokens of the answers in {source}, expected at least "

@@ -93,7 +93,7 @@ def write_transcripts(
     result = read_json(folder / AGREEMENT)
     log(f"   {agreement_line(result)}")
     if result["greedy"] < LOW_AGREEMENT:
-        log("   this is low: the base's own answers (data.prompts=FILE) are better training data")
+        log("   this agreement is low; the base's own answers (data.prompts=FILE) are better training data")
 
 
 def agreement_line(measured: dict[str, Any]) -> str:

@@ -404,7 +404,10 @@ class CheckpointManager:
             self.display.line(f"warning: {warning}")
         state, saved_count = checkpoint.state, len(checkpoint.rng)
         if state.phase > len(self.run.phases):
-            raise UserError(f"{checkpoint.path} is in phase {state.phase + 1} of another run; use resume=false")
+            raise UserError(
+                f"{checkpoint.path} is of a run with more phases than the {len(self.run.phases)} of this recipe; start "
+                "over with resume=false"
+            )
         self.state, self._trained_on = state, checkpoint.manifests
         load_weights(self.head, checkpoint)
         if processes.rank < saved_count:
@@ -446,4 +449,4 @@ def load_weights(head: DraftHead, checkpoint: Checkpoint) -> None:
         head.load_state_dict(checkpoint.head)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"{checkpoint.path} holds another head ({reason}); start over with resume=false") from None
+        raise UserError(f"{checkpoint.path} is of another head ({reason}); start over with resume=false") from None

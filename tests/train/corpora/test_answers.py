@@ -351,8 +351,8 @@ def test_switches_that_the_template_does_not_read(base: BaseModel, tmp_path: Pat
     base.model.generation_config.repetition_penalty = 1.2
     AnswerGenerator(base, CONFIG, 0, tmp_path / "corpus", ALONE, lambda *_: None, log=lines.append).complete()
     assert lines == [
-        "   base.chat_template_kwargs: the chat template does not read thinking_budget",
-        "   answers leave out, of the base's generation_config.json: repetition_penalty=1.2",
+        "   base.chat_template_kwargs: the chat template does not read thinking_budget; leave it out",
+        "   settings of the base's generation_config.json that answers do not use: repetition_penalty=1.2",
     ]
     with pytest.raises(UserError, match="data.answers.fresh=true"):
         replace(CONFIG, temperatures=[0.5], precomputed="embedded:smollm2")
