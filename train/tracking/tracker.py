@@ -4,8 +4,7 @@ import math
 import netrc
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -66,16 +65,12 @@ class Tracker:
         self._step = 0
         self._wandb_run: Any = None
         self._active = config.kind != "none"
-        with self._warning_on_error():
-            if self._active:
-                self._open(config.run_name or name, settings)
+        self._attempt(lambda: self._open(config.run_name or name, settings))
 
     def log(self, row: Row, step: int) -> None:
         """Send the finite numbers of a row of ``metrics.jsonl`` as ``PHASE/KEY``. ``step`` counts over all phases."""
         self._step = step
-        with self._warning_on_error():
-            if self._active:
-                self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step)
+        self._attempt(lambda: self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step))
 
     def replay(self, rows: Iterable[Row]) -> None:
         """Send those of ``rows``, all rows of ``metrics.jsonl``, that a resumed wandb run lacks.
@@ -90,40 +85,40 @@ class Tracker:
 
     def finish(self, evaluation: Row | None = None) -> None:
         """Send the contents of ``eval.json`` (to wandb also tables and files), and close. Later calls do nothing."""
-        with self._warning_on_error():
-            if self._active:
-                if evaluation is not None:
-                    self.accelerator.log(_numbers(evaluation, "evaluation/"), step=self._step)
-                if evaluation is not None and self._wandb_run is not None:
-                    import wandb
-
-                    tables = {
-                        f"evaluation/by_{table.columns[0]}": wandb.Table(
-                            columns=list(table.columns), data=list(table.rows)
-                        )
-                        for table in (task_table(dict(evaluation)), method_table(dict(evaluation)))
-                    }
-                    html = self.folder / "report.html"
-                    report = {"report": wandb.Html(html.read_text(), inject=False)} if html.exists() else {}
-                    self._wandb_run.log(tables | report, step=self._step)
-                    results = wandb.Artifact(f"evaluation-{self._wandb_run.id}", type="evaluation")
-                    for path in (path for pattern in RESULT_FILES for path in sorted(self.folder.glob(pattern))):
-                        results.add_file(str(path), name=str(path.relative_to(self.folder)))
-                    self._wandb_run.log_artifact(results)
-                # end_training() would also destroy the process group, which heartbeats still use.
-                for tracker in self.accelerator.trackers:
-                    tracker.finish()
+        self._attempt(lambda: self._finish(evaluation))
         self._active = False
 
-    @contextmanager
-    def _warning_on_error(self) -> Iterator[None]:
-        """Turn an error in the block into a warning, and send nothing from then on."""
-        try:
-            yield
-        except Exception as error:  # a service that is down, full or changed must not end a training run
-            self._active = False
-            failure = f"{self.config.kind} failed ({one_line(error)})"
-            self._log(f"warning: {failure}; training continues, metrics.jsonl has every row")
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Call ``action`` unless an earlier one has failed; turn an error into a warning."""
+        if self._active:
+            try:
+                action()
+            except Exception as error:  # a service that is down, full or changed must not end a training run
+                self._active = False
+                failure = f"{self.config.kind} failed ({one_line(error)})"
+                self._log(f"warning: {failure}; training continues, metrics.jsonl has every row")
+
+    def _finish(self, evaluation: Row | None) -> None:
+        if evaluation is not None:
+            self.accelerator.log(_numbers(evaluation, "evaluation/"), step=self._step)
+        if evaluation is not None and self._wandb_run is not None:
+            import wandb
+
+            results: dict[str, Any] = {
+                f"evaluation/by_{table.columns[0]}": wandb.Table(columns=list(table.columns), data=list(table.rows))
+                for table in (task_table(dict(evaluation)), method_table(dict(evaluation)))
+            }
+            html = self.folder / "report.html"
+            if html.exists():
+                results["report"] = wandb.Html(html.read_text(), inject=False)
+            self._wandb_run.log(results, step=self._step)
+            artifact = wandb.Artifact(f"evaluation-{self._wandb_run.id}", type="evaluation")
+            for path in (path for pattern in RESULT_FILES for path in sorted(self.folder.glob(pattern))):
+                artifact.add_file(str(path), name=str(path.relative_to(self.folder)))
+            self._wandb_run.log_artifact(artifact)
+        # end_training() would also destroy the process group, which heartbeats still use.
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def _open(self, name: str, settings: Row) -> None:
         kind = self.config.kind

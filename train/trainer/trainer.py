@@ -42,7 +42,6 @@ class Trainer:
         self.processes, self.sharding, self.display = launch.processes, launch.sharding, launch.display
         self.log = MetricsLog(folder / "metrics.jsonl")
         self.checkpoints = CheckpointManager(run, head, corpora, folder, launch)
-        self.state = self.checkpoints.state
 
     def train(self) -> None:
         """Train through every unfinished phase, from the newest checkpoint on. Divergence is a ``UserError``."""
