@@ -97,8 +97,8 @@ class DSparkConfig(DraftHeadConfig):
         super().check_layers(num_layers)
         if self.copy_layers and self.num_layers > num_layers:
             raise UserError(
-                f"head.num_layers={self.num_layers} cannot start as the last layers of a base of {num_layers}; set "
-                "head.copy_layers=false"
+                f"head.num_layers={self.num_layers} cannot start as copies of the base's last layers, because it has "
+                f"{num_layers}; lower head.num_layers or set head.copy_layers=false"
             )
 
     @property

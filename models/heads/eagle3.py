@@ -102,7 +102,7 @@ class Eagle3Config(DraftHeadConfig):
             raise ValueError("head.fc_norm and head.norm_before_fc exclude each other; leave one of them out")
         if self.parallel and self.norm_output:
             raise ValueError(
-                "head.parallel has no next step to read what head.norm_output norms; leave one of them out"
+                "head.parallel and head.norm_output exclude each other: no next step reads an output; leave one out"
             )
         if not 1 <= self.num_layers <= 16 or (self.num_layers > 1 and not self.parallel):
             raise ValueError(f"head.num_layers must be in [1, 16], and 1 without head.parallel, got {self.num_layers}")

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -38,12 +38,6 @@ from drafthead.models.base.lora import LM_HEAD, LoraBase
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.losses import STATS, Labels, LossConfig, heads_loss
 
-CROSS_ENTROPY: Final = "ce"
-SELF_DISTILLATION: Final = "self_distillation"
-BASE_LOSSES = {
-    CROSS_ENTROPY: LossConfig(ce=1.0, kl=0.0, decay=1.0),
-    SELF_DISTILLATION: LossConfig(ce=0.0, kl=1.0, decay=1.0),
-}
 HEAD_SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
     "linear": lambda done: done,
@@ -71,7 +65,7 @@ class Medusa2Config(MedusaConfig):
     lora_lm_head: bool = False
     """Also train an adapter of the base's output head, without dropout. Not possible if the output head is tied to the
     embedding."""
-    base_loss: Literal["ce", "self_distillation"] = SELF_DISTILLATION
+    base_loss: Literal["ce", "self_distillation"] = "self_distillation"
     """Loss of the base: ``ce`` (on the corpus) or ``self_distillation`` (KL to the original base)."""
     heads_weight: NonNegativeFloat = 0.2
     """Weight of the heads' loss relative to the base's (lambda_0 in the paper)."""
@@ -197,7 +191,7 @@ class Medusa2Head(MedusaHead):
         device, chosen = tuned_hidden.final.device, valid.flatten().nonzero()[:, 0]
         ids = next_ids.flatten()[chosen].to(device, non_blocking=True)
         chosen = chosen.to(device, non_blocking=True)
-        distils = self.config.base_loss == SELF_DISTILLATION
+        distils = self.config.base_loss == "self_distillation"
         labels = Labels(
             ids=ids,
             valid=torch.ones_like(ids, dtype=torch.bool)[None],
@@ -208,7 +202,7 @@ class Medusa2Head(MedusaHead):
             tuned_hidden.final.flatten(0, 1)[chosen][None],
             [self._tuned.output_head()],
             labels,
-            BASE_LOSSES[self.config.base_loss],
+            LossConfig(ce=float(not distils), kl=float(distils), decay=1.0),
         )
 
     def saved_weights(self) -> dict[str, Tensor]:

@@ -90,10 +90,6 @@ class RNNCells(nn.Module):
         self._weight = embedding_weight(positions, width)
         _start(self, lambda shape: 1 / math.sqrt(width))
 
-    def first(self, hidden: Tensor) -> CellState:
-        """Return the state before any token is read: the base's final state ``hidden`` [..., D]."""
-        return (hidden,)
-
     def forward(self, k: int, state: CellState, tokens: Tensor) -> CellState:
         """Return the state [..., E] after draft position k (0-based) has read ``tokens`` [...]."""
         mixed = torch.add(_at(self.proj, k)(state[0]), _at(self.emb, k)(tokens), alpha=self._weight)
@@ -110,12 +106,8 @@ class LSTMCells(nn.Module):
             {gate: nn.ModuleList(nn.Linear(size, width, bias=False) for size in (hidden_size, width)) for gate in GATES}
         )
         self.cell_ln, self.state_ln = ScaledShiftedRMSNorm(width), ScaledShiftedRMSNorm(width)
-        self._width, self._weight = width, embedding_weight(positions, width)
+        self._weight = embedding_weight(positions, width)
         _start(self, lambda shape: 1 / math.sqrt(min(shape)))
-
-    def first(self, hidden: Tensor) -> CellState:
-        """Return the base's final state ``hidden`` [..., D] as first state, and a cell of zeros [..., E]."""
-        return hidden, hidden.new_zeros(*hidden.shape[:-1], self._width)
 
     def forward(self, k: int, state: CellState, tokens: Tensor) -> CellState:
         """Return state and cell, [..., E] each, after draft position k (0-based) has read ``tokens`` [...]."""
@@ -224,12 +216,12 @@ class MLPSpeculatorHead(DraftHead):
         return LMHead(weight=self.target_lm_head.weight) if self.config.own_lm_head else self.target_lm_head
 
     def first_states(self, hidden: Tensor) -> States:
-        if self.config.scale_input:
-            scaled = F.rms_norm(hidden, hidden.shape[-1:], eps=NORM_EPS) / 2**0.5
-        else:
-            scaled = hidden
-        states = self.cells.first(scaled)
-        return states if self.config.own_lm_head else (*states, hidden)
+        config = self.config
+        scaled = F.rms_norm(hidden, hidden.shape[-1:], eps=NORM_EPS) / 2**0.5 if config.scale_input else hidden
+        states: States = (scaled,)
+        if config.cell == "lstm":
+            states = scaled, hidden.new_zeros(*hidden.shape[:-1], config.inner_dim or hidden.shape[-1])
+        return states if config.own_lm_head else (*states, hidden)
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
         if not len(self.outputs):

@@ -78,7 +78,7 @@ class InductionHead(nn.Module):
         return F.rms_norm(embedded, embedded.shape[-1:])
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """Return the three codes of each token, in the order LAST, BEFORE, COPIED: [...] -> [..., 3, r]."""
+        """Return the code vectors of each token for three uses: LAST, BEFORE and COPIED: [...] -> [..., 3, r]."""
         if self.table is not None:
             return self.table[tokens]
         return F.rms_norm(self.codes_proj(self._embed(tokens)).unflatten(-1, (3, -1)), (self.rank,))
@@ -154,8 +154,7 @@ class InductionContext:
     def __init__(self, head: InductionHead, rows: int) -> None:
         """Create an empty context for ``rows`` rows; ``head`` is an inference copy."""
         self._head, self._lengths = head, [0] * rows
-        self._keys = self._values = head.sharpness.new_zeros(rows, 0, 0)
-        self._before = self._sinks = self._keys
+        self._keys = self._values = self._before = self._sinks = head.sharpness.new_zeros(rows, 0, 0)
         self._tokens = torch.zeros(rows, 0, dtype=torch.int64, device=self._keys.device)
 
     @torch.inference_mode()
@@ -163,7 +162,12 @@ class InductionContext:
         """Add the first ``counts[b]`` of ``tokens`` [B, T] to the context of row b."""
         head, (rows, new), rank = self._head, tokens.shape, self._head.rank
         if max(self._lengths) + new + 2 > self._keys.shape[1]:
-            self._grow(2 * (max(self._lengths) + new) + INITIAL_ROOM)
+            capacity, known = 2 * (max(self._lengths) + new) + INITIAL_ROOM, self._keys.shape[1]
+            keys, values = (self._keys.new_zeros(rows, capacity, size) for size in (2 * rank + 1, rank))
+            keys[:, 0, -1], ids = 1.0, self._tokens.new_zeros(rows, capacity)
+            if known:
+                keys[:, :known], values[:, :known], ids[:, :known] = self._keys, self._values, self._tokens
+            self._keys, self._values, self._tokens = keys, values, ids
         codes, (one, two) = head.codes(tokens), head.sharpness / rank
         # Tokens beyond a row's count are written behind its new length, and the next tokens overwrite them.
         row = torch.arange(rows, device=tokens.device)[:, None]
@@ -216,12 +220,3 @@ class InductionContext:
             scores = scores + self._mask
         self._above, self._level = codes[..., BEFORE, :], self._level + 1
         return torch.bmm(scores.softmax(-1), self._values[:, :total])
-
-    def _grow(self, capacity: int) -> None:
-        rows, known, rank = len(self._lengths), self._keys.shape[1], self._head.rank
-        keys, values = (self._keys.new_zeros(rows, capacity, size) for size in (2 * rank + 1, rank))
-        keys[:, 0, -1] = 1.0
-        tokens = self._tokens.new_zeros(rows, capacity)
-        if known:
-            keys[:, :known], values[:, :known], tokens[:, :known] = self._keys, self._values, self._tokens
-        self._keys, self._values, self._tokens = keys, values, tokens

@@ -44,7 +44,7 @@ class DraftLMHeads(nn.Module):
         return replace(self._target_lm_head, weight=self.weights[min(k, len(self.weights) - 1)])
 
     def logits(self, hidden: Tensor, k: int | None = 0) -> Tensor:
-        """Return the logits of draft position k (0-based) in drafting: [..., D] -> [..., W].
+        """Return the logits over the W draft tokens of draft position k (0-based): [..., D] -> [..., W].
 
         With k None, return those of positions 0 to K - 1: [B, K, D] -> [B, K, W]. Scale and soft-cap are applied only
         if the object was built with ``scaled``.

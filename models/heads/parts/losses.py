@@ -471,16 +471,11 @@ def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
     head's likeliest token; and, except in training, ``overlap_k``, the mean alpha.
     """
     column = dict(zip(STATS, wide(stats).unbind(1), strict=True))
-    names, pairs = [], []
-    for k in range(stats.shape[0]):
-        for name, total, count in _METRICS:
-            if total == "overlap" and training:
-                continue
-            names.append(f"{name}_{k + 1}")
-            pairs.append(torch.stack([column[total][k], column[count][k]]))
-    return LossOutput(
-        loss_sum=loss_sum,
-        tokens=stats[:, STATS.index("count")].max().long(),
-        sums=torch.stack(pairs),
-        names=tuple(names),
-    )
+    metrics = {
+        f"{name}_{k + 1}": torch.stack([column[total][k], column[count][k]])
+        for k in range(len(stats))
+        for name, total, count in _METRICS
+        if total != "overlap" or not training
+    }
+    tokens = stats[:, STATS.index("count")].max().long()
+    return LossOutput(loss_sum=loss_sum, tokens=tokens, sums=torch.stack([*metrics.values()]), names=tuple(metrics))
