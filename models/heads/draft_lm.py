@@ -111,7 +111,7 @@ class DraftLM(DraftHead):
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
-        """Return the draft LM's own states after the root, instead of the base's, for every draft position."""
+        """Return what the induction head decides from: for all positions, the draft LM's state after the root."""
         return [draft_targets.to_anchors(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
 
 

@@ -108,7 +108,7 @@ class DSparkConfig(DraftHeadConfig):
 
 
 class DSparkHead(DraftHead):
-    """N Qwen3-like layers over a block, the base's output head, a Markov head and a confidence head."""
+    """Qwen3-like layers that draft a block of tokens in one pass, with a Markov head and a confidence head."""
 
     config: DSparkConfig
     reads_drafts = False
@@ -215,7 +215,7 @@ class DSparkHead(DraftHead):
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
-        """Return each draft position's own output instead of the base's state."""
+        """Return what the induction head decides from: each draft position's own output, [B, T, D], at its anchors."""
         return [draft_targets.to_anchors(hidden[k], k, batch.input_ids.shape) for k in range(len(hidden))]
 
 
@@ -296,10 +296,10 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
 
 
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:
-    """Return the default of ``head.layers`` for a base of L = ``layers`` layers: ``count`` layers, counted from 1.
+    """Return the default of ``head.layers``: ``count`` of the layers of a base of L = ``layers`` layers, from 1.
 
-    As in published heads, they are, counted from 0, L // 2 for one layer, and else spread evenly from 1 to L - 3. In
-    small bases they are limited to the base's layers, and one may occur several times.
+    As in published heads, one layer is L // 2 + 1, and several are spread evenly from 2 to L - 2. In small bases they
+    are limited to the base's layers, and a layer may occur several times.
     """
     if count == 1:
         return (layers // 2 + 1,)

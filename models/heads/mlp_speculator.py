@@ -77,7 +77,10 @@ def embedding_weight(positions: int, width: int) -> float:
 
 
 class RNNCells(nn.Module):
-    """Cells ``GELU(norm(P_k state + e/s E_k[x]))``; tied cells share all weights except the first projection P_0."""
+    """The MLPSpeculator's cells: position k maps state and token x to ``GELU(norm(P_k state + e/s E_k[x]))``.
+
+    ``tied`` cells share all weights except P_0. The factor e/s is ``embedding_weight``.
+    """
 
     def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, tied: bool) -> None:
         super().__init__()
@@ -97,7 +100,7 @@ class RNNCells(nn.Module):
 
 
 class LSTMCells(nn.Module):
-    """Arctic's LSTM cell, shared by all positions; the first projects ``h`` by its own matrices."""
+    """Arctic's LSTM cell, shared by all positions; only the first position projects its state by other matrices."""
 
     def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, one_embedding: bool) -> None:
         super().__init__()
@@ -174,7 +177,7 @@ class MLPSpeculatorConfig(DraftHeadConfig):
 
 
 class MLPSpeculatorHead(DraftHead):
-    """K positions, each one step of a recurrent cell."""
+    """An MLP speculator: each draft position is one step of a recurrent cell over the tokens before it."""
 
     config: MLPSpeculatorConfig
     session_class = HeadSession

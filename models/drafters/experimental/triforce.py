@@ -52,7 +52,7 @@ class Policy:
             return cls(name, int(size or 0))
         raise UserError(f"unknown policy {text!r} for budget:POSITIONS; give one of {POLICIES}")
 
-    def places(self, budget: int, keys: Tensor, queries: list[Tensor] | None) -> Tensor:
+    def select(self, budget: int, keys: Tensor, queries: list[Tensor] | None) -> Tensor:
         """Select positions of a cache: for each layer and key head, [L, H, S] int64, ascending.
 
         Args:
@@ -189,7 +189,7 @@ class TriForceSession(NestedSession):
         if drafter.policy.name == "retrieval" and count > drafter.budget:
             with captured_queries() as queries:
                 drafter.model.forward(root[:, None], source.first_layers(drafter.model.num_layers))
-        positions = drafter.policy.places(drafter.budget, source.keys[:, 0, :, :count], queries)
+        positions = drafter.policy.select(drafter.budget, source.keys[:, 0, :, :count], queries)
         self._budget = source.selected(positions, drafter.refresh + drafter.room)
         self._copied = self._selected_at = count
         return self._budget

@@ -154,7 +154,7 @@ class HeadRMSNorm(nn.RMSNorm):
 
 
 class HeadMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` without biases."""
+    """MLP of a head's own decoder layers, ``down(silu(gate(x)) * up(x))``, without biases."""
 
     act_fn = staticmethod(F.silu)
 
@@ -240,7 +240,7 @@ class HeadDecoderLayer(nn.Module):
         layer_idx: int = 0,
         input_width: int | None = None,
     ) -> None:
-        """Create a layer; ``inner`` is the MLP's inner width (None: the base's). See also ``HeadAttention``."""
+        """Create a layer; ``inner`` is the MLP's inner width (None: the base's), the rest is for ``HeadAttention``."""
         super().__init__()
         self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base, input_width, qk_norm, layer_idx)

@@ -53,8 +53,8 @@ class LayerCache(NodeCache):
     def read_block(self, x: Tensor, seen: Tensor, layers: Sequence[Layer]) -> Tensor:
         """Run ``layers`` over a block of P positions after the context, [B, P, D] -> [B, P, D].
 
-        The cache does not keep the block's keys and values. ``seen`` [1, P, P] bool is the mask within the block: [0,
-        i, j] is true if position i attends to position j, which may be later.
+        The cache does not keep the block's keys and values. ``seen`` [1, P, P] bool is the mask within the block: entry
+        [0, i, j] is true if position i attends to position j, which may be later.
         """
         self._catch_up()
         rows, count = x.shape[:2]

@@ -140,8 +140,9 @@ class InductionHead(nn.Module):
 class InductionContext:
     """The induction head in drafting: keys and values of the committed tokens, read for one tree level after the other.
 
-    One product ``keys @ query`` gives the sum of both scores. The key of position j is the LAST code of token j - 1,
-    the BEFORE code of token j - 2 and a 0. Its value is the COPIED code of token j. For the tokens ``a b c d``::
+    One product ``keys @ query`` gives the summed scores for matches of the last token and of the token before. The key
+    of position j is the LAST code of token j - 1, the BEFORE code of token j - 2 and a 0. Its value is the COPIED code
+    of token j. For the tokens ``a b c d``::
 
         position       0       1            2            3
         key      [0, 0, 1]  [a, 0, 0]   [b, a, 0]   [c, b, 0]

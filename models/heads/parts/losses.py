@@ -174,7 +174,7 @@ class LossChunk:
         self.weights, self.ce_weights = self.weights * factors, self.ce_weights * factors
 
     def stats(self, target: TargetDistribution | None) -> Tensor:
-        """Return the ``STATS`` of the chunk, [len(STATS)]; with ``target`` None, ``overlap`` is nan."""
+        """Return the chunk's sums for metrics, in the order of ``STATS``; without ``target``, ``overlap`` is nan."""
         hits = (self.target_logits >= self.max_logits) * self.ce_weights
         overlap = self.logits.new_full((), torch.nan)
         if target is not None:

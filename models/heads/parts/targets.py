@@ -85,7 +85,7 @@ class DraftTargets:
         )
 
     def to(self, device: torch.device) -> "DraftTargets":
-        """Return a copy on ``device``, without waiting for it; this object if it is there already."""
+        """Return a copy on ``device``, without waiting for the transfer; return self if already there."""
         if device == self.target_idx.device:
             return self
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}

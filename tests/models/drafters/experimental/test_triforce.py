@@ -24,12 +24,12 @@ def test_kept_positions_by_hand() -> None:
     keys[0, 1, 9, 2] = 5.0  # number 4 of the other head
     query = torch.zeros(1, 4, 1, 4)  # two queries a head
     query[0, 0, 0, 0] = query[0, 1, 0, 1] = query[0, 2, 0, 2] = 1.0
-    assert Policy.parse("recent").places(5, keys, None)[0, 0].tolist() == [16, 17, 18, 19, 20]
-    assert Policy.parse("sinks:2").places(5, keys, None)[0, 1].tolist() == [0, 1, 18, 19, 20]
-    picks = Policy.parse("retrieval:2").places(8, keys, [query])
+    assert Policy.parse("recent").select(5, keys, None)[0, 0].tolist() == [16, 17, 18, 19, 20]
+    assert Policy.parse("sinks:2").select(5, keys, None)[0, 1].tolist() == [0, 1, 18, 19, 20]
+    picks = Policy.parse("retrieval:2").select(8, keys, [query])
     assert picks[0, 0].tolist() == [0, 1, 6, 7, 12, 13, 19, 20], "3 / 2 of position 12 is more than position 6 and 7"
     assert {8, 9} < set(picks[0, 1].tolist())
-    assert Policy.parse("retrieval:2").places(30, keys, None).shape == (1, 2, 21)
+    assert Policy.parse("retrieval:2").select(30, keys, None).shape == (1, 2, 21)
     for wrong in ("recent:3", "sinks", "retrieval:0", "oldest"):
         with pytest.raises(UserError, match="unknown policy"):
             Policy.parse(wrong)
