@@ -25,7 +25,7 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
     required = np.unique(np.fromiter(always, dtype=np.int64))
     if len(required) > size:
         raise UserError(f"draft vocabulary size {size} cannot hold the {len(required)} required ids; raise the size")
-    by_count = np.argsort(-counts.astype(np.int64), kind="stable")
-    frequent = by_count[counts[by_count] > 0]
-    frequent = frequent[~np.isin(frequent, required)][: size - len(required)]
-    return np.sort(np.concatenate([required, frequent])).astype(np.int64)
+    ranked = counts.astype(np.int64)
+    ranked[required] = np.iinfo(np.int64).max
+    chosen = np.argsort(-ranked, kind="stable")[:size]
+    return np.sort(chosen[ranked[chosen] > 0])
