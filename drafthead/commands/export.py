@@ -34,6 +34,8 @@ from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
 from drafthead.models.formats import all_formats, format_for, format_named
 from drafthead.models.formats.format import Format, published_name, unsupported_adapter
+from drafthead.models.formats.gguf.gguf_files import check_base, write_base
+from drafthead.models.formats.medusa import with_full_vocabulary
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.parts.loading import config_class, load_base_and_head
@@ -102,10 +104,10 @@ def main(config: ExportConfig) -> None:
         with display.stage(f"head {config.head}"):
             base, head = load_base_and_head(config.head, config.base)
         if config.base_gguf is not None:
-            target.check_base(base, config.base_gguf)
+            check_base(base, config.base_gguf)
         base_name = config.base_name or (str(Path(config.out).resolve() / BASE) if config.merged_base else None)
         if config.vocabulary == "full":
-            head = target.with_full_vocabulary(head)
+            head = with_full_vocabulary(head)
         dtype = next(head.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         with display.stage(f"write {target.title}"):
             target.export(head, folder, dtype, base_name)
@@ -126,7 +128,7 @@ def main(config: ExportConfig) -> None:
                 save_merged(base.config, folder / BASE)
         if config.base_gguf is not None:
             with display.stage(f"the base as {target.base_file} ({config.base_gguf})"):
-                target.write_base(base, folder / target.base_file, config.base_gguf)
+                write_base(base, folder / target.base_file, config.base_gguf)
     display.line(f"written: {config.out}")
     named = base_name or published_name(base)
     for engine in target.engines_for(head):

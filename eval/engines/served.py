@@ -31,7 +31,7 @@ from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats import all_formats
 from drafthead.models.formats.format import Format, unsupported_adapter
-from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE
+from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE, write_base
 from drafthead.models.heads.dspark import DSparkHead
 from drafthead.models.heads.parts.draft_head import DraftHead
 
@@ -283,7 +283,7 @@ class EngineStart:
         """Return interpreter, arguments of ``runner.py`` and environment that start llama.cpp on ``port``."""
         path, kind = self.published / BASE_FILE, self.own.base_type
         if not path.exists():
-            all_formats()["gguf"].write_base(self.base, path, kind)
+            write_base(self.base, path, kind)
         settings = {"port": port, "base": str(path), "context": self._context, "threads": self._threads}
         settings |= {"drafts": self.drafts, "f32_cache": kind == "f32"}
         if not plain:

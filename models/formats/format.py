@@ -93,7 +93,7 @@ class Format:
     """Full name for messages and tables."""
     weights_file: ClassVar[str] = "model.safetensors"
     base_file: ClassVar[str] = ""
-    """Name of the file that can hold the base next to the head (``write_base``); empty if the format has none."""
+    """Name of the file that can hold the base next to the head; empty if the format has none."""
     head_config: ClassVar[type[DraftHeadConfig]]
     engines: ClassVar[tuple[Engine, ...]]
 
@@ -226,25 +226,9 @@ class Format:
         """Return ``head``, or a head with the same drafts if the format's engine cannot load ``head`` itself."""
         return head
 
-    def with_full_vocabulary(self, head: DraftHead) -> DraftHead:
-        """Return an equivalent head over the full vocabulary; reject a head without rows for the other ids."""
-        if len(head.d2t) == head.base.vocab_size:
-            return head
-        raise UserError(
-            "vocabulary=full needs a Medusa head that shares the base's output head: other heads have no trained rows "
-            "for the remaining ids; train with head.draft_vocab_size=null"
-        )
-
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
         """Return the format's engines, each with its support for this particular ``head``."""
         return tuple(engine.of(head.config) for engine in self.engines)
-
-    def check_base(self, base: BaseModel, kind: str) -> None:
-        """Reject a base, or a type ``kind`` of weights, that ``write_base`` cannot write; by default reject nothing."""
-
-    def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
-        """Write ``base`` to ``path`` with weights of type ``kind``, for formats with a ``base_file``."""
-        raise NotImplementedError(f"the format {self.name} has no file for the base")
 
     # Shared by all formats ---------------------------------------------------------------------------------------
 

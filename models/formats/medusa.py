@@ -101,25 +101,6 @@ class MedusaFormat(Format):
         own_lm_head = self.output_name.format(k=0, layers=layers) in checkpoint.tensors
         return {**settings, "own_lm_head": own_lm_head, "tie_blocks": tied(checkpoint.tensors, blocks)}
 
-    def with_full_vocabulary(self, head: DraftHead) -> DraftHead:
-        """Return a head with the same blocks and the base's whole output head; logits of drafted ids do not change.
-
-        A head over the full vocabulary is returned unchanged. Others with own output layers or an induction head are
-        rejected.
-        """
-        if not isinstance(head, MedusaHead) or not can_widen(head):
-            return super().with_full_vocabulary(head)
-        if head.config.induction_rank:
-            raise UserError(
-                "vocabulary=full cannot extend an induction head, which no published format can hold; train with "
-                "head.induction_rank=0"
-            )
-        wide = replace(head.config, draft_vocab_size=None).build(head.base)
-        wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
-        if head.tree is not None:
-            wide.tree, wide.confidence_threshold = head.tree, head.confidence_threshold
-        return wide.eval()
-
     def require_same(self, checkpoint: PublishedCheckpoint, head: MedusaHead) -> None:
         for what, _ in self.unsupported_logits(head, scaled=True) if head.config.own_lm_head else ():
             raise checkpoint.wrong_base(f"holds output layers, but {what}")
@@ -193,7 +174,7 @@ class VllmMedusaFormat(MedusaFormat):
 
     def fitted(self, head: MedusaHead) -> DraftHead:
         """Return the head over the full vocabulary if it uses the base's output head and has no induction head."""
-        return self.with_full_vocabulary(head) if can_widen(head) and not head.config.induction_rank else head
+        return with_full_vocabulary(head) if can_widen(head) and not head.config.induction_rank else head
 
     def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:
         """Return a copy of the base's output head, which all heads share, and the draft vocabulary's target ids."""
@@ -252,6 +233,31 @@ class VllmMedusaFormat(MedusaFormat):
             raise checkpoint.wrong_base(f"does not cap logits, but {what}")
         if not head.config.own_lm_head:
             checkpoint.require_base_tensor(head.base, "lm_heads.0.weight", head.target_lm_head.weight)
+
+
+def with_full_vocabulary(head: DraftHead) -> DraftHead:
+    """Return a Medusa head with the same blocks and the base's whole output head; logits of drafted ids do not change.
+
+    A head over the full vocabulary is returned unchanged. Heads of other types, heads with own output layers and heads
+    with an induction head are rejected.
+    """
+    if len(head.d2t) == head.base.vocab_size:
+        return head
+    if not isinstance(head, MedusaHead) or head.config.own_lm_head:
+        raise UserError(
+            "vocabulary=full needs a Medusa head that shares the base's output head: other heads have no trained rows "
+            "for the remaining ids; train with head.draft_vocab_size=null"
+        )
+    if head.config.induction_rank:
+        raise UserError(
+            "vocabulary=full cannot extend an induction head, which no published format can hold; train with "
+            "head.induction_rank=0"
+        )
+    wide = replace(head.config, draft_vocab_size=None).build(head.base)
+    wide.load_state_dict({k: v for k, v in head.state_dict().items() if k != "d2t"}, strict=False)
+    if head.tree is not None:
+        wide.tree, wide.confidence_threshold = head.tree, head.confidence_threshold
+    return wide.eval()
 
 
 def can_widen(head: MedusaHead) -> bool:

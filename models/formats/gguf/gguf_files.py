@@ -278,44 +278,50 @@ class GgufLayout(Format):
         config = {**checkpoint.config, "rope_scaling": scaling, "rope_parameters": None}
         super().require_same(checkpoint.updated(config=config), head)
 
-    def check_base(self, base: BaseModel, kind: str) -> None:
-        if kind not in KINDS:
-            hint = "; llama.cpp's llama-quantize makes one from f16" if kind.startswith("q") else ""
-            raise UserError(f"base_gguf must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
-        if (model_type := base.model.config.model_type) not in ARCHITECTURES:
-            raise UserError(f"a base of type {model_type} cannot be written as GGUF here; use {CONVERTER}")
-        split_name(base.tokenizer)
 
-    def write_base(self, base: BaseModel, path: Path, kind: str) -> None:
-        """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` (one of ``KINDS``).
+# Base -----------------------------------------------------------------------------------------------------------------
 
-        In 4-bit files the embedding and the output head have 8 bits, because they affect the logits directly.
-        """
-        self.check_base(base, kind)
-        settings = base.model.config
-        architecture = ARCHITECTURES[settings.model_type]
-        rope = dict(settings.rope_parameters)
-        config = layer_config(base) | {"num_hidden_layers": base.num_layers}
-        config["intermediate_size"] = settings.intermediate_size
-        config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
-        weights = base.stock().state_dict()
-        require_space(path.parent, 4 * sum(t.numel() for t in weights.values()), "the base as GGUF")
-        file = GgufFile(path, architecture, published_name(base).split("/")[-1], kind)
-        file.add_sizes(config)
-        add_tokenizer(file.writer, base)
-        number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
-        names = gguf.get_tensor_name_map(number, base.num_layers)
-        for stock_name, tensor in weights.items():
-            if settings.tie_word_embeddings and stock_name == "lm_head.weight":
-                continue
-            theirs = names.get_name(stock_name, try_suffixes=(".weight", ".bias"))
-            if theirs is None:
-                raise UserError(f"llama.cpp's {architecture} has no tensor for {stock_name}; use {CONVERTER}")
-            if architecture == "llama":  # its Qwen3 rotates halves, as transformers does
-                tensor = rotated(stock_name, tensor, config, to_pairs)
-            outer = theirs in ("token_embd.weight", "output.weight")
-            file.add(theirs, tensor, "q8_0" if outer and kind.startswith("q4") else None)
-        file.close()
+
+def check_base(base: BaseModel, kind: str) -> None:
+    """Reject a base, or a type ``kind`` of weights, that ``write_base`` cannot write."""
+    if kind not in KINDS:
+        hint = "; llama.cpp's llama-quantize makes one from f16" if kind.startswith("q") else ""
+        raise UserError(f"base_gguf must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
+    if (model_type := base.model.config.model_type) not in ARCHITECTURES:
+        raise UserError(f"a base of type {model_type} cannot be written as GGUF here; use {CONVERTER}")
+    split_name(base.tokenizer)
+
+
+def write_base(base: BaseModel, path: Path, kind: str) -> None:
+    """Write ``base`` as a GGUF file that llama.cpp runs, with weights of type ``kind`` (one of ``KINDS``).
+
+    In 4-bit files the embedding and the output head have 8 bits, because they affect the logits directly.
+    """
+    check_base(base, kind)
+    settings = base.model.config
+    architecture = ARCHITECTURES[settings.model_type]
+    rope = dict(settings.rope_parameters)
+    config = layer_config(base) | {"num_hidden_layers": base.num_layers}
+    config["intermediate_size"] = settings.intermediate_size
+    config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    weights = base.stock().state_dict()
+    require_space(path.parent, 4 * sum(t.numel() for t in weights.values()), "the base as GGUF")
+    file = GgufFile(path, architecture, published_name(base).split("/")[-1], kind)
+    file.add_sizes(config)
+    add_tokenizer(file.writer, base)
+    number = next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == architecture)
+    names = gguf.get_tensor_name_map(number, base.num_layers)
+    for stock_name, tensor in weights.items():
+        if settings.tie_word_embeddings and stock_name == "lm_head.weight":
+            continue
+        theirs = names.get_name(stock_name, try_suffixes=(".weight", ".bias"))
+        if theirs is None:
+            raise UserError(f"llama.cpp's {architecture} has no tensor for {stock_name}; use {CONVERTER}")
+        if architecture == "llama":  # its Qwen3 rotates halves, as transformers does
+            tensor = rotated(stock_name, tensor, config, to_pairs)
+        outer = theirs in ("token_embd.weight", "output.weight")
+        file.add(theirs, tensor, "q8_0" if outer and kind.startswith("q4") else None)
+    file.close()
 
 
 # Tokenizer ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import all_formats
 from drafthead.models.formats.eagle3 import LAYER_IDS
 from drafthead.models.formats.format import Format
-from drafthead.models.formats.gguf.gguf_files import read_gguf, rope_factors
+from drafthead.models.formats.gguf.gguf_files import read_gguf, rope_factors, write_base
 from plain_heads import (
     LLAMACPP_NAMES,
     PlainLayer,
@@ -262,12 +262,12 @@ def test_a_base_as_gguf_is_the_base(tmp_path: Path) -> None:
     """Compare names, rotated pairs and the tokenizer; refuse an unknown tokenizer or weight type."""
     base = deep_base()
     with pytest.raises(UserError, match="the tokenizer splits words"):
-        GGUF.write_base(BaseModel.wrap(base.stock(), unknown_tokenizer()), tmp_path / "base.gguf", "f32")
+        write_base(BaseModel.wrap(base.stock(), unknown_tokenizer()), tmp_path / "base.gguf", "f32")
     with pytest.raises(UserError, match="base_gguf must be one of f32, .*got 'q4_k'; llama.cpp's llama-quantize"):
-        GGUF.write_base(base, tmp_path / "base.gguf", "q4_k")
+        write_base(base, tmp_path / "base.gguf", "q4_k")
     weights = base.stock().state_dict()
     for kind in ("f32", "q8_0"):
-        GGUF.write_base(base, tmp_path / "base.gguf", kind)
+        write_base(base, tmp_path / "base.gguf", kind)
         keys, tensors = read_gguf(tmp_path / "base.gguf")
         query = weights["model.layers.4.self_attn.q_proj.weight"]
         order = [head * 8 + half * 4 + i for head in range(4) for i in range(4) for half in (0, 1)]

@@ -20,7 +20,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import all_formats, recognise
 from drafthead.models.formats.format import Unsupported
-from drafthead.models.formats.medusa import VllmMedusaFormat
+from drafthead.models.formats.medusa import VllmMedusaFormat, with_full_vocabulary
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.medusa2 import Medusa2Config
 from plain_heads import rewrite
@@ -162,9 +162,9 @@ def test_over_the_full_vocabulary_the_drafted_ids_keep_their_logits(tiny_base: T
     assert torch.allclose(vllm(tmp_path, base.lm_head.weight, hidden), logits_of(wide, hidden), atol=1e-5)
     narrow = trained(base, d2t, num_draft_tokens=2, own_lm_head=True, draft_vocab_size=100)
     assert form.fitted(narrow) is narrow, "output rows for the other ids would be untrained"
-    assert form.with_full_vocabulary(wide) is wide and len(form.with_full_vocabulary(head).d2t) == 300
+    assert with_full_vocabulary(wide) is wide and len(with_full_vocabulary(head).d2t) == 300
     with pytest.raises(UserError, match="vocabulary=full"):
-        form.with_full_vocabulary(narrow)
+        with_full_vocabulary(narrow)
 
 
 def test_what_no_medusa_format_has_is_refused_in_one_message(tiny_base: TinyBase, tmp_path: Path) -> None:
