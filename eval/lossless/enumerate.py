@@ -99,7 +99,7 @@ class CommittedProbs:
     outcomes: int = 0
     """Number of visited sequences of choices."""
     by_length: list[Tensor] = field(default_factory=list)
-    """For n = 1, 2, ...: [V**n] mass of every sequence of n committed tokens."""
+    """For n = 1, 2, ...: [V**n] probability that the step commits exactly n tokens, per sequence of n tokens."""
 
     def __post_init__(self) -> None:
         self.by_length = [torch.zeros(self.vocabulary**n, dtype=torch.float64) for n in range(1, self.depth + 2)]
@@ -136,7 +136,7 @@ def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Te
 def committed(
     draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, greedy: bool = False
 ) -> CommittedProbs:
-    """Enumerate one step of decoding; return the masses of the tokens that it commits.
+    """Enumerate one step of decoding; return the probabilities of the token sequences that it commits.
 
     ``depth`` is the largest number of drafts on a path. With ``greedy``, drafts are accepted if they equal the target's
     argmax, as in decoding at temperature 0.

@@ -183,7 +183,7 @@ def best_option(values: Sequence[float], depths: Sequence[int], costs: CostModel
 
 
 def chain_values(rows: Rows, order: TreeOrder | None = None) -> list[float]:
-    """Return P(draft k is accepted) for k = 1, 2, ... of a chain, from calibrated nodes; None: from a run's ``rows``.
+    """Return P(draft k is accepted) for k = 1, 2, ... of a chain, from calibrated nodes or else from a run's ``rows``.
 
     The result is empty if only ``rows`` are given and the run drafted trees.
     """

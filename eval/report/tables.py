@@ -222,14 +222,14 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
 
 
 def span_lines(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line about acceptance in thinking, answers and tool calls; none if the answers have only one of them."""
+    """Return a line about acceptance in thinking, answers and tool calls; [] if the answers have only one of them."""
     spans = evaluation.get("by_span", [])
     parts = [f"{s['span']} {number(s['mean_accepted_length'])} ({s['tokens']:,} tokens)" for s in spans]
     return [f"mean accepted length by part of the answers: {', '.join(parts)}"] if len(parts) > 1 else []
 
 
 def forecast_lines(evaluation: dict[str, Any]) -> list[str]:
-    """Return a line with tau and speedup as forecast from the suite's dev half; none without a forecast."""
+    """Return a line with tau and speedup as forecast from the suite's dev half; [] without a forecast."""
     forecast = evaluation.get("predicted")
     if not forecast:
         return []

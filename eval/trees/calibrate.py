@@ -48,7 +48,7 @@ class Calibration:
     """Speedup over autoregressive decoding, as predicted by ``CostModel``."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values, for ``eval.json`` and ``from_json``."""
+        """Return all fields as JSON values, for ``eval.json`` and ``from_json``."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tree", "order")}
         values["order"] = {"paths": self.order.paths, "values": self.order.values}
         choices = [list(p) for p in self.tree.paths[1:]]

@@ -32,20 +32,20 @@ class CostModel:
     """Seconds of each part of a step, by ``measure_costs``."""
 
     verify: dict[int, float]
-    """v(n) by n: one verification pass over n tokens, logits and argmax included."""
+    """v(n) by n: seconds of one verification pass over n tokens, logits and argmax included."""
     draft: float
-    """c: drafting a tree over all positions."""
+    """c: seconds to draft a tree over all draft positions."""
     overhead: float
-    """o: the rest of a drafting step, without v(n) and c."""
+    """o: seconds of a drafting step outside verification and drafting."""
     context: int
-    """Number of tokens in the cache while v, c and o were timed."""
+    """Number of tokens in the cache while verification and drafting were timed."""
     prefill: float = 0.0
     """Seconds of the base's forward pass over a prompt of ``context`` tokens; 0: not measured."""
     draft_by_depth: list[float] | None = None
     """Seconds to draft a chain of depth d, at index d; None: ``draft`` at every depth, as for heads that draft all
     positions in one pass."""
     plain_overhead: float | None = None
-    """o of an autoregressive step; None: equal to ``overhead``."""
+    """Seconds of an autoregressive step outside verification; None: equal to ``overhead``."""
     draft_prefill: float = 0.0
     """Seconds that the drafter adds to the prefill of ``context`` tokens."""
     other_processes_cores: float | None = None
@@ -100,7 +100,7 @@ class CostModel:
         return (prefill + autoregressive) / (prefill + drafter + speculative)
 
     def to_json(self) -> dict[str, object]:
-        """Return JSON values, for ``eval.json`` and ``from_json``."""
+        """Return all fields as JSON values, for ``eval.json`` and ``from_json``."""
         return asdict(self)
 
     @classmethod

@@ -126,7 +126,7 @@ class SequoiaTrees:
     expected: Floats
     """[M+1]: mean accepted length of the best tree of exactly m nodes (root included); ``-inf`` if no tree has m."""
     _children: npt.NDArray[np.int64] = field(repr=False)
-    """[K+1, M+1]: number of children of a node at depth d whose best subtree has m nodes."""
+    """[K+1, M+1]: number of children of a node at depth d in its best subtree of m nodes."""
     _kept: npt.NDArray[np.int64] = field(repr=False)
     """[K+1, S+1, M+1]: nodes of a subtree of m nodes and b children that remain without its b-th branch."""
 
