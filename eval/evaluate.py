@@ -90,8 +90,7 @@ def evaluate(
     with serve(base, drafter, config, folder, lambda line: progress(line, 0, 0)) as served:
         compared = methods(base, drafter, draft_config, config, head or drafter, candidates)
         compared |= engine_methods(base, served, config)
-        marked = [*config.baselines, *candidates, *served.methods, *([served.chain] if served.chain else [])]
-        timed = _timed(base, config, compared, marked, folder, progress)
+        timed = _timed(base, config, compared, folder, progress)
     equalities = _equalities(base, drafter, draft_config, timed, set(served.methods), config)
     order = calibration.order if calibration else None
     spans = partial(answer_spans, base.tokenizer)
@@ -111,16 +110,11 @@ def evaluate(
 
 
 def _timed(
-    base: BaseModel,
-    config: EvalConfig,
-    compared: dict[str, Method],
-    marked: list[str],
-    folder: Path,
-    progress: Progress,
+    base: BaseModel, config: EvalConfig, compared: dict[str, Method], folder: Path, progress: Progress
 ) -> TimedResults:
-    """Answer the suite with all ``compared`` methods, interleaved; finished answers of an earlier run are used again.
+    """Answer the suite with all ``compared`` methods, interleaved.
 
-    Answers of the methods named in ``marked`` are used again only if ``Method.made_of`` is unchanged.
+    Finished answers of an earlier run are used again if ``Method.made_of`` is unchanged.
     """
     timed = run_interleaved(
         load_suite(config.suite, config.limit, config.seed, config.tasks, config.split),
@@ -129,7 +123,8 @@ def _timed(
         folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
         config.seed,
         lambda done, total: progress("decoding", done, total),
-        made_of={name: compared[name].made_of for name in marked if compared[name].made_of},
+        # The log's name contains the mark of the evaluated drafter.
+        made_of={name: m.made_of for name, m in compared.items() if m.made_of and name != "speculative"},
     )
     answers = timed.results["speculative"]
     errors = [answer.error for answer in answers if isinstance(answer, FailedDecode)]

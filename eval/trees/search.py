@@ -67,7 +67,8 @@ def greedy_tree(answers: Sequence[AcceptProbs], size: int, rounds: int = ROUNDS)
 
 
 def _greedy_order(answers: Sequence[AcceptProbs], size: int, weights: Sequence[Floats] | None) -> TreeOrder:
-    table, weight = _stack(answers, weights)
+    table = np.concatenate(answers)
+    weight = np.ones(len(table)) if weights is None else np.concatenate(weights)
     known = np.nan_to_num(table)
     depth = table.shape[1]
     valid = ~np.isnan(table[:, :, 0])
@@ -103,7 +104,8 @@ def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | N
     At each depth, a position counts with its weight times the probability of that condition. ``weights`` has the
     positions' weights [T] of each answer; None: all 1.
     """
-    table, weight = _stack(answers, weights)
+    table = np.concatenate(answers)
+    weight = np.ones(len(table)) if weights is None else np.concatenate(weights)
     known = np.nan_to_num(table)
     accepted = np.zeros(table.shape[1:])
     for k in range(table.shape[1]):
@@ -111,12 +113,6 @@ def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | N
         accepted[k] = here @ known[:, k] / max(float(here.sum()), np.finfo(float).tiny)
         weight = here * known[:, k].sum(-1)
     return accepted
-
-
-def _stack(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | None) -> tuple[Floats, Floats]:
-    """Concatenate the answers' positions to [T, K, S], and their ``weights`` to [T]; None: all weights are 1."""
-    table = np.concatenate(list(answers)) if answers else np.zeros((0, 1, 1))
-    return table, np.ones(len(table)) if weights is None else np.concatenate(list(weights))
 
 
 @dataclass(frozen=True)
