@@ -303,14 +303,8 @@ def by_entropy(rows: Rows, bins: int = 5) -> list[Bin]:
 def _binned(rows: Rows, key: str, edges: list[float]) -> list[Bin]:
     """Return acceptance in bins of the column ``key``, which ascending ``edges`` separate; empty bins are missing."""
     indices = np.minimum(np.searchsorted(edges, rows[key], side="right") - 1, len(edges) - 2)
-    return [
-        {
-            "low": edges[index],
-            "high": edges[index + 1],
-            **_acceptance(group),
-        }
-        for index, group in rows.groupby(indices)
-    ]
+    bins = rows.groupby(indices)
+    return [{"low": edges[n], "high": edges[n + 1], **_acceptance(group)} for n, group in bins]
 
 
 def _acceptance(group: Rows) -> Bin:
