@@ -65,7 +65,7 @@ def answers_of(head: DraftHead, folder: str, topics: Sequence[str]) -> list[Fini
 
 def with_states(head: DraftHead, answers: Sequence[FinishedAnswer]) -> Stream:
     """Return the answers with the base's hidden states; one pass each serves all curves."""
-    return list(zip(answers, read_hidden_states(head.base, head, answers), strict=True))
+    return [(answer, read_hidden_states(head.base, head, answer)) for answer in answers]
 
 
 def train(head: DraftHead, stream: Stream, epochs: int, lr: float) -> None:

@@ -173,7 +173,7 @@ def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> N
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()
     prompts = [[n, n + 1] for n in range(8)]
     answers = [FinishedAnswer([*ids, *decode(base, None, ids, max_new_tokens=20).tokens], 2) for ids in prompts]
-    stream = [*zip(answers, read_hidden_states(base, head, answers), strict=True)] * 3
+    stream = [(answer, read_hidden_states(base, head, answer)) for answer in answers] * 3
     frozen, _ = module.follow(head, stream, None)
     assert len(frozen) == 24 and frozen[:8] == frozen[8:16]
     config = OnlineConfig(interval=4, positions="all", optim=OptimConfig(lr=0.01, schedule="constant"))

@@ -66,10 +66,9 @@ class ServedEngines:
     """The head with which our decoder drafts that chain."""
     drafts: int = 0
     """Length of the chain that all of them draft."""
-    methods: dict[str, Callable[[list[int]], DecodeResult]] = field(default_factory=dict)
-    """Functions that answer prompt ids, by method: ``vllm`` with the head, ``vllm_plain`` without it."""
-    marks: dict[str, str] = field(default_factory=dict)
-    """Per method a hash of everything that determines its answers. Stored results with another hash are not used."""
+    methods: dict[str, tuple[Callable[[list[int]], DecodeResult], str]] = field(default_factory=dict)
+    """Per method (``vllm`` with the head, ``vllm_plain`` without it): the function that answers prompt ids, and a hash
+    of everything that determines its answers. Stored results with another hash are not used."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Per engine its name, version, format and options."""
 
@@ -102,13 +101,13 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                         continue
                     method = name + PLAIN * plain
                     log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
-                    served.methods[method] = partial(server.answer, max_new_tokens=config.max_new_tokens)
                     options = " ".join(VLLM_OPTIONS) if name == "vllm" and not start.own.url else ""
                     fact = {"engine": server.name, "version": server.version()}
                     fact |= {"format": target.name, "options": options}
                     served.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
-                    served.marks[method] = hashlib.sha256(mark.encode()).hexdigest()[:8]
+                    answer = partial(server.answer, max_new_tokens=config.max_new_tokens)
+                    served.methods[method] = answer, hashlib.sha256(mark.encode()).hexdigest()[:8]
             yield served
         except EngineError as error:
             hint = "; finished answers are kept, and the same command resumes there" if served.methods else ""

@@ -139,7 +139,7 @@ def training_estimate(head: str | Path) -> float | None:
 def _quality(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], tree: TokenTree) -> DraftQuality:
     probs = text_accept_probs(base, head, texts, Sampler(temperature=0.0), AcceptProbsConfig())
     text = next(text for text in texts if text.positions)
-    steps = islice(positions(head, [text], read_hidden_states(base, head, [text]), base.device), POSITIONS)
+    steps = islice(positions(head, [text], [read_hidden_states(base, head, text)], base.device), POSITIONS)
     logits = [torch.cat(forced_logits(session, last, [text], t, head.depth)) for _, session, last, t in steps]
     return DraftQuality(
         logits=torch.stack(logits),

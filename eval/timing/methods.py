@@ -79,7 +79,7 @@ def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -
 
     They are each engine with the head and without it, and our decoder drafting a chain with the served head.
     """
-    engines = {name: Method(answer, served.marks[name]) for name, answer in served.methods.items()}
+    engines = {name: Method(*method) for name, method in served.methods.items()}
     if served.head is not None:
         chain = DraftConfig(tree=TokenTree.chain(served.drafts))
         engines[served.chain] = _decoded(base, served.head, chain, replace(config, rule=EXACT))

@@ -183,20 +183,15 @@ def positions(
         session.commit(last[:, None], [1] * len(rows), now)
 
 
-def read_hidden_states(base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer]) -> list[HiddenStates]:
-    """Return the base's hidden states [1, T, D] that the drafter reads, per answer.
+def read_hidden_states(base: BaseModel, drafter: Drafter, text: FinishedAnswer) -> HiddenStates:
+    """Return the base's hidden states [1, T, D] at the T ids of an answer, of all layers that the drafter reads.
 
     Stored ones are used if the drafter reads only final hidden states. Otherwise the base reads the answer again.
     """
-
-    def states(text: FinishedAnswer) -> HiddenStates:
-        """Return the hidden states of one answer."""
-        if text.final is None or drafter.spec.layers:
-            return base.hidden_states(TrainBatch.of([text.ids], text.boundary).to(base.device), drafter.spec)
-        stored = text.final.to(base.device, base.dtype)
-        return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
-
-    return [states(text) for text in texts]
+    if text.final is None or drafter.spec.layers:
+        return base.hidden_states(TrainBatch.of([text.ids], text.boundary).to(base.device), drafter.spec)
+    stored = text.final.to(base.device, base.dtype)
+    return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
 
 def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
@@ -206,7 +201,7 @@ def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
     """
     ranks = []
     for text in texts:
-        (base_hidden,) = read_hidden_states(head.base, head, [text])
+        base_hidden = read_hidden_states(head.base, head, text)
         ranks += answer_ranks(head, TrainBatch.of([text.ids], text.boundary).to(head.base.device), base_hidden)
     return ranks
 
@@ -440,7 +435,7 @@ def _batches(
     size, sums = max(1, size), torch.zeros(4, dtype=torch.float64)
     for start in range(0, len(with_steps), size):
         batch = with_steps[start : start + size]
-        base_hidden = read_hidden_states(base, drafter, batch)
+        base_hidden = [read_hidden_states(base, drafter, text) for text in batch]
         sums += surprisal_sums(base, batch, base_hidden, sampler)
         yield batch, base_hidden
     check_likelihood(sums, sampler)

@@ -51,7 +51,7 @@ def test_a_recorded_answer_is_what_replay_finds(tiny_base: TinyBase, name: str) 
     for ids, new in zip(PROMPTS, (5, 17, 30, 31, 32, 33), strict=True):
         result, lesson = learner.answer(ids, max_new_tokens=new)
         assert result.tokens == decode(head.base, None, ids, max_new_tokens=new).tokens
-        (hidden,) = read_hidden_states(head.base, head, [lesson.text])
+        hidden = read_hidden_states(head.base, head, lesson.text)
         steps, simulated = replayed(head, tree, lesson.text, hidden)
         assert steps == pytest.approx(len(result.steps))
         within = len(lesson.text.ids) - head.depth  # near the limit decoding drafts less

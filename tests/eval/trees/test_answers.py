@@ -207,7 +207,7 @@ def test_hidden_states_of_the_answering_stand_in_for_a_pass_over_its_texts(base:
     assert len({len(text.ids) for text in with_states}) > 1
     head, config = fitted(base), DraftConfig(tree=TREE)
     eagle = Eagle3Config(layers=[0, 1, 2]).build(base)
-    deep = read_hidden_states(base, eagle, with_states[:1])[0]
+    deep = read_hidden_states(base, eagle, with_states[0])
     assert deep.layers is not None, "what was with_states is the final state alone"
     expected = text_ranks(head, without_states), simulate_texts(base, head, without_states, config, GREEDY)
     with base.model.model.register_forward_pre_hook(lambda *_: pytest.fail("the texts are read again")):
