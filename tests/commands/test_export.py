@@ -147,7 +147,7 @@ def test_another_type_is_refused_before_loading(saved: Path, tmp_path: Path, mon
     monkeypatch.delattr(BaseModel, "load")
     with pytest.raises(SystemExit, match="type eagle3, .* type medusa"):
         call("export", f"head={saved}", "to=eagle3", f"out={tmp_path / 'out'}")
-    with pytest.raises(SystemExit, match=f"is the folder of a run; its head is in {saved}$"):
+    with pytest.raises(SystemExit, match=f"is the folder of a run, not of a head; give {saved}$"):
         call("export", f"head={saved.parent}", "to=medusa", f"out={tmp_path / 'out'}")
     config = read_json(saved / "config.json")
     config["base"]["recipe"]["adapter"] = "lora"
@@ -169,7 +169,7 @@ def test_an_import_says_what_is_wrong_with_its_source(saved: Path, tiny_base: Ti
         ([f"from={saved}", "format=medusa"], "is a drafthead head already"),
         ([f"from={tmp_path / 'list'}"], r"list/config.json holds a list, expected an object; copy it again"),
         ([f"from={tmp_path / 'empty'}"], r"holds no published head: it has no config.json \(it is empty\)"),
-        ([f"from={saved.parent}"], r"is the folder of a run; its head is in .*/head"),
+        ([f"from={saved.parent}"], r"is the folder of a run, not of a head; give .*/head"),
         ([f"from={tmp_path / 'published'}", "config.bogus=3", "config.exit_layer=1"], "config.bogus.*exit_layer"),
     ]
     for arguments, says in cases:
