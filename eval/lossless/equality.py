@@ -15,7 +15,7 @@ import torch
 
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
-from drafthead.models.decoding.random_source import VERIFY, PerRowRng, sampling_point
+from drafthead.models.decoding.random_source import sampling_point
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeConfig, DecodeResult, DecodeState
 
@@ -83,8 +83,7 @@ def recompute_tokens(
         return fresh, None
     before = ids + result.tokens[: step.position - 1]
     state = DecodeState.empty(base, drafter, config, 1, len(before) + config.draft_config.nodes + 1)
-    state.read_prompts([before], PerRowRng([0], [0], VERIFY, base.device))
-    state.last_token = torch.tensor([result.tokens[step.position - 1]], device=base.device)
+    state.read_prompts([before], first=torch.tensor([result.tokens[step.position - 1]], device=base.device))
     (committed,) = state.step([0], [step.position]).tokens
     offset = position - step.position
     return fresh, committed[offset] if offset < len(committed) else None

@@ -94,7 +94,7 @@ class BaseConfig:
             )
 
     def saved(self) -> dict[str, Any]:
-        """Return ``SAVED_KEYS`` with their values, and adapter and chat template variables if set, for a saved head."""
+        """Return the settings from which a saved head loads its base again, by name."""
         only_random = () if self.random else ("random", "seed", "shape", "dtype")
         settings = {key: getattr(self, key) for key in SAVED_KEYS if key not in only_random}
         # Left out if not set, because manifests of older corpora have no such keys.
@@ -119,13 +119,13 @@ class BaseConfig:
             raise UserError(could_not_load(self.name, error)) from None
 
     def stored_config(self, folder: str) -> PreTrainedConfig:
-        """Return the transformers config of the checkpoint in ``folder`` (or of that hub id)."""
+        """Return the transformers config of the checkpoint in ``folder``, which may be a Hub id."""
         if self.gguf_file:
             return gguf_config(folder, self.gguf_file, **self.hub_options())
         return AutoConfig.from_pretrained(folder, **self.hub_options())
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
-        """Return the tokenizer that ``tokenizer`` names; if that is None, that of ``folder`` (or Hub id)."""
+        """Return the tokenizer that the setting ``tokenizer`` names; if it is None, that of ``folder`` (or Hub id)."""
         if self.tokenizer == "builtin:tiny":
             from drafthead.data.embedded.tiny import tiny_tokenizer  # only tests and examples need it
 
@@ -149,7 +149,7 @@ class BaseConfig:
 
 
 def could_not_load(name: str, error: Exception) -> str:
-    """Return one line that says why a base did not load and what to do."""
+    """Return one line that says why the base ``name`` did not load, from ``error``, and what to do."""
     if isinstance(error, UserError):
         return str(error)
     if not name:
@@ -306,7 +306,7 @@ def save_merged(config: BaseConfig, folder: Path) -> None:
 
 @contextmanager
 def own_attention_code(kind: str) -> Iterator[None]:
-    """Replace the KeyError of a model that cannot use drafthead's attention function by a UserError."""
+    """Replace the KeyError of a model of type ``kind`` that cannot use drafthead's attention by a UserError."""
     try:
         yield
     except KeyError as error:

@@ -61,7 +61,7 @@ def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
 
 
 def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return config fields to change; ``keys`` are the file's without prefix (``llama.``)."""
+    """Return the fields of ``config`` that differ in the file: its ``keys``, without prefix (``llama.``), set sizes."""
     changes: dict[str, Any] = {}
     for key, field in SAME.items():
         now = getattr(config, field, None)

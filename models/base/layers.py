@@ -49,12 +49,12 @@ def with_layers(
 
 
 def first_layers(base: BaseModel, count: int) -> BaseModel:
-    """Return a view of the first ``count`` layers without final norm; its final states are the last layer's output."""
+    """Return a view of the first ``count`` layers of ``base``, without a norm after the last one."""
     return with_layers(base, nn.ModuleList(list(base.model.model.layers)[:count]), nn.Identity())
 
 
 def reading_copy(base: BaseModel) -> BaseModel:
-    """Return ``base``, or a view with bfloat16 copies of its layers if these compute training states faster here."""
+    """Return ``base``, or a view with bfloat16 copies of its layers if these compute hidden states faster here."""
     if base.kernels is None or not base.kernels.bfloat16_reads:
         return base
     layers = [inference_copy(layer, torch.bfloat16) for layer in base.model.model.layers]
@@ -62,7 +62,7 @@ def reading_copy(base: BaseModel) -> BaseModel:
 
 
 def drop_views(base: BaseModel) -> None:
-    """Drop captured graphs and stored decoders, which would be invalid after the base's weights move."""
+    """Drop the CUDA graphs and partial decoders that ``base`` has stored, because its weights are about to move."""
     base._static, base._last_layers = None, {}
 
 

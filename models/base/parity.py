@@ -117,7 +117,7 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
 
 
 def measured_sizes(base: Base) -> dict[str, Any]:
-    """Run one token, and return the fields of ``CacheShape`` that its keys and values determine."""
+    """Run one token, and return the fields of ``CacheShape`` (such as ``heads``) that its keys and values determine."""
     cache, one = DynamicCache(), torch.full((1, 1), 3, device=base.device)
     with in_one_line(base.model.config, "cannot be run over a plain key/value cache"), torch.inference_mode():
         base.model.model(input_ids=one, position_ids=one - 3, past_key_values=cache, use_cache=True)
@@ -135,7 +135,10 @@ def measured_sizes(base: Base) -> dict[str, Any]:
 
 
 def logit_scale(base: Base, stock: StockResults) -> float:
-    """Return the factor (1, or from a config key) that maps the head's product to the stock logits; else raise."""
+    """Return the factor by which the stock logits differ from the output layer's product: 1, or one from the config.
+
+    Raise a UserError if no such factor gives the stock logits.
+    """
     config = base.model.config
     with torch.inference_mode():
         product = base.output_layer(stock.final).float()
@@ -182,7 +185,7 @@ def check_against_stock(base: Base) -> None:
 
 
 def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of each pass, the base's logits and the stock logits."""
+    """Run the base's passes; yield for each its name in messages, its logits and the stock logits at its tokens."""
     tokens, stock = results.tokens, results.logits
     capacity = LENGTH + len(TREE)
     shape = TREE.shape_on(base.device)
@@ -231,8 +234,7 @@ def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, 
 
 
 def _nodes(first: Tensor, second: Tensor, start: int) -> Tensor:
-    """Return the values [N, ...] of ``TREE``'s nodes; its two paths are ``first`` and ``second`` [T, ...] from
-    ``start`` on."""
+    """Return the values of ``TREE``'s nodes from those of its two paths, ``first[start:]`` and ``second[start:]``."""
     return torch.stack([first[start], first[start + 1], second[start + 1], first[start + 2], second[start + 2]])
 
 

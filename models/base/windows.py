@@ -32,7 +32,7 @@ class Window:
     chunked: bool
 
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return which keys [R, K] each query [R, T] can see, as bool [R, T, K]; both are given as positions.
+        """Return a mask [R, T, K], true for keys that a query sees, from positions of queries [R, T] and keys [R, K].
 
         Keys after the query are not excluded. For size 3, the query at 7 sees 5, 6, 7; chunked, it sees 6, 7.
         """

@@ -56,13 +56,13 @@ class CacheShape:
     """Sizes of sliding-window layers. None: all layers hold the whole context."""
 
     def trimmed(self, windows: Sequence[int], capacity: int, room: int, surplus: int | None = None) -> "CacheShape":
-        """Return this shape with only the latest positions in sliding-window layers, or self if that saves nothing.
+        """Return this shape, but with only the latest positions in sliding-window layers; self if that saves nothing.
 
         Args:
-            windows: number of positions that each layer sees; 0: all.
-            capacity: positions of the whole cache.
-            room: largest number of pending nodes.
-            surplus: positions that accumulate before any are dropped; None: as many as the largest window.
+            windows: number of positions that a query sees in each layer; 0: all.
+            capacity: number of positions in layers without a window.
+            room: largest number of pending (not yet committed) nodes.
+            surplus: number of positions that accumulate before a drop; None: as many as the largest window.
         """
         window = max(windows)
         held = window + room + (window if surplus is None else surplus)
@@ -73,7 +73,7 @@ class CacheShape:
 
     @cached_property
     def _groups(self) -> list[tuple[LayerSizes, bool] | None]:
-        """Each layer's sizes, and True if it is trimmed. Equal layers share one stack of keys and one of values."""
+        """Each layer's sizes, and True if it holds only the latest positions; None: a layer without a cache."""
         sizes = self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers
         trimmed = self.trim.layers if self.trim else (False,) * self.layers
         return [None if size is None else (size, trim) for size, trim in zip(sizes, trimmed, strict=True)]
@@ -85,7 +85,7 @@ class CacheShape:
         return tuple(g and Place(stacks[g], groups[:n].count(g), g[1]) for n, g in enumerate(groups))
 
     def zeros(self, rows: int, capacity: int) -> tuple[Tensor, ...]:
-        """Return new stacks of zeros [L, B, H, C, E]: per kind of layer, one of keys, then one of values."""
+        """Return new zeros: for each group of equal layers, a tensor [L, B, H, C, E] of keys and one of values."""
         return tuple(
             torch.zeros(
                 (self._groups.count(group), rows, heads, self.trim.held if group[1] and self.trim else capacity, width),

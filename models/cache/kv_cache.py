@@ -17,8 +17,8 @@ Rows of lengths 3 and 5 in numbers: a pass over 2 tokens writes positions 3, 4 o
 It attends over 7 positions of both, masked by row. Positions past a row's length are never read, so a pass may write
 padding there.
 
-Shape legend: B rows, R rows or 1, H key/value heads, C positions held, T new tokens, P pending and new nodes of a tree
-or nodes of a path, E head width, L layers, reach: end of the longest row, with its pending and new tokens.
+Shape legend: B rows, H key/value heads, C positions held, T new tokens, P pending and new nodes of a tree or nodes of a
+path, K keys (positions of the longest row, with pending and new tokens), E head width, L layers.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,9 @@ class TreeCache:
     ) -> None:
         """Use the memory ``stacks`` [L, B, H, C, E] for ``rows`` of up to ``capacity`` positions.
 
-        ``places``: where each layer's keys and values are in ``stacks``; None: a layer without a cache.
-        ``skipped``: number of committed positions that a copy made by ``selected`` leaves out.
+        ``places``: location of each layer's keys and values in ``stacks``; None: a layer without a cache. ``trim``:
+        sizes of sliding-window layers, if they are trimmed. ``skipped``: number of the first committed positions that
+        are not in the memory, for a copy of selected positions.
         """
         self.stacks, self.places, self.trim, self.skipped, self.capacity = stacks, places, trim, skipped, capacity
         self._rows, self.pending = rows, 0
@@ -117,7 +118,8 @@ class TreeCache:
     def begin(self, new: int, committed: bool = False, chain: bool = False) -> None:
         """Add ``new`` pending positions per row, for the next forward pass; refuse more than ``capacity``.
 
-        ``committed``: True if all new tokens will be committed. ``chain``: True if each follows the one before.
+        ``committed``: True if all new tokens will be committed. ``chain``: True if they are tree nodes, each the parent
+        of the next.
         """
         self._reach = self.length + self.pending + new
         if self._reach > self.capacity:
@@ -133,7 +135,10 @@ class TreeCache:
         self.pending += new
 
     def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write one layer's new states; return all keys and values that it holds, up to the longest row's end."""
+        """Write a layer's new keys and values; return all [B, H, K, E] that it holds, up to the longest row's end.
+
+        transformers calls this; ``layer_idx`` counts from 0.
+        """
         layer = self.layers[layer_idx]
         assert layer is not None
         kind, keys, values = layer
@@ -141,24 +146,25 @@ class TreeCache:
 
     @property
     def _before(self) -> int | Tensor:
-        """Number of committed positions: an integer for one row, a tensor [B, 1] for several (from ``begin``)."""
+        """Number of committed positions: an integer for one row, else a tensor [B, 1]."""
         return self.length if self.rows == 1 else self._lengths_B[:, None]
 
     def positions(self, depths: Tensor) -> Tensor:
-        """Return the absolute positions of tree nodes at ``depths`` [R, T]: [R, T] for one row, [B, T] for several."""
+        """Return the positions [B, T] of tree nodes at ``depths`` [B or 1, T]: the committed length plus the depth."""
         return depths + self._before
 
     def key_positions(self, depths: Tensor) -> Tensor:
-        """Return the absolute positions [B, reach] of all keys, given the ``depths`` [R, P] of the pending nodes."""
+        """Return the positions [B, K] of all keys; ``depths`` [B or 1, P] are those of the pending nodes."""
         slots = torch.arange(self._reach, device=depths.device).expand(self.rows, -1)
         node = slots - self._before
         nodes = self.positions(depths).expand(self.rows, -1).gather(1, node.clamp(0, depths.shape[1] - 1))
         return torch.where(node < 0, slots, nodes)
 
     def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask [R, 1, T, reach]: a node sees committed positions, its ancestors and itself.
+        """Return the additive mask [B, 1, T, K] of the last T pending nodes, which see the prefix and their ancestors.
 
-        For 2 committed positions and a root with two children, with 0 for seen and x for -inf::
+        ``ancestors_RTP`` [B or 1, T, P] is true where one of all P pending nodes is the node or its ancestor. For 2
+        committed positions and a root with two children, with 0 for seen and x for -inf::
 
             root     0 0 | 0 x x
             child 1  0 0 | 0 0 x
@@ -178,10 +184,10 @@ class TreeCache:
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
     def static_mask(self, tree: TokenTree, shape: TreeShape, buffers: dict[TokenTree, Tensor]) -> Tensor:
-        """Return the ``mask`` of a whole static ``tree`` for one row: a view into its buffer, added to ``buffers``.
+        """Return the additive mask [1, 1, N, K] of all nodes of a static ``tree`` for one row, as a view into a buffer.
 
-        The buffer holds zeros, followed by the tree's ancestor mask. The view that starts n columns before the ancestor
-        mask is the mask after n committed positions, so one buffer serves every length and no step writes a mask.
+        ``buffers`` stores a buffer per tree. It has zeros and then the tree's ancestor mask. The view that starts n
+        columns before the ancestor mask is the mask after n committed positions, so no step writes a mask.
         """
         nodes, held = len(shape), self.capacity - self.skipped
         buffer = buffers.get(tree)
@@ -192,7 +198,7 @@ class TreeCache:
         return buffer[None, None, :, buffer.shape[1] - nodes - (self.length - self.skipped) :]
 
     def held(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Restrict a mask [R, 1, T, reach] and key positions [R, reach] to what sliding-window layers hold.
+        """Restrict a mask [B, 1, T, K] and key positions [B, K] to the keys that sliding-window layers hold.
 
         Without such layers, return both unchanged.
         """
@@ -209,7 +215,7 @@ class TreeCache:
             self._sliding.drop()
 
     def commit_path(self, nodes: Tensor, counts: list[int]) -> None:
-        """Commit the path ``nodes[b, :counts[b]]`` ([B, P] int64, from 0) of row b's pending nodes; drop the rest."""
+        """Commit row b's pending nodes ``nodes[b, :counts[b]]`` ([B, P] int64 from 0, a path); drop its other nodes."""
         if self.pending > 1 and not self._is_chain:  # else the path is in place
             for kind in self._kinds:
                 kind.move(nodes, counts)
@@ -242,7 +248,7 @@ class TreeCache:
     # Views and copies -------------------------------------------------------------------------------------------
 
     def row(self, row: int) -> "TreeCache":
-        """Return a cache of one row that shares memory and committed length with this cache."""
+        """Return a cache of row number ``row`` alone that shares memory and committed length with this cache."""
         if self.rows == 1:
             return self
         stacks = tuple(stack[:, row : row + 1] for stack in self.stacks)
@@ -261,7 +267,7 @@ class TreeCache:
     def first_layers(self, count: int) -> "TreeCache":
         """Return a cache of the first ``count`` layers in the memory of this cache, with a copy of its lengths.
 
-        Only this cache drops positions of sliding windows, because a drop must move the rest in all layers.
+        Only this cache drops positions of sliding windows, because a drop moves the other positions in all layers.
         """
         places = self.places[:count]
         used = [0] * len(self.stacks)
@@ -274,9 +280,9 @@ class TreeCache:
         return TreeCache(stacks, places, rows, capacity=self.capacity, trim=trim, skipped=self.skipped)
 
     def selected(self, positions_LHS: Tensor, room: int) -> "TreeCache":
-        """Return a copy of selected ascending positions [L, H, S] of one row, with ``room`` free positions.
+        """Return a cache with copies of S selected ascending positions [L, H, S] of one row, and ``room`` free ones.
 
-        Index 0 onwards holds the selected positions. New tokens keep their absolute positions, from ``length`` on.
+        The selected positions fill its memory from index 0 on. New tokens still count their positions from ``length``.
         """
         index = positions_LHS[:, None, ..., None].expand(-1, -1, -1, -1, self.keys.shape[-1])
         budget, length = positions_LHS.shape[2], self.length
@@ -312,7 +318,7 @@ class FullLayers:
     def __init__(self, stacks: Sequence[Tensor], rows: list[Row], first: int = 0) -> None:
         """Use the memory ``stacks`` [L, B, H, C, E] for ``rows``.
 
-        ``first``: number of committed positions that are left out; a new position p is written at index p - ``first``.
+        ``first``: number of committed positions without memory; a new position p is written at index p - ``first``.
         """
         self.stacks, self.rows = stacks, rows
         self._first: int | Tensor = first  # of several sliding rows [B]
@@ -320,16 +326,16 @@ class FullLayers:
         self._index = self._rows = torch.empty(0)  # for several rows: [B, T] and [B, 1]
 
     def first(self, row: Row) -> int:
-        """Return the number of left-out positions of ``row``: a new position p is at index p minus this number."""
+        """Return the number of positions of ``row`` that are not stored: position p is at index p minus this number."""
         return int(self._first)
 
     @property
     def ends(self) -> list[int]:
-        """The index of each row's first pending (not yet committed) position."""
+        """The index in the memory of each row's first pending (not yet committed) position."""
         return [row.length - self.first(row) for row in self.rows]
 
     def begin(self, lengths_B: Tensor, pending: int, new: int, committed: bool) -> None:
-        """Prepare the indices of ``new`` tokens after ``lengths_B`` committed and ``pending`` ones.
+        """Compute the indices in the memory of ``new`` tokens after ``lengths_B`` committed and ``pending`` ones.
 
         ``committed``: True if all new tokens will be committed.
         """
@@ -341,7 +347,7 @@ class FullLayers:
             self._rows = torch.arange(len(self.rows), device=lengths_B.device)[:, None]
 
     def update(self, keys: Tensor, values: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new states into a layer's ``keys`` and ``values`` [B, H, C, E]; return both up to the longest row."""
+        """Write new states into a layer's ``keys`` and ``values`` [B, H, C, E]; return the used part of both."""
         span, end = self._span, self._span.stop
         if len(self.rows) == 1:
             keys[:, :, span] = key_BHTE
@@ -352,7 +358,7 @@ class FullLayers:
         return keys[:, :, :end], values[:, :, :end]
 
     def move(self, nodes_BP: Tensor, counts: list[int]) -> None:
-        """Copy each row's accepted nodes, the first ``counts`` of ``nodes_BP``, to its first pending positions."""
+        """Copy each row b's accepted nodes, ``nodes_BP[b, :counts[b]]``, to the first pending positions."""
         most = max(counts)
         nodes_BP = nodes_BP[:, :most]
         if len(self.rows) == 1:
@@ -377,7 +383,7 @@ class SlidingLayers(FullLayers):
     """
 
     def __init__(self, stacks: Sequence[Tensor], rows: list[Row], window: int, room: int) -> None:
-        """Keep in ``stacks`` [L, B, H, C, E] what a query sees by ``window``, and up to ``room`` pending nodes."""
+        """Keep the last ``window`` positions of ``rows`` in ``stacks`` [L, B, H, C, E], and up to ``room`` nodes."""
         super().__init__(stacks, rows)
         self._window, self._room = window, room
         self.held = stacks[0].shape[3]
@@ -407,7 +413,7 @@ class SlidingLayers(FullLayers):
         return whole
 
     def columns(self, mask: Tensor | None, positions: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return a mask [R, 1, T, n] and key positions [R, n], restricted to the positions that these layers hold."""
+        """Restrict a mask [B, 1, T, K] and key positions [B, K] to the keys that these layers hold."""
         if len(self.rows) == 1:
             dropped = self.rows[0].dropped
             return None if mask is None else mask[..., dropped:], positions[:, dropped:]

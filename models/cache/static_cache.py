@@ -112,7 +112,10 @@ class StaticModel:
         del self._spare[:-MAX_SPARE_BUFFERS]
 
     def prepare(self, memory: _Memory, size: int, with_logits: bool, inputs: tuple[Tensor, ...]) -> StaticCall:
-        """Return a pass that attends over the first ``size`` positions of ``memory``, for inputs of these shapes."""
+        """Return a tree pass over the first ``size`` positions of ``memory``, for ``inputs`` of these shapes.
+
+        The inputs are tokens, depths and ancestors. ``with_logits``: it also returns the logits.
+        """
         window = _Memory(tuple(stack[:, :, :, :size] for stack in memory.stacks), memory.places, memory.length)
         logits = self._logits if with_logits else None
         function = partial(_static_pass, self._decoder, logits, self._windowed, window)
@@ -149,9 +152,10 @@ def _static_pass(
     depths: Tensor,
     ancestors: Tensor,
 ) -> Outputs:
-    """Run a tree after the committed positions; return hidden states [1, N, D], and logits [1, N, V] if requested.
+    """Run a tree after the committed positions; return hidden states [1, N, D], and with ``logits`` logits [1, N, V].
 
-    ``tokens`` and ``depths`` are [1, N] int64, ``ancestors`` [1, N, N] bool; ``logits`` is the output head.
+    ``tokens`` and ``depths`` are [1, N] int64, ``ancestors`` [1, N, N] bool. ``decoder``, ``logits`` and ``windowed``
+    are those of ``StaticModel``.
     """
     nodes, size = tokens.shape[1], window.size
     slots = torch.arange(size, device=tokens.device)
@@ -195,7 +199,10 @@ class StaticKVCache(TreeCache):
         return self.pending == 0 and self.length > 0 and nodes <= MAX_STATIC_NODES
 
     def run(self, tokens: Tensor, shape: TreeShape, with_logits: bool = False) -> Outputs:
-        """Run a tree [1, N] int64, which stays pending; return (states [1, N, D],) or (states, logits [1, N, V])."""
+        """Run the tree of ``tokens`` [1, N] int64, which stays pending; return (hidden states [1, N, D],).
+
+        ``with_logits``: return (hidden states, logits [1, N, V]).
+        """
         nodes = tokens.shape[1]
         self.begin(nodes, chain=shape.is_chain)
         self._memory.length.fill_(self.length)
@@ -213,7 +220,7 @@ class StaticKVCache(TreeCache):
         return captured.call(tokens, None, None)
 
     def grow(self, capacity: int) -> None:
-        """Move to memory with room for ``capacity`` positions."""
+        """Enlarge the cache to ``capacity`` positions, by moving to larger memory."""
         sources, give_back, held = self.stacks, self._give_back, self.capacity
         self.stacks, self.capacity = self._borrow(capacity), capacity
         for stack, source in zip(self.stacks, sources, strict=True):

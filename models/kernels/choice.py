@@ -55,10 +55,10 @@ def worth_measuring(model: nn.Module) -> bool:
 
 
 def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: object) -> None:
-    """Fill ``table``: the fastest kernel by number of rows, and faster dtypes. Free copies for other kernels.
+    """Fill ``table`` with the fastest kernel by number of rows, and with faster dtypes; free weights of other kernels.
 
-    ``run`` runs the base, and ``shape`` identifies the sizes of its products. The choice is stored on this machine, so
-    that a resumed run computes what it did before.
+    ``module`` is the base's model, ``run`` runs it, and ``shape`` identifies the sizes of its products. The choice is
+    stored on this machine, so that a resumed run computes what it did before.
     """
     compiles = skinny_library() is not None
     key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]
@@ -93,7 +93,7 @@ def _restore(table: KernelTable, path: Path) -> bool:
 
 
 def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
-    """Fill ``table`` by timing passes of the base and products of one layer."""
+    """Fill ``table`` by timing passes of the base (``run``) and products of one layer of ``module``."""
     wait_for_huge_pages()
     before, compiles = table.by_rows, skinny_library() is not None
     default = dict.fromkeys(MEASURED_ROWS, Kernel.COMPILED) if compiles else before
@@ -128,10 +128,10 @@ def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
 def _fastest(
     module: nn.Module, rows: int, dtypes: Iterable[torch.dtype], before: Callable[[], object] = lambda: None
 ) -> torch.dtype | None:
-    """Return the fastest of ``dtypes``, or None if none is clearly faster than float32 (``ROUNDING_MARGIN``).
+    """Return the fastest of ``dtypes`` for products, or None if none is clearly faster than float32.
 
-    Each must be clearly faster than the one chosen before it. The largest layer is timed with ``rows`` rows, and
-    ``before`` is called before every comparison.
+    Each must take at most ``ROUNDING_MARGIN`` of the time of the one chosen before it. The largest layer of ``module``
+    is timed with ``rows`` input rows, and ``before`` is called before every comparison.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, PrepackedLinear)]
     if not layers:

@@ -48,7 +48,7 @@ class FusedMLP(nn.Module):
     """``down(act(gate(x)) * up(x))`` with gate and up as one product, packed if possible."""
 
     def __init__(self, mlp: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
-        """Copy the weights of ``mlp`` as ``dtype`` (None: unchanged)."""
+        """Copy the weights of ``mlp`` as ``dtype`` (None: unchanged); ``table`` has the kernels to use."""
         super().__init__()
         self._gate_up = joined_linear([mlp.gate_proj, mlp.up_proj], dtype, table)
         self._down = joined_linear([mlp.down_proj], dtype, table)
@@ -65,7 +65,7 @@ class FusedAttention(nn.Module):
     """Grouped-query attention with one product for queries, keys and values, rotated at once."""
 
     def __init__(self, stock: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
-        """Copy the weights of ``stock`` as ``dtype`` (None: unchanged)."""
+        """Copy the weights of ``stock`` as ``dtype`` (None: unchanged); ``table`` has the kernels to use."""
         super().__init__()
         self.layer_idx: int = stock.layer_idx
         self.scaling: float = stock.scaling
@@ -103,7 +103,7 @@ class FusedAttention(nn.Module):
 
 
 def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
-    """Apply rotary position embeddings, pairing the first half of a head with the second as transformers does."""
+    """Apply rotary position embeddings, which pair the first half of a head with its second half, as in Llama."""
     first, second = x_BTHE.chunk(2, -1)
     sin_first, sin_second = sin_BTE.unsqueeze(2).chunk(2, -1)
     out = x_BTHE * cos_BTE.unsqueeze(2)
@@ -127,8 +127,8 @@ def _can_join(module: nn.Module, *names: str) -> bool:
 def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Replace stock float32 CPU attention, MLP and norm modules below ``module`` by fused ones, in place.
 
-    Their weights are stored as ``dtype`` (None: unchanged), and the original ones are released. Other modules are left
-    to ``prepack_linears``. Return the number of ``nn.Linear`` layers that were replaced.
+    Their weights are stored as ``dtype`` (None: unchanged), and the original ones are released. Other modules stay as
+    they are. ``table`` chooses kernels by the number of rows. Return the number of replaced ``nn.Linear`` layers.
     """
     replaced = 0
     for name, stock in list(module.named_children()):
@@ -197,7 +197,7 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
 
 
 def _fill(linears: list[Any], packed: nn.Module) -> None:
-    """Copy the weight and bias of a packed layer back into the ``linears`` that it replaced."""
+    """Copy weight and bias of ``packed``, whose outputs are those of all ``linears`` in turn, into ``linears``."""
     assert isinstance(packed, PrepackedLinear)
     bias = torch.zeros(packed.out_features) if packed._bias is None else packed._bias
     rows, start = packed.dense(), 0

@@ -42,7 +42,7 @@ class PackedCopies(nn.Module):
         return made
 
     def inference(self, dtype: torch.dtype | None = None) -> Self:
-        """Return self, because an inference copy of the module shares this object."""
+        """Return self, because an inference copy of the module (``inference_copy``) must share these copies."""
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -245,7 +245,10 @@ def reads_in(layer: nn.Module) -> torch.dtype:
 def joined_linear(
     linears: list[nn.Linear], dtype: torch.dtype | None = None, table: KernelTable | None = None
 ) -> nn.Module:
-    """Join ``linears`` into one ``inference_linear`` with concatenated outputs; all must have a bias, or none."""
+    """Join ``linears`` into one inference-only layer with concatenated outputs; all must have a bias, or none.
+
+    ``dtype`` is that of its weight (None: unchanged), and ``table`` chooses the kernel by the number of rows.
+    """
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return inference_linear(torch.cat([linear.weight for linear in linears]), bias, dtype, table)
 
@@ -253,8 +256,8 @@ def joined_linear(
 def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
     """Prepack each ``nn.Linear`` below ``module``, in place, if possible and not in a router; return their number.
 
-    The layers compute in ``dtype``, by default float32. Original weights are released unless something else holds
-    them, such as a tied embedding.
+    The layers compute in ``dtype`` (None: float32), with the kernel that ``table`` chooses. Original weights are
+    released unless something else holds them, such as a tied embedding.
     """
     replaced = 0
     if type(module).__name__.endswith(("Router", "Gate")):
