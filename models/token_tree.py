@@ -108,7 +108,7 @@ class TokenTree:
 
     @lru_cache(maxsize=256)  # noqa: B019
     def shape_on(self, device: torch.device) -> "TreeShape":
-        """Return ``shape`` on ``device``; the copy is cached."""
+        """Return the tree as tensors on ``device``, with one row for a whole batch; the result is cached."""
         return self.shape.to(device)
 
 

@@ -79,7 +79,7 @@ class StockResults:
 
     @classmethod
     def of(cls, base: Base) -> "StockResults":
-        """Run the sequences through a base whose modules are still the stock ones, with transformers' attention."""
+        """Run random sequences through a base whose modules are still stock ones, with transformers' attention."""
         model, config = base.model, base.model.config
         tokens = torch.randint(3, min(base.vocab_size, 300), (3, LENGTH), generator=torch.Generator().manual_seed(0))
         tokens[1, : PREFIX + 1] = tokens[0, : PREFIX + 1]
@@ -104,7 +104,7 @@ class StockResults:
 
 @contextmanager
 def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
-    """Turn errors of a model family's code, except out of memory, into a ``UserError``: its model type and ``what``."""
+    """Turn errors in the ``with`` block into a ``UserError`` with the model type and ``what``, except out of memory."""
     try:
         yield
     except (torch.OutOfMemoryError, UserError):
@@ -263,7 +263,7 @@ def tolerance(base: Base) -> float:
 
 
 def check_key(base: Base, what: str) -> tuple[str, ...]:
-    """Return the entry of ``PASSED`` that records the check ``what`` of bases with this config."""
+    """Return a key for the check ``what``, equal for all bases whose config gives this check the same result."""
     config, settings = base.config, base.model.config
     build = str(base.dtype), base.device.type, str(config.prepack), str(base.max_context)
     return (what, type(base.model).__name__, settings.to_json_string(use_diff=False), *build)

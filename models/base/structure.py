@@ -96,7 +96,7 @@ def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[in
 def last_layers(model: Any, cache_shape: CacheShape, skipped: int) -> Any:
     """Return the decoder without its first ``skipped`` layers; call it with their output as ``inputs_embeds``.
 
-    The layers keep their ``layer_idx``, so they write into the model's own cache.
+    The layers keep their ``layer_idx``, so they write into the model's own cache, which ``cache_shape`` describes.
     """
     layers = list(model.model.layers)
     decoder = decoder_over(model, cache_shape, nn.ModuleList(layers[skipped:]), None, range(skipped, len(layers)))

@@ -79,5 +79,5 @@ def text_class(config: PreTrainedConfig) -> Any:
 
 
 def build(config: PreTrainedConfig, **options: Any) -> Any:
-    """Build a language model with random weights, or without weights on the meta device."""
+    """Build a language model with random weights (none on the meta device); ``options`` are transformers' arguments."""
     return text_class(config)._from_config(text_config(config), **options)

@@ -308,7 +308,7 @@ class TreeCache:
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys that new queries see, and their offset."""
+        """Return the number of keys that ``query_length`` new queries see, and the position of the first key, 0."""
         return self.length + query_length, 0
 
 

@@ -33,7 +33,7 @@ MAX_SPARE_BUFFERS = 2
 
 
 def window_for(positions: int) -> int:
-    """Return the size of the smallest window that holds ``positions``."""
+    """Return the number of positions, at least ``positions``, over which a pass attends: one of a few sizes."""
     size = MIN_WINDOW
     while size < min(positions, WINDOW_STEP):
         size *= 2
@@ -80,7 +80,7 @@ class StaticModel:
         logits: Callable[[Tensor], Tensor],
         windowed: Callable[[Tensor, Tensor, Tensor, torch.dtype], Any] | None = None,
     ) -> None:
-        """Set the functions of the model.
+        """Create a model without memory; ``shape`` is that of its cache.
 
         ``decoder`` is transformers' decoder without its output head, and ``logits`` maps hidden states [1, N, D] to
         logits [1, N, V]. ``windowed`` is for a base with sliding windows: (full mask, query positions, key positions,
@@ -130,7 +130,7 @@ class _Writer:
         self._parts = [stack.unbind(0) for stack in window.stacks]
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values, and return its whole window."""
+        """Write one layer's new keys and values; return all of the layer over which the pass attends."""
         place = self._window.places[layer_idx]
         assert place is not None
         keys, values = (self._parts[place.stack + side][place.number] for side in (0, 1))

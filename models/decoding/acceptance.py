@@ -70,7 +70,7 @@ class AcceptanceRule:
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
     def check(self, draft_config: DraftConfig) -> None:
-        """Reject block verification of a tree that branches."""
+        """Reject ``draft_config`` if its tree branches and this rule, ``block``, verifies only chains."""
         if self.name == "block" and not draft_config.is_chain:
             raise UserError(
                 "block verification judges a chain as a whole and cannot judge a tree that branches; use "
@@ -78,7 +78,7 @@ class AcceptanceRule:
             )
 
     def verify(self, proposal: Proposal, target: Target, rng: RandomSource, return_probs: bool = False) -> Acceptance:
-        """Return the accepted paths; with ``return_probs`` also the target's distributions, except for ``typical``."""
+        """Verify ``proposal`` by this rule; ``return_probs`` requests ``Acceptance.probs`` (not by ``typical``)."""
         if self.name == "block":
             return block(proposal, target, rng, return_probs=return_probs)
         if self.name == "typical":
@@ -220,8 +220,8 @@ def speculative(
 def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Tensor, token: Tensor) -> Tensor | None:
     """Return the distribution [B, V] from which each row's candidate was drawn, or None if all are top-k.
 
-    The candidate is child number ``candidate`` of ``node`` [B], with the token ``token`` [B]. The distribution of a
-    top-k candidate is one-hot.
+    The candidate is child number ``candidate`` (from 0) of each row's ``node`` [B], with the token ``token`` [B].
+    ``rows`` is 0 to B - 1. The distribution of a top-k candidate is one-hot.
     """
     if proposal.probs is None or proposal.prob_index is None:
         return None

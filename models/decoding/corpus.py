@@ -179,7 +179,7 @@ class Agreement:
 
 @torch.inference_mode()
 def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
-    """Measure the base's agreement with ``answers``, in one pass over each.
+    """Measure how likely the tokens of ``answers`` are for the base, in one pass over each answer with its prompt.
 
     All tokens of greedy answers by the same weights agree, except for ties and rounding (bfloat16, a quantised server).
     """

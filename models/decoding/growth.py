@@ -271,7 +271,7 @@ def _sampled(
     ``drawing`` [B, F] bool marks the parents whose children are sampled; None: all.
     """
     if rng is None:
-        raise ValueError("sampled candidates need a random source")
+        raise ValueError("sampled candidates need random numbers; give rng to draft")
     dist = draft_config.sampler.probs(logits.flatten(0, 1)).view(logits.shape)
     drawn_from = dist if drawing is None else torch.where(drawing[..., None], dist, 0.0)
     samples = draw_candidates(drawn_from, level.width, draft_config.draft_sampling, rng).flatten(1)

@@ -95,7 +95,7 @@ class Sampler:
         return self.repetition_penalty not in (None, 1)
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
-        """Return ``probs``; ``contexts`` has the tokens for a repetition penalty, and may be None without one."""
+        """Return the distributions [B, V] of the tokens after ``contexts``, which a repetition penalty needs."""
         return self.probs(logits, None if contexts is None else contexts.tokens)
 
     def probs(self, logits: Tensor, context: Tensor | None = None) -> Tensor:
