@@ -197,8 +197,7 @@ def development_prompts(base: BaseModel, config: EvalConfig, limit: int) -> list
 def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:
     """Return the prompt's ids after the earlier ``answers``; reject ids that the base or its context cannot hold."""
     ids = conversation_ids(base.tokenizer, prompt, answers, base.config.chat_template_kwargs)
-    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
-    check_ids(ids, **limits, where=prompt.where(len(answers)))
+    check_ids(base, ids, max_new_tokens, prompt.where(len(answers)))
     return ids
 
 

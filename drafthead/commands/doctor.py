@@ -317,7 +317,8 @@ def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
     if base.embedding.data_ptr() != base.lm_head.weight.data_ptr():  # only a few rows of the table are read
         size_read -= base.embedding.numel() * base.embedding.element_size()
     shape = base.cache_shape
-    size_read += 2 * costs.context * shape.layers * shape.heads * shape.head_dim * shape.dtype.itemsize
+    widths = sum(heads * width for sizes in shape.layers if sizes for heads, width in sizes)
+    size_read += costs.context * widths * shape.dtype.itemsize
     bandwidth = next((rate for word, rate in BANDWIDTH.items() if word in (accelerator_name() or "")), None)
     step = costs.step(head.depth + 1, head.depth)
     return {

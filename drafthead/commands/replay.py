@@ -111,9 +111,8 @@ def main(config: ReplayConfig) -> None:
             names = ("suite", "limit", "max_new_tokens", "seed")
             settings = {name: getattr(config, name) for name in names}
             texts = base_answers(base, temperature=config.sampler.temperature, **settings)
-    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": 0}
     for number, text in enumerate(texts):
-        check_ids(text.ids, **limits, where=f"answer {number}")
+        check_ids(base, text.ids, 0, f"answer {number}")
     if save:
         write_texts(save, texts)
     rows = head_rows(base, head, texts, config, display) if isinstance(head, DraftHead) else []

@@ -110,16 +110,15 @@ class BaseModel:
         self.rounds_to = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
         """Dtype that decides the rounding errors of products: bfloat16 with quantised weights, else ``dtype``."""
         kv_heads, head_dim = attention_sizes(settings)
-        self.cache_shape = CacheShape(
-            layers=self.num_layers, heads=kv_heads, head_dim=head_dim, dtype=self.dtype, device=self.device
-        )
+        sizes = ((kv_heads, head_dim), (kv_heads, head_dim))
+        self.cache_shape = CacheShape(layers=(sizes,) * self.num_layers, dtype=self.dtype, device=self.device)
         self.lm_head = LMHead(weight=weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
         self.fingerprint = ""
         self.stock_results: StockResults | None = None
         """Results of the stock modules, kept until :func:`check_against_stock` has compared them."""
         if self.device.type != "meta":
             self.fingerprint = adapter.fingerprint(model)
-            self.cache_shape = replace(self.cache_shape, **measured_sizes(self))
+            self.cache_shape = replace(self.cache_shape, layers=measured_sizes(self))
             self.stock_results = StockResults.of(self)
             self.lm_head = replace(self.lm_head, scale=logit_scale(self, self.stock_results))
         self._wrapped_attention: str | None = None

@@ -10,21 +10,19 @@ Shape legend: R rows, T tokens, N tree nodes, D width, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
-from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.models.base.base_config import BaseConfig
-from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.windows import Windows, shortened, windows_of
-from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.base.windows import shortened, windows_of
+from drafthead.models.cache.cache_shape import LayerSizes
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.kernels import attention
-from drafthead.models.token_tree import TokenTree, TreeShape
+from drafthead.models.token_tree import TokenTree
 
 WINDOW = 8
 """Largest size of a sliding window during the check, in positions."""
@@ -40,28 +38,8 @@ READING = "reading"
 PASSED: set[tuple[str, ...]] = set()
 
 
-class Base(Protocol):
-    """The attributes of ``BaseModel`` that the check uses. ``base_model.py`` imports this module, not vice versa."""
-
-    model: Any
-    config: BaseConfig
-    name: str
-    vocab_size: int
-    num_layers: int
-    max_context: int
-    dtype: torch.dtype
-    rounds_to: torch.dtype
-    device: torch.device
-    windows: Windows | None
-    cache_shape: CacheShape
-    lm_head: LMHead
-    output_layer: Any
-    stock_results: "StockResults | None"
-
-    def forward(self, tokens: Tensor, cache: TreeCache, /) -> HiddenStates: ...
-    def verify_logits(self, tokens: Tensor, shape: TreeShape, cache: TreeCache, /) -> tuple[HiddenStates, Tensor]: ...
-    def logits(self, hidden: Tensor, /) -> Tensor: ...
-    def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec, /) -> HiddenStates: ...
+Base = Any
+"""A ``BaseModel``, whose module imports this one."""
 
 
 @dataclass(frozen=True)
@@ -116,22 +94,18 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
         ) from None
 
 
-def measured_sizes(base: Base) -> dict[str, Any]:
-    """Run one token, and return the fields of ``CacheShape`` (such as ``heads``) that its keys and values determine."""
+def measured_sizes(base: Base) -> tuple[LayerSizes | None, ...]:
+    """Run one token, and return the sizes of its keys and values in each layer; None: a layer without them."""
     cache, one = DynamicCache(), torch.full((1, 1), 3, device=base.device)
     with in_one_line(base.model.config, "cannot be run over a plain key/value cache"), torch.inference_mode():
         base.model.model(input_ids=one, position_ids=one - 3, past_key_values=cache, use_cache=True)
-        written = [
-            (n.keys.shape[1], n.keys.shape[3], n.values.shape[1], n.values.shape[3]) if n.is_initialized else None
+        written: list[LayerSizes | None] = [
+            ((n.keys.shape[1], n.keys.shape[3]), (n.values.shape[1], n.values.shape[3])) if n.is_initialized else None
             for n in cache.layers
         ]
-    layers = written + [None] * (base.num_layers - len(written))
-    if not any(layers):
+    if not any(written):
         raise UserError(f"{base.model.config.model_type} writes no keys and values into its cache; choose another base")
-    first = layers[0]
-    if first is not None and first[:2] == first[2:] and set(layers) == {first} and len(layers) == base.num_layers:
-        return {"heads": first[0], "head_dim": first[1]}
-    return {"by_layer": tuple(layers), "layers": len(layers)}
+    return (*written, *[None] * (base.num_layers - len(written)))
 
 
 def logit_scale(base: Base, stock: StockResults) -> float:
@@ -190,10 +164,10 @@ def _readings(base: Base, results: StockResults) -> Iterator[tuple[str, Tensor, 
     capacity = LENGTH + len(TREE)
     shape = TREE.shape_on(base.device)
 
-    def read(chunk: Tensor, cache: TreeCache) -> Tensor:
+    def read(chunk: Tensor, cache: TreeCache) -> Any:
         return base.logits(base.forward(chunk, cache).final)
 
-    def verify(nodes: Tensor, cache: TreeCache) -> Tensor:
+    def verify(nodes: Tensor, cache: TreeCache) -> Any:
         return base.verify_logits(nodes, shape, cache)[1]
 
     yield "in one pass", read(tokens[:1], TreeCache.empty(base.cache_shape, capacity)), stock[:1]
@@ -238,7 +212,7 @@ def _nodes(first: Tensor, second: Tensor, start: int) -> Tensor:
     return torch.stack([first[start], first[start + 1], second[start + 1], first[start + 2], second[start + 2]])
 
 
-def _packed(base: Base, *documents: Tensor) -> Tensor:
+def _packed(base: Base, *documents: Tensor) -> Any:
     """Pack ``documents`` into one row, and return its logits [1, T, V] without padding."""
     row = TrainBatch.of([document.tolist() for document in documents], padding=1)
     hidden = base.hidden_states(row, HiddenStatesSpec()).final

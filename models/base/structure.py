@@ -125,7 +125,7 @@ def decoder_over(
                 f"a layer of {config.model_type} reads {what} ({key}={getattr(config, key)}), so some of its layers "
                 "cannot be run alone; choose a head that does not run them (medusa, hydra, mlp_speculator)"
             )
-    if cache_shape.by_layer is not None and len(cache_shape.by_layer) != count:
+    if len(cache_shape.layers) != count:
         raise UserError(
             f"a layer of {config.model_type} has several attentions, so some layers cannot be run alone; choose a head "
             "that does not run them (medusa, hydra, mlp_speculator)"

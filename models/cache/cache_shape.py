@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LayerSizes = tuple[int, int, int, int]
-"""A layer's (number of key heads, width of a key head, number of value heads, width of a value head)."""
+LayerSizes = tuple[tuple[int, int], tuple[int, int]]
+"""Number and width of a layer's key heads, and of its value heads."""
 
 
 class Place(NamedTuple):
@@ -45,13 +45,10 @@ class Trim:
 class CacheShape:
     """Number, sizes, dtype and device of the layers that a cache holds."""
 
-    layers: int
-    heads: int
-    head_dim: int
+    layers: tuple[LayerSizes | None, ...]
+    """Sizes of each layer; None: a layer without a cache."""
     dtype: torch.dtype
     device: torch.device
-    by_layer: tuple[LayerSizes | None, ...] | None = None
-    """Each layer's sizes, if layers or keys and values differ; None in it stands for a layer without a cache."""
     trim: Trim | None = None
     """Sizes of sliding-window layers. None: all layers hold the whole context."""
 
@@ -66,7 +63,7 @@ class CacheShape:
         """
         window = max(windows)
         held = window + room + (window if surplus is None else surplus)
-        if held >= capacity or len(windows) != self.layers:
+        if held >= capacity or len(windows) != len(self.layers):
             return self
         trim = Trim(layers=tuple(size > 0 for size in windows), window=window, room=room, held=held)
         return replace(self, trim=trim)
@@ -74,9 +71,8 @@ class CacheShape:
     @cached_property
     def _groups(self) -> list[tuple[LayerSizes, bool] | None]:
         """Each layer's sizes, and True if it holds only the latest positions; None: a layer without a cache."""
-        sizes = self.by_layer or ((self.heads, self.head_dim) * 2,) * self.layers
-        trimmed = self.trim.layers if self.trim else (False,) * self.layers
-        return [None if size is None else (size, trim) for size, trim in zip(sizes, trimmed, strict=True)]
+        trimmed = self.trim.layers if self.trim else (False,) * len(self.layers)
+        return [None if sizes is None else (sizes, trim) for sizes, trim in zip(self.layers, trimmed, strict=True)]
 
     @cached_property
     def places(self) -> tuple[Place | None, ...]:
@@ -93,10 +89,9 @@ class CacheShape:
                 device=self.device,
             )
             for group in dict.fromkeys(g for g in self._groups if g)
-            for heads, width in (group[0][:2], group[0][2:])
+            for heads, width in group[0]
         )
 
     def of(self, layers: Sequence[int], dtype: torch.dtype) -> "CacheShape":
         """Return the cache shape of a model that consists of ``layers`` (indices from 0) and computes in ``dtype``."""
-        by_layer = None if self.by_layer is None else tuple(self.by_layer[n] for n in layers)
-        return replace(self, layers=len(layers), dtype=dtype, by_layer=by_layer)
+        return replace(self, layers=tuple(self.layers[n] for n in layers), dtype=dtype)

@@ -189,34 +189,16 @@ def decode(
     drafter: Drafter | None,
     input_ids: list[int],
     *,
-    max_new_tokens: int,
-    draft_config: DraftConfig | None = None,
-    sampler: TargetSampler = GREEDY,
-    rule: AcceptanceRule = EXACT,
     seed: int = 0,
     on_tokens: OnTokens | None = None,
-    ignore_eos: bool = False,
-    timed: bool = False,
+    **options: Any,
 ) -> DecodeResult:
     """Decode a prompt of token ids. With an exact rule, the answer's distribution does not depend on the drafter.
 
-    The arguments are those of ``drafthead.generate``, and two more. ``ignore_eos``: do not end the answer at EOS, but
-    continue to ``max_new_tokens``, to time a fixed length. ``timed``: wait for the device after drafting and after
-    verification, so that the ``draft_s`` and ``verify_s`` of each step are exact.
+    ``on_tokens`` is called with new tokens as soon as they are final. ``options`` are the other arguments of
+    ``decode_batch``; ``max_new_tokens`` is required.
     """
-    return decode_batch(
-        base,
-        drafter,
-        [input_ids],
-        max_new_tokens=max_new_tokens,
-        draft_config=draft_config,
-        sampler=sampler,
-        rule=rule,
-        seeds=[seed],
-        on_tokens=on_tokens and [on_tokens],
-        ignore_eos=ignore_eos,
-        timed=timed,
-    )[0]
+    return decode_batch(base, drafter, [input_ids], seeds=[seed], on_tokens=on_tokens and [on_tokens], **options)[0]
 
 
 def decode_batch(
@@ -233,13 +215,17 @@ def decode_batch(
     ignore_eos: bool = False,
     timed: bool = False,
 ) -> list[DecodeResult]:
-    """Decode ``prompts`` at once; results have their order. Each answer equals that of decoding its prompt alone.
+    """Decode ``prompts`` of token ids at once; results have their order. Each answer equals that of its prompt alone.
 
-    The arguments are those of ``decode``, with a list of ``seeds`` (default: the number of each prompt) and of
-    ``on_tokens``. The random numbers of a row depend only on its seed and its length. Sampled answers may nevertheless
-    differ from those of single prompts near the end of the base's or a draft model's context, because the longest row
-    limits the drafts of all rows. The times of a step and of the prefill are those of the whole batch; the ``total_s``
-    of a result ends with its row.
+    Most arguments are those of ``drafthead.generate``, with a list of ``seeds`` (default: the number of each prompt)
+    and of ``on_tokens``. ``ignore_eos``: do not end answers at EOS, but continue to ``max_new_tokens``, to time a fixed
+    length. ``timed``: wait for the device after drafting and after verification, so that the ``draft_s`` and
+    ``verify_s`` of each step are exact.
+
+    The random numbers of a row depend only on its seed and its length. Sampled answers may nevertheless differ from
+    those of single prompts near the end of the base's or a draft model's context, because the longest row limits the
+    drafts of all rows. The times of a step and of the prefill are those of the whole batch; the ``total_s`` of a result
+    ends with its row.
     """
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
@@ -286,9 +272,8 @@ def prepare(
     """
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    limits = {"vocab_size": base.vocab_size, "max_context": base.max_context, "max_new_tokens": max_new_tokens}
     for number, ids in enumerate(prompts):
-        check_ids(ids, **limits, where=name.format(number) if len(prompts) > 1 else "the prompt")
+        check_ids(base, ids, max_new_tokens, name.format(number) if len(prompts) > 1 else "the prompt")
     draft_config = draft_config or default_draft_config(drafter, len(prompts))
     if drafter is not None and isinstance(draft_config.tree, DynamicTree):
         draft_config = draft_config.at_most(drafter.depth)
@@ -309,23 +294,23 @@ def prepare(
     )
 
 
-def check_ids(ids: Sequence[int], *, vocab_size: int, max_context: int, max_new_tokens: int, where: str) -> None:
-    """Reject a prompt ``ids`` that is empty, has ids outside the vocabulary, or leaves no room for ``max_new_tokens``.
+def check_ids(base: BaseModel, ids: Sequence[int], max_new_tokens: int, where: str) -> None:
+    """Reject a prompt that is empty, has ids that ``base`` lacks, or leaves no room for ``max_new_tokens``.
 
     ``where`` names the prompt in messages.
     """
     if not ids:
         raise UserError(f"{where} is empty; give at least one token, or leave the prompt out")
-    outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < vocab_size), None)
+    outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < base.vocab_size), None)
     if outside is not None:
         raise UserError(
             f"{where} has the token id {outside[1]} at position {outside[0]}, but the base's ids go from 0 to "
-            f"{vocab_size - 1}; tokenise the prompt with the base's own tokenizer"
+            f"{base.vocab_size - 1}; tokenise the prompt with the base's own tokenizer"
         )
-    if len(ids) + max_new_tokens > max_context:
+    if len(ids) + max_new_tokens > base.max_context:
         raise UserError(
             f"{where} has {len(ids)} tokens, and with max_new_tokens={max_new_tokens} exceeds the base's context of "
-            f"{max_context}; shorten the prompt or lower max_new_tokens"
+            f"{base.max_context}; shorten the prompt or lower max_new_tokens"
         )
 
 

@@ -106,7 +106,8 @@ class TriForce(VerticalCascade):
         the config ``draft_config``, drafts for this reduced ``base``; None: tokens are drafted one by one.
         """
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
-        if base.cache_shape.by_layer is not None or base.windows is not None:
+        layers_differ = len({heads for sizes in base.cache_shape.layers for heads in sizes or [None]}) > 1
+        if layers_differ or base.windows is not None:
             raise UserError(
                 f"budget:POSITIONS needs equal layers with full attention, which {base.name} lacks; choose "
                 "another drafter"

@@ -75,7 +75,8 @@ class HeadAttention(nn.Module):
 
     def cache_shape(self, dtype: torch.dtype, device: torch.device, layers: int = 1) -> CacheShape:
         """Return the shape of a cache of keys and values for ``layers`` layers like this one."""
-        return CacheShape(layers=layers, heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype, device=device)
+        sizes = ((self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim))
+        return CacheShape(layers=(sizes,) * layers, dtype=dtype, device=device)
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rotary embedding's cosines and sines [B, T, E] at ``positions`` [B, T], in the dtype of ``x``."""

@@ -1,5 +1,8 @@
 """The ids a turn is asked with: templates, later turns, and prompts that cannot be asked."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
@@ -50,8 +53,10 @@ def test_a_refusing_template_names_the_prompt() -> None:
 
 
 def test_ids_the_base_cannot_read() -> None:
+    base: Any = SimpleNamespace(vocab_size=300, max_context=20)
+
     def check(tokens: list[int]) -> None:
-        check_ids(tokens, vocab_size=300, max_context=20, max_new_tokens=5, where=TWO.where(1))
+        check_ids(base, tokens, 5, TWO.where(1))
 
     check([0, 299] + [1] * 13)
     for tokens, says in (

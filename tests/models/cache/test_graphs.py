@@ -145,7 +145,7 @@ def test_a_pass_stays_on_its_device(tiny_base: TinyBase, kind: str, dtype: torch
         model = AutoModelForCausalLM.from_config(
             settings.transformers_config(), dtype=dtype, attn_implementation=attention.register()
         )
-    shape = CacheShape(layers=3, heads=2, head_dim=8, dtype=dtype, device=torch.device("meta"))
+    shape = CacheShape(layers=(((2, 8), (2, 8)),) * 3, dtype=dtype, device=torch.device("meta"))
     cache = StaticKVCache(StaticModel(shape, model.model, model.lm_head), 300)
     cache.crop([9])
     tree = TREE.shape.to(torch.device("meta"))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import torch
 from hypothesis import settings
@@ -17,7 +16,7 @@ from drafthead.models.cache.kv_cache import TreeCache
 
 WINDOW, ROOM, CAPACITY, LAYERS = 4, 8, 48, 4
 WINDOWS = {"full": (0,) * LAYERS, "mixed": (0, WINDOW, WINDOW, 0), "sliding": (WINDOW,) * LAYERS}
-SIZES = ((2, 3, 2, 3), (1, 4, 2, 2), None, (2, 3, 2, 3))
+SIZES = (((2, 3), (2, 3)), ((1, 4), (2, 2)), None, ((2, 3), (2, 3)))
 
 
 @dataclass
@@ -55,9 +54,8 @@ class CacheMachine(RuleBasedStateMachine):
         surplus=st.none() | st.just(0),
     )
     def start(self, rows: int, kind: str, alike: bool, surplus: int | None) -> None:
-        by_layer = None if alike else SIZES
-        sizes: dict[str, Any] = {"layers": LAYERS, "heads": 2, "head_dim": 3, "by_layer": by_layer}
-        self.shape = CacheShape(dtype=torch.float32, device=torch.device("cpu"), **sizes)
+        layers = SIZES[:1] * LAYERS if alike else SIZES
+        self.shape = CacheShape(layers=layers, dtype=torch.float32, device=torch.device("cpu"))
         self.windows = WINDOWS[kind]
         shape = self.shape if kind == "full" else self.shape.trimmed(self.windows, CAPACITY, ROOM, surplus)
         assert (shape.trim is None) == (kind == "full")
@@ -87,12 +85,12 @@ class CacheMachine(RuleBasedStateMachine):
         mask, keys_at = cache.mask(ancestors[:, first:], torch.float32), cache.key_positions(depths)
         tokens = torch.tensor([[token for token, _ in row.nodes[first:]] for row in rows])
         for layer in layers:
-            sizes = SIZES[layer] if self.shape.by_layer else SIZES[0]
+            sizes = self.shape.layers[layer]
             if sizes is None:
                 continue
             code = (layer * 1_000_000 + tokens * 1000 + positions).float()[:, None, :, None]
             key, value = (
-                sign * code.expand(-1, heads, -1, width) for sign, heads, width in ((1, *sizes[:2]), (-1, *sizes[2:]))
+                sign * code.expand(-1, heads, -1, width) for sign, (heads, width) in zip((1, -1), sizes, strict=True)
             )
             keys, values = cache.update(key, value, layer)
             size = self.windows[layer]
