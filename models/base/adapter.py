@@ -112,7 +112,7 @@ def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
 
 
 def _last_part(name: object) -> str:
-    """Return the name of a base without its folder or account; "" if it is unknown, as in the Hub's cache."""
+    """Return the last part of a base's path or Hub id; "" for None or a commit hash, as in the Hub's cache."""
     part = str(name or "").rstrip("/").rpartition("/")[2].lower()
     return "" if re.fullmatch("[0-9a-f]{40}", part) else part
 

@@ -194,7 +194,7 @@ class BaseModel:
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
     def ignored_settings(self, keys: Sequence[str] = CHANGE_TEXT) -> list[str]:
-        """Return the ``changed_settings`` of the generation config; by default those that change greedy output."""
+        """Return the base's generation settings among ``keys`` that transformers would apply, such as ``top_k=50``."""
         return changed_settings(self.model.generation_config, keys)
 
     @property

@@ -361,9 +361,9 @@ class _Stopping:
 def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
     """Return EAGLE-2's tree: expand the likeliest nodes of every level, then keep the likeliest of all scored nodes.
 
-    ``last_token`` [B] are the roots; ``d2t`` [W] maps draft ids to target ids. A node's score
-    is the logarithm of the product of the drafter's probabilities along its path. A parent therefore scores above its
-    children, and the kept nodes form a tree. All rows get the same number of nodes.
+    ``last_token`` [B] are the roots; ``d2t`` [W] maps draft ids to target ids. A node's score is the logarithm of the
+    product of the drafter's probabilities along its path. A parent therefore scores above its children, and the kept
+    nodes form a tree. All rows get the same number of nodes.
     """
     rows, device = last_token.shape[0], last_token.device
     scores: list[Tensor] = []

@@ -95,9 +95,9 @@ class CompiledWeight:
 
 @cache
 def skinny_library() -> ctypes.CDLL | None:
-    """Return the compiled library, or None: not on Linux, no compiler, failed build, or wrong test product.
+    """Return the library of ``skinny.cpp``, compiled or from disk; None if it cannot be built or gives wrong products.
 
-    The library is stored on disk for later processes on the same CPU.
+    It needs Linux and a C++ compiler. It is stored on disk for later processes on the same CPU.
     """
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if sys.platform != "linux" or shutil.which(compiler[0]) is None:

@@ -148,7 +148,7 @@ class PrepackedLinear(nn.Module):
         return product.to(x.dtype)
 
     def kernel(self, rows: int) -> Kernel:
-        """Return the kernel for ``rows`` input rows: the table's if the weight is stored for it, else another."""
+        """Return the kernel for ``rows`` input rows: the table's, or another one if the weight is not stored for it."""
         kernel = self._table.kernel(rows)
         if self._packed is None or (kernel is Kernel.COMPILED and self._compiled is not None):
             return Kernel.COMPILED
