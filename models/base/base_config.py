@@ -27,7 +27,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import settings
 from drafthead.models.base import adapter
 from drafthead.models.base.gguf_config import gguf_config
-from drafthead.models.base.structure import llama_like
+from drafthead.models.base.structure import OTHER_BASE, llama_like
 from drafthead.models.base.text_model import INNER_NAMES, LOAD_ERRORS, build, text_class, text_config
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
@@ -241,10 +241,7 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
             "choose a base whose layers all have attention (docs/reference/bases.md lists families)"
         )
     if unknown:
-        raise UserError(
-            f"{kind} models have layers of unknown type {unknown}; choose another base (docs/reference/bases.md lists "
-            "families)"
-        )
+        raise UserError(f"{kind} models have layers of unknown type {unknown}; {OTHER_BASE}")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(
             f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change with the "
@@ -313,8 +310,7 @@ def own_attention_code(kind: str) -> Iterator[None]:
         if error.args != (attention.NAME,):
             raise
         raise UserError(
-            f"{kind} has a special attention in transformers, which drafthead cannot replace; choose another base "
-            "(docs/reference/bases.md lists families)"
+            f"{kind} has a special attention in transformers, which drafthead cannot replace; {OTHER_BASE}"
         ) from None
 
 

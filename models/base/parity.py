@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
+from drafthead.models.base.structure import OTHER_BASE
 from drafthead.models.base.windows import shortened, windows_of
 from drafthead.models.cache.cache_shape import LayerSizes
 from drafthead.models.cache.kv_cache import TreeCache
@@ -88,10 +89,8 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, UserError):
         raise
     except Exception as error:
-        raise UserError(
-            f"{config.model_type} {what} ({type(error).__name__}: {one_line(error)}); choose another base "
-            "(docs/reference/bases.md lists families)"
-        ) from None
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{config.model_type} {what} ({why}); {OTHER_BASE}") from None
 
 
 def measured_sizes(base: Base) -> tuple[LayerSizes | None, ...]:
@@ -150,8 +149,7 @@ def check_against_stock(base: Base) -> None:
                 if (error := relative_error(base, logits, stock)) > tolerance(base):
                     raise UserError(
                         f"the logits of {kind} run {what} differ from stock transformers by {error:.1%} of the largest "
-                        "one, so drafts would change the output; choose another base "
-                        "(docs/reference/bases.md lists families)"
+                        f"one, so drafts would change the output; {OTHER_BASE}"
                     )
     finally:
         base.windows = windows

@@ -16,6 +16,8 @@ from transformers import PreTrainedConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.models.cache.cache_shape import CacheShape
 
+OTHER_BASE = "choose another base (docs/reference/bases.md lists families)"
+OTHER_HEAD = "choose a head that does not run them (medusa, hydra, mlp_speculator)"
 OWN_NAMES = {
     "gpt_bigcode": {"model": "transformer", "layers": "h", "norm": "ln_f"},
     "gpt2": {"model": "transformer", "layers": "h", "norm": "ln_f"},
@@ -32,10 +34,8 @@ def llama_like(model: Any) -> Any:
         for name in ("layers", "norm"):
             set_part(model.model, name, getattr(model.model, names[name]))
     if not (hasattr(model, "model") and hasattr(model.model, "norm") and hasattr(model.model, "layers")):
-        raise UserError(
-            f"{model.config.model_type} is not built like a Llama (model.layers, model.norm); choose another base "
-            "(docs/reference/bases.md lists families)"
-        )
+        kind = model.config.model_type
+        raise UserError(f"{kind} is not built like a Llama (model.layers, model.norm); {OTHER_BASE}")
     return model
 
 
@@ -123,13 +123,11 @@ def decoder_over(
         if getattr(config, key, None) and list(sources) != list(range(count)):
             raise UserError(
                 f"a layer of {config.model_type} reads {what} ({key}={getattr(config, key)}), so some of its layers "
-                "cannot be run alone; choose a head that does not run them (medusa, hydra, mlp_speculator)"
+                f"cannot be run alone; {OTHER_HEAD}"
             )
     if len(cache_shape.layers) != count:
-        raise UserError(
-            f"a layer of {config.model_type} has several attentions, so some layers cannot be run alone; choose a head "
-            "that does not run them (medusa, hydra, mlp_speculator)"
-        )
+        what = f"a layer of {config.model_type} has several attentions"
+        raise UserError(f"{what}, so some layers cannot be run alone; {OTHER_HEAD}")
     config.num_hidden_layers = len(sources)
     if kinds := getattr(config, "layer_types", None):
         config.layer_types = [kinds[source] for source in sources]

@@ -94,7 +94,7 @@ def check_context(base: BaseModel, max_prompt_tokens: int, sampler: SamplerConfi
     if needed > base.max_context:
         raise UserError(
             f"prompts of {max_prompt_tokens} and answers of {sampler.max_new_tokens} tokens exceed {base.name}'s "
-            f"context of {base.max_context}; lower one of the two limits"
+            f"context of {base.max_context}; lower max_prompt_tokens or max_new_tokens"
         )
     return needed
 

@@ -231,8 +231,8 @@ def decode_batch(
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
     if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
         raise UserError(
-            "decode_batch needs at least one prompt, and one seed and one function on_tokens per prompt or none, "
-            f"got {len(prompts)} prompts, {len(seeds)} seeds and {len(listeners)} functions on_tokens"
+            "decode_batch needs at least one prompt, and as many seeds and on_tokens functions as prompts (or None); "
+            f"got {len(prompts)} prompts, {len(seeds)} seeds and {len(listeners)} functions"
         )
     loop = prepare(
         base,
@@ -336,7 +336,7 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
     if draft_config.prefix_threshold > 0 and not drafter.says_confidence:
         raise UserError(
             f"prefix_threshold={draft_config.prefix_threshold:g} needs a drafter that predicts how likely its drafts "
-            "are accepted, such as a head trained with head.confidence=true; leave it out or use such a head"
+            "are accepted, such as a head trained with head.confidence=true; use one, or leave out prefix_threshold"
         )
     if isinstance(draft_config.tree, TokenTree) and draft_config.depth > drafter.depth:
         raise UserError(

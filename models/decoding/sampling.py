@@ -112,7 +112,7 @@ class Sampler:
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty is not None and self.reads_context:
             if context is None:
-                raise ValueError("a repetition penalty needs the tokens so far")
+                raise ValueError("a repetition penalty needs the tokens so far; give context")
             scores = RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty))(context, scores)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
