@@ -70,8 +70,8 @@ class DecodingSequence:
 class DecodeLoop:
     """The loop that decodes prompts, up to ``batch_size`` at once.
 
-    Without a drafter, the next prompt takes the row of a sequence that ended. With a drafter, whose session cannot
-    replace rows, the next prompts wait until all sequences of the batch have ended.
+    If there are more prompts, the next one takes the row of a sequence that ended. With a drafter, whose session cannot
+    replace rows, all prompts must fit into one batch.
     """
 
     base: BaseModel
@@ -88,45 +88,46 @@ class DecodeLoop:
     @torch.inference_mode()
     def run(self, prompts: Iterable[DecodingSequence], every_step: bool = False) -> Iterator[DecodingSequence]:
         """Yield sequences as they end; with ``every_step`` also unfinished ones, after prefill and each step."""
-        # Batches are decoded one after the other. Within a batch, each iteration of the inner loop
-        # 1. yields the rows that ended, and in plain decoding replaces them by waiting prompts,
+        # Each iteration of the outer loop
+        # 1. yields the rows that ended, and replaces them by waiting prompts,
         # 2. drops or clears the rows that ended and were not replaced,
         # 3. decodes one step of the others.
         waiting = deque(prompts)
         started = perf_counter()  # allocating the cache is part of decoding, as it is in transformers' generate
-        prefixes = [row.prompt for row in waiting] if self.drafter is None else []
-        while waiting:
-            rows = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
-            batch = list(rows)
-            capacity = self.capacity + self.config.draft_config.nodes
-            state = DecodeState.empty(self.base, self.drafter, self.config, len(rows), capacity)
-            state.share_prefix(prefixes)
-            self._prefill(state, rows, list(range(len(rows))), started)
-            reported: set[int] = set()
-            while True:
-                for slot in range(len(rows)):
-                    # A loop, because a new row can end with its first token.
-                    while rows[slot].ended and rows[slot].number not in reported:
-                        reported.add(rows[slot].number)
-                        yield rows[slot]
-                        if waiting and self.drafter is None:
-                            rows[slot] = waiting.popleft()
-                            self._prefill(state, [rows[slot]], [slot], perf_counter())
-                active = [slot for slot, row in enumerate(rows) if not row.ended]
-                if not active:
-                    break
-                if every_step:
-                    yield from [rows[slot] for slot in active]
-                # Dropping rows copies the caches, which costs more than keeping a few empty rows. With a drafter, rows
-                # are always dropped, because it must not draft for empty rows.
-                if len(active) < len(rows) and (self.drafter is not None or len(active) <= 0.75 * len(rows)):
-                    state.select(active)
-                    rows = [rows[slot] for slot in active]
-                state.clear([slot for slot, row in enumerate(rows) if row.ended])
-                self._step(state, rows)
-            if self.drafter is not None:
-                for row in batch:
-                    self.drafter.remember(row.prompt + row.answer)
+        rows = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
+        if not rows:
+            return
+        first_rows = list(rows)
+        capacity = self.capacity + self.config.draft_config.nodes
+        state = DecodeState.empty(self.base, self.drafter, self.config, len(rows), capacity)
+        if self.drafter is None:
+            state.share_prefix([row.prompt for row in (*rows, *waiting)])
+        self._prefill(state, rows, list(range(len(rows))), started)
+        reported: set[int] = set()
+        while True:
+            for slot in range(len(rows)):
+                # A loop, because a new row can end with its first token.
+                while rows[slot].ended and rows[slot].number not in reported:
+                    reported.add(rows[slot].number)
+                    yield rows[slot]
+                    if waiting:
+                        rows[slot] = waiting.popleft()
+                        self._prefill(state, [rows[slot]], [slot], perf_counter())
+            active = [slot for slot, row in enumerate(rows) if not row.ended]
+            if not active:
+                break
+            if every_step:
+                yield from [rows[slot] for slot in active]
+            # Dropping rows copies the caches, which costs more than keeping a few empty rows. With a drafter, rows
+            # are always dropped, because it must not draft for empty rows.
+            if len(active) < len(rows) and (self.drafter is not None or len(active) <= 0.75 * len(rows)):
+                state.select(active)
+                rows = [rows[slot] for slot in active]
+            state.clear([slot for slot, row in enumerate(rows) if row.ended])
+            self._step(state, rows)
+        if self.drafter is not None:
+            for row in first_rows:
+                self.drafter.remember(row.prompt + row.answer)
 
     def _prefill(self, state: DecodeState, rows: list[DecodingSequence], slots: list[int], started: float) -> None:
         rng = PerRowRng([row.seed for row in rows], [0] * len(rows), VERIFY, self.base.device)
