@@ -27,8 +27,8 @@ MAX_UNSEEN_ROWS = 64
 class PhaseData:
     """Packed rows of a phase and the base's hidden states at their tokens.
 
-    The phase trains on an endless sequence of rows: epochs of the same rows, each shuffled anew. The seed determines
-    any part of the sequence, so a resumed run needs no stored position.
+    The phase trains on an endless sequence of rows: epochs of the same rows, each in another random order. The seed
+    determines any part of the sequence, so a resumed run needs no stored position.
     """
 
     def __init__(

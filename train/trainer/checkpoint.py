@@ -14,7 +14,6 @@ A checkpoint is the folder ``step-0000123``::
 import json
 import os
 import random
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,7 +125,6 @@ def undisturbed_rng() -> Iterator[None]:
         restore_rng(state)
 
 
-NAME = re.compile(r"step-(\d{7,18})")
 HEAD, OPTIMIZER, RNG, STATE = "head.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"
 BEST = "best"
 FORMAT = 2
@@ -290,8 +288,8 @@ def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the folders of the completely written checkpoints in ``folder``, by ascending step."""
-    names = {path: NAME.fullmatch(path.name) for path in folder.glob("step-*")}
-    return [path for _, path in sorted((int(match[1]), path) for path, match in names.items() if match)]
+    numbers = {path: path.name.removeprefix("step-") for path in folder.glob("step-*")}
+    return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: int(numbers[path]))
 
 
 def best_of(paths: list[Path]) -> Path | None:
