@@ -15,6 +15,8 @@ from drafthead.data.text.chat import Message, num_turns, turns_of, unread_variab
 from drafthead.data.text.sources import load_prompts
 from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts.near_duplicates import NearDuplicates
+from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, agreement, self_prompted_prompts
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
@@ -282,14 +284,8 @@ class AnswerGenerator:
 
 def resembles_suites(suites: Sequence[str]) -> Callable[[Iterable[str]], bool]:
     """Return a function that tells if one of the given user turns nearly repeats a prompt of evaluation ``suites``."""
-    if not suites:
-        return lambda turns: False
-    # Imported here, so that training does not load the evaluation.
-    from drafthead.eval.prompts.near_duplicates import NearDuplicates
-    from drafthead.eval.prompts.suites import load_suite
-
     evaluated = NearDuplicates(text for suite in suites for prompt in load_suite(suite) for text in prompt.user_turns)
-    return lambda turns: any(text in evaluated for text in turns)
+    return lambda turns: bool(suites) and any(text in evaluated for text in turns)
 
 
 def _is_conversation(value: Any) -> bool:

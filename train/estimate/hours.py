@@ -59,11 +59,6 @@ STEPS = 3
 """Number of steps to measure; the fastest counts."""
 
 
-def fits(needed: int, gigabytes: int) -> bool:
-    """Return True if ``gigabytes`` (10**9 bytes) have room for ``needed`` bytes, with 10 % and 1 GiB free."""
-    return needed < 0.9 * gigabytes * 10**9 - 2**30
-
-
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
     """Return the least seconds of each phase of a run, by name, and of its "answers", on ``plan.devices`` GPUs.
 
@@ -101,7 +96,7 @@ def gpu_table(plan: Estimate, hours: float | None) -> Table:
     needed = max(plan.total(name) for name in plan.phases)
     for name, seconds in rows.items():
         title = f"{name}, {GPUS[name].gigabytes} GB"
-        if not fits(needed, GPUS[name].gigabytes):
+        if needed >= 0.9 * GPUS[name].gigabytes * 10**9 - 2**30:  # 10 % and 1 GiB stay free
             table.add_row(title, "too small")
             continue
         cells = [duration(value) for value in (*seconds.values(), sum(seconds.values()))]
