@@ -1,6 +1,5 @@
 """The types of heads, and loading a saved head with the base that it names."""
 
-import json
 import pkgutil
 from dataclasses import fields, replace
 from importlib import import_module
@@ -92,7 +91,10 @@ def _attached(folder: Path, base: BaseModel) -> DraftHead:
     check_base(folder, config["base"], base)
     weights = read_weights(folder, config.get("weights_sha256"))
     d2t = draft_ids(folder, config, weights, base.vocab_size)
-    settings = _settings(folder, config)
+    try:
+        settings = parse_head({**config["settings"], "head_type": config["head_type"]})
+    except UserError as error:
+        raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
     check_parameters(folder, lambda: settings.without_weights(meta_base(base.model.config)).num_parameters(), weights)
     head = settings.build(base, d2t)
     try:
@@ -137,13 +139,3 @@ def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
             f"{' '.join(f'~head.{name}' for name in unknown)}"
         )
     return check(settings, kind, prefix="head")
-
-
-def _settings(folder: Path, config: dict[str, Any]) -> DraftHeadConfig:
-    """Return the settings of a saved head after checking their names, types and limits."""
-    if "${" in json.dumps(config["settings"]):
-        raise UserError(f"{folder}/config.json has settings that refer to others (${{...}}); copy the head again")
-    try:
-        return parse_head({**config["settings"], "head_type": config["head_type"]})
-    except UserError as error:
-        raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
