@@ -14,8 +14,9 @@ For example, after the root "a", drafter 1 drafts "b c" and drafter 2 drafts "b 
 Shape legend: B rows, N nodes (root included), S candidates at a node, M nodes of all drafters before combining.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -248,26 +249,19 @@ class _Table:
     """The M nodes of all proposals in one list: the shared root, then the other nodes of each drafter in turn."""
 
     def __init__(self, proposals: Sequence[Proposal]) -> None:
-        rows = proposals[0].tokens.shape[0]
-        self.offsets = [0]  # a drafter's node n > 0 is node offset + n of the list
-        tokens, parents, owner = [proposals[0].tokens[:, :1]], [], [0]
-        for number, proposal in enumerate(proposals):
-            offset, count = self.offsets[-1], len(proposal.shape)
-            above = proposal.shape.parents[:, 1:].expand(rows, -1)
-            tokens.append(proposal.tokens[:, 1:])
-            parents.append(torch.where(above > 0, above + offset, above))
-            owner += [number] * (count - 1)
-            self.offsets.append(offset + count - 1)
-        self.tokens = torch.cat(tokens, 1)
-        device = self.tokens.device
-        self.parents = torch.cat([torch.full((rows, 1), -1, device=device), *parents], 1)
-        self.owner = on_device(owner, device)
-        self.depths = torch.cat(
-            [torch.zeros(rows, 1, dtype=torch.int64, device=device)]
-            + [p.shape.depths[:, 1:].expand(rows, -1) for p in proposals],
-            1,
-        )
+        rows, device = proposals[0].tokens.shape[0], proposals[0].tokens.device
+        shapes = [proposal.shape for proposal in proposals]
+        sizes = [len(shape) - 1 for shape in shapes]
+        self.offsets = [0, *accumulate(sizes)]  # a drafter's node n > 0 is node offset + n of the list
 
+        def joined(values: Iterable[Tensor]) -> Tensor:
+            """Join the proposals' values [B or 1, N] of all nodes but the roots after the first."""
+            return torch.cat([value[:, min(n, 1) :].expand(rows, -1) for n, value in enumerate(values)], 1)
+
+        self.tokens, self.depths = joined(p.tokens for p in proposals), joined(shape.depths for shape in shapes)
+        above = (shape.parents for shape in shapes)
+        self.parents = joined(torch.where(p > 0, p + offset, p) for p, offset in zip(above, self.offsets, strict=False))
+        self.owner = on_device([0, *(n for n, size in enumerate(sizes) for _ in range(size))], device)
         free = reads_freely(device)
         levels = sorted((int(p.shape.depths.max()) if free else p.shape.depth for p in proposals), reverse=True)
         self.shared_depth = levels[1]
