@@ -179,28 +179,20 @@ def sequoia(acceptance: Floats, nodes: int) -> SequoiaTrees:
     return SequoiaTrees(below, child_count, keep)
 
 
-def sequoia_tree(answers: Sequence[AcceptProbs], nodes: int) -> SequoiaTrees:
-    """Return Sequoia's trees of up to ``nodes`` nodes (root included), searched on ``answers``.
-
-    The first of ``ROUNDS`` searches weights all positions equally. A later one weights each by the probability that
-    decoding with the largest tree found before starts a step there.
-    """
-    trees = sequoia(first_accepted(answers), nodes)
-    for _ in range(ROUNDS - 1):
-        largest = trees.tree(int(np.flatnonzero(trees.expected > 0)[-1]))
-        trees = sequoia(first_accepted(answers, _started(answers, largest)), nodes)
-    return trees
-
-
 def best_trees(answers: Sequence[AcceptProbs], nodes: int, method: SearchMethod) -> dict[int, TokenTree]:
     """Return the best tree of each size from 2 to ``nodes`` (root included), by size; impossible sizes are missing.
 
-    ``greedy`` uses joint counts of whole paths, ``sequoia`` acceptance by depth and candidate.
+    ``greedy`` uses joint counts of whole paths, ``sequoia`` acceptance by depth and candidate. In the first of
+    ``ROUNDS`` searches all positions have the same weight. In later ones a position's weight is the probability that
+    decoding with the largest tree found before starts a step there.
     """
     if method == "greedy":
         order = greedy_tree(answers, nodes - 1)
         return {drafts + 1: order.tree(drafts) for drafts in range(1, len(order.paths) + 1)}
-    trees = sequoia_tree(answers, nodes)
+    trees = sequoia(first_accepted(answers), nodes)
+    for _ in range(ROUNDS - 1):
+        largest = trees.tree(int(np.flatnonzero(trees.expected > 0)[-1]))
+        trees = sequoia(first_accepted(answers, _started(answers, largest)), nodes)
     return {size: trees.tree(size) for size in range(2, nodes + 1) if trees.expected[size] > 0}
 
 
