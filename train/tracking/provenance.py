@@ -13,7 +13,6 @@ import drafthead
 from drafthead.data.utils.files import write_atomic, write_json
 from drafthead.data.utils.machine import hardware, versions
 
-PACKAGES = ("datasets", "accelerate", "peft", "safetensors", "numpy", "hydra-core", "wandb")
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """Environment variables that change the results of a run. Only these are recorded, because others may hold secrets."""
 MAX_DIFF_BYTES = 2_000_000
@@ -35,7 +34,7 @@ def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": {key: os.environ[key] for key in VARIABLES if key in os.environ},
         "git": _or_error(lambda: _git_state(checkout)) if checkout else None,
-        "versions": _or_error(_versions),
+        "versions": _or_error(lambda: {package.name: package.version for package in distributions()} | versions()),
         "hardware": _or_error(hardware),
     }
     files: dict[str, Callable[[Path], None]] = {
@@ -82,8 +81,3 @@ def _write_diff(path: Path, checkout: Path | None) -> None:
         diff = diff[:MAX_DIFF_BYTES] + f"\n... cut: the diff has {len(diff):,} characters\n"
     if diff:
         write_atomic(path, diff)
-
-
-def _versions() -> dict[str, str | None]:
-    installed = {package.name: package.version for package in distributions()}
-    return {**versions(), **{name: installed.get(name) for name in PACKAGES}}
