@@ -35,7 +35,7 @@ Stage = Literal["corpora", "train", "quality", "tree", "evaluate", "card", "push
 
 @settings(kw_only=True)
 class BoostConfig:
-    """Training on what another head misses (SpecInfer's boosting), to combine the two heads in one tree."""
+    """Settings of boosting (SpecInfer): train a head on what another head misses, to combine both in one tree."""
 
     head: str = ""
     """Folder or repository of the first head, whose misses the new head learns. Empty turns boosting off."""
@@ -45,7 +45,7 @@ class BoostConfig:
 
 @settings(kw_only=True)
 class PhaseConfig:
-    """One training phase."""
+    """Settings of one training phase."""
 
     corpus: Literal["text", "answers"]
     """Training data of the phase. ``text`` is causal-LM pretraining, ``answers`` is distillation on the base's own

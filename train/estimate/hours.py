@@ -28,7 +28,7 @@ from drafthead.train.trainer.step import train_step
 
 
 class Gpu(NamedTuple):
-    """Specifications of a GPU by its vendor."""
+    """Specifications of a GPU, as its vendor states them."""
 
     tera_operations: float
     """Dense bfloat16 operations per second, in units of 10**12."""
