@@ -140,7 +140,7 @@ class TreeShape:
     depth: int
     """An upper bound of the drafts on a path."""
     tree: TokenTree | None = None
-    """The static tree that all rows have; None if they differ."""
+    """The static tree that all rows have; None for trees that are chosen in each step."""
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:

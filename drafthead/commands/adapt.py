@@ -5,10 +5,10 @@ usage: drafthead adapt head=DIR [suite=NAME] [key=value ...]
 drafthead adapt head=outputs/hydra_smollm2/head suite=code limit=40
 drafthead adapt head=outputs/hydra_smollm2/head suite=my.jsonl interval=8 objective=kl positions=all
 
-The head takes an optimiser step after every `interval` answers, on the positions where its drafts were rejected.
-Decoding has computed the target distributions there. The output is exactly the base's own: the acceptance rule is
-lossless, and weights change only between answers. Prompts are answered in the suite's order, first turns only. An
-interrupted stream resumes after its last update.
+The head is updated after every `interval` answers, by default with one optimiser step on the positions where its
+drafts were rejected. Decoding has computed the target distributions there. The output is exactly the base's own: the
+acceptance rule is lossless, and weights change only between answers. Prompts are answered in the suite's order, first
+turns only. An interrupted stream resumes after its last update.
 
 Files in out: head/ is the adapted head; answers.jsonl has one line per answer; stream.png shows the mean accepted
 length along the stream. With greedy decoding it also shows the original head, simulated on the same answers.
@@ -72,8 +72,8 @@ def main(config: AdaptConfig) -> None:
             f"no prompt of {config.suite} and its answer of max_new_tokens={config.max_new_tokens} fit the base's "
             f"context of {base.max_context} tokens; lower max_new_tokens or choose another suite"
         )
-    if len(fits) < len(ids):
-        display.line(f"   {len(ids) - len(fits)} of {len(ids)} prompts do not fit the context of {base.max_context}")
+    if skipped := len(ids) - len(fits):
+        display.line(f"   skipping {skipped} of {len(ids)} prompts, which do not fit the context of {base.max_context}")
     made_by = stream_identity(config, frozen.base_identity, ids)
     log = folder / "answers.jsonl"
     if config.resume and learner.restore(folder / "checkpoints", made_by):

@@ -56,13 +56,13 @@ class CertifyConfig:
     callable: str = ""
     """Speculative sampler to enumerate instead of ours: ``module:function``."""
     length: Positive = 2
-    """Largest number of drafts per step of ``callable``."""
+    """Most tokens that ``callable`` may draft per step. It gets this number as ``length``."""
     vocabulary: Annotated[int, Field(ge=2, le=127)] = 3
     """Number of tokens in the vocabulary of the random targets for ``callable``."""
     target: list[PositiveFloat] = field(default_factory=list)
-    """Next-token probabilities of a single target for ``callable``, instead of random targets."""
+    """Next-token probabilities, equal after every prefix, of one target for ``callable`` instead of random targets."""
     draft: list[PositiveFloat] = field(default_factory=list)
-    """Next-token probabilities of the draft model for ``target``."""
+    """Next-token probabilities of the draft model, equal after every prefix. Required with ``target``."""
 
     def __post_init__(self) -> None:
         same = len(self.target) == len(self.draft)

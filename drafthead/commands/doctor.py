@@ -165,10 +165,10 @@ def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
 
 
 def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> tuple[RunConfig, BaseModel, DraftHead]:
-    """Return the settings, the base and an untrained head of the recipe that ``overrides``, settings of train, choose.
+    """Return settings, base and an untrained head of a recipe, which ``overrides`` choose as for ``drafthead train``.
 
-    If the recipe gives the base's ``shape``, its weights are random and not downloaded; a stored SmolLM2 is loaded.
-    ``graphs`` is the base's setting for CUDA graphs.
+    If the recipe gives the base's ``shape``, the base is not downloaded but gets random weights. SmolLM2 is loaded if
+    it is on disk. ``graphs`` is the base's setting for CUDA graphs.
     """
     run = composed(overrides)
     stored = run.base.name == EMBEDDED and any(cache_dir().glob("smollm2-*/manifest.json"))
@@ -194,8 +194,8 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
 def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
     """Train the head of ``recipe`` on a tiny random base, and compare answers with and without its drafts.
 
-    Return "ways": the ``equality_rate`` by way to decode, greedy or sampled with a chain, a tree or a batch of trees.
-    "accepted" is the share of drafts that were accepted.
+    Return "ways", the ``equality_rate`` of greedy and sampled answers with a chain, a tree and a batch of trees, and
+    "accepted", the share of drafts that were accepted.
     """
     run, base, head = loaded([f"recipe={recipe}", "debug=tiny", "head.draft_vocab_size=null"], graphs)
     text = list(range(10, 19))
@@ -307,9 +307,9 @@ def python(*arguments: str) -> str:
 def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
     """Time a decoding step with a chain after ``context`` tokens, for the recipe that ``overrides`` choose.
 
-    Return "costs"; "draft_share" and "loop_share", the shares of drafting and of the loop outside the models in the
-    step's time; and "bandwidth_share", the share of the device's memory bandwidth that a forward pass reaches, by its
-    number of tokens (None on devices that ``BANDWIDTH`` lacks).
+    Return "costs"; "draft_share" and "loop_share", the shares of the step's time that drafting and the code outside
+    the models take; and "bandwidth_share", the share of the device's memory bandwidth that a forward pass reaches, by
+    its number of tokens (None on devices that ``BANDWIDTH`` lacks).
     """
     _, base, head = loaded(overrides)
     costs = measure_costs(base, head, context)

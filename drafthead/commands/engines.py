@@ -73,7 +73,7 @@ def main(config: EnginesCommandConfig) -> None:
     elif config.install == "llamacpp":
         _run([sys.executable, "-m", "pip", "install", "-q", LLAMACPP], f"installing {LLAMACPP}")
     display.line(f"vllm: {_vllm(folder) or f'absent; drafthead engines install=vllm ({VLLM_SIZE})'}")
-    llamacpp = "here" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
+    llamacpp = "installed" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
     display.line(f"llamacpp: {llamacpp}")
 
 

@@ -64,7 +64,8 @@ class ExportConfig(SuiteConfig):
     merged_base: bool = False
     """Also write the base with its adapter merged to OUT/base, and make this folder the engines' base."""
     vocabulary: Literal["own", "full"] = "own"
-    """Vocabulary of a Medusa head that shares the base's output head. With ``to=vllm_medusa``, it must be ``full``."""
+    """Vocabulary of a Medusa head that shares the base's output head. ``own`` is the head's draft vocabulary, ``full``
+    the base's. ``to=vllm_medusa`` needs ``full``."""
     base_gguf: str | None = None
     """Also write the base to base.gguf, with weights of type f32, f16, bf16, q8_0, q4_0 or q4_1. Only for GGUF
     formats."""

@@ -116,7 +116,7 @@ def main(config: StudyConfig) -> None:
 
 
 def equal_width(base: BaseModel, reference: int, depth: int) -> int:
-    """Return the MLP channels, a multiple of 16, with which ``depth`` layers equal ``reference`` layers of the base."""
+    """Return the MLP channels, a multiple of 16, that give ``depth`` layers the size of ``reference`` base layers."""
     layer: Any = meta_base(base.model.config).model.model.layers[0]
     layer_parameters: int = sum(parameter.numel() for parameter in layer.parameters())
     per_channel: int = 3 * base.hidden_size  # a column of gate, up and down projection
@@ -171,7 +171,7 @@ def measure_speeds(
 ) -> TimedResults:
     """Answer the prompts of ``texts`` autoregressively and with every head's best chain, in one interleaved run.
 
-    Adds measured speeds ("measured", and the baseline's "autoregressive", in tokens per second) and the mean accepted
+    Add measured speeds ("measured", and the baseline's "autoregressive", in tokens per second) and the mean accepted
     length ("tokens_decoded") to each head's row in ``rows``. A row's "name" is the head's key in ``heads``. Answers
     have up to ``new`` tokens.
     """

@@ -31,9 +31,9 @@ DIGEST = "drafthead_adapter"
 def fingerprint(model: Any, digest: str | None = None) -> str:
     """Return a hash of sizes, final norm and 64 rows of the output head, which tell fine-tunes of a model apart.
 
-    Without an adapter, the model must not be fused or prepacked yet. ``digest`` is that of an adapter to count as
-    merged; None: that of the adapter which is merged, if any. The hash then has the digest instead of rows of the
-    output head, because an adapter may change these rows, and merging rounds them differently in each dtype.
+    ``digest`` stands for an adapter that counts as merged; None: the adapter that is merged, if any. With an adapter,
+    the digest replaces the rows of the output head, because an adapter may change them, and merging rounds them
+    differently in each dtype. Without one, the model must not be fused or prepacked yet.
     """
     settings = model.config
     digest = digest or getattr(settings, DIGEST, None)
@@ -98,7 +98,7 @@ def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
         why = f"{len(extra)} tensors belong to layers that the base does not have, such as {extra[0]}" if extra else ""
         why = why or (f"{len(absent)} tensors are missing in the adapter, such as {absent[0]}" if absent else "")
     if why:
-        raise UserError(f"the adapter in {folder} does not fit the base: {why}; name the base it was trained on")
+        raise UserError(f"the adapter in {folder} does not fit the base: {why}; set base.name to the adapter's base")
     known = {*map(_last_part, base_names)} - {""}
     if (trained_on := _last_part(config.get("base_model_name_or_path"))) and known and trained_on not in known:
         warnings.warn(

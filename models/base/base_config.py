@@ -34,7 +34,7 @@ from drafthead.models.kernels import attention
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
-"""Settings from which a saved head loads its base again; the last four are stored only with ``random``."""
+"""Settings of the base that every saved head stores; the last four only with ``random``."""
 ADAPTER = "adapter"
 """Name of the folder in a saved head that holds the base's adapter, if any."""
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
@@ -90,7 +90,7 @@ class BaseConfig:
     def __post_init__(self) -> None:
         if self.random and not self.shape:
             raise ValueError(
-                "base.random needs base.shape (model_type and sizes); set it, or use a group of recipes/base with it"
+                "base.random needs base.shape (model_type and sizes); set it, or choose a file of recipes/base with it"
             )
 
     def saved(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def context_limit(config: PreTrainedConfig) -> ContextLimit | None:
 
 
 def check_architecture(config: PreTrainedConfig, max_context: int | None) -> None:
-    """Refuse models that drafts could make wrong (recurrent ones), and a ``max_context`` above ``context_limit``."""
+    """Refuse models whose output drafts could change, such as recurrent ones, and a ``max_context`` above the limit."""
     kind = config.model_type
     config = text_config(config)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -262,18 +262,18 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
 
 
 def load_weights(
-    config: BaseConfig, device: torch.device, progress: Callable[[str], None], own_attention: bool = False
+    config: BaseConfig, device: torch.device, progress: Callable[[str], None], stock_attention: bool = False
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the stock model that ``config`` names (or build a random one) on ``device``; return it and its tokenizer.
 
-    The model uses drafthead's attention function, or with ``own_attention`` the one that transformers chooses. An
-    adapter is merged. ``progress`` is called with a line of text before slow first-time work.
+    The model uses drafthead's attention function, or with ``stock_attention`` the one that transformers chooses. The
+    adapter of ``config``, if any, is merged. ``progress`` is called with a line of text before slow first-time work.
     """
     automatic = automatic_dtype(device)
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    how: dict[str, Any] = {"dtype": dtype} | ({} if own_attention else {"attn_implementation": attention.register()})
+    how: dict[str, Any] = {"dtype": dtype} | ({} if stock_attention else {"attn_implementation": attention.register()})
     if config.random:
         settings = config.transformers_config()
         check_architecture(settings, config.max_context)
@@ -291,7 +291,7 @@ def load_weights(
 
 
 def save_merged(config: BaseConfig, folder: Path) -> None:
-    """Save in ``folder`` the base, with its adapter (if any) merged, and its tokenizer, for serving engines.
+    """Save the base, with its adapter (if any) merged, and its tokenizer in ``folder``, for serving engines.
 
     ``config.dtype=auto`` is the default dtype of this device.
     """

@@ -165,7 +165,7 @@ class BaseModel:
             model = deepcopy(self.model)
             model.set_attn_implementation(self._wrapped_attention)
             return model
-        model, _ = load_weights(self.config, self.device, lambda line: None, own_attention=True)
+        model, _ = load_weights(self.config, self.device, lambda line: None, stock_attention=True)
         return model.eval().requires_grad_(False)
 
     def identity(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class BaseModel:
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
     def ignored_settings(self, keys: Sequence[str] = CHANGE_TEXT) -> list[str]:
-        """Return the base's generation settings among ``keys`` that transformers would apply, such as ``top_k=50``."""
+        """Return the settings among ``keys`` that transformers would apply to this base, for callers that do not."""
         return changed_settings(self.model.generation_config, keys)
 
     @property
@@ -309,7 +309,7 @@ class BaseModel:
         partial_forward: PartialForward | None,
         with_logits: bool = False,
     ) -> tuple[HiddenStates, Tensor | None]:
-        """Compute :meth:`verify`, by a CUDA graph if possible, and then ``with_logits`` its logits (else None)."""
+        """Compute :meth:`verify`. A CUDA graph, if possible, adds logits for ``with_logits``; else these are None."""
         new = tokens_BN.shape[1]
         # A graph runs a whole tree through all layers, and returns no states of single layers.
         whole = new == len(shape) and not (spec.layers or partial_forward)
@@ -338,7 +338,7 @@ class BaseModel:
         """Return hidden states of packed rows, without gradients; tokens see only earlier ones of their document."""
         if self._limited and (last := int((batch.host or batch).position_ids.max())) >= self.max_context:
             raise UserError(
-                f"a document of {last + 1} tokens exceeds the context of {self.max_context}; shorten the training rows"
+                f"a document of {last + 1} tokens exceeds the context of {self.max_context}; lower phases.*.seq_len"
             )
         ids, positions = batch.input_ids.to(self.device), batch.position_ids.to(self.device)
         masks = self.document_masks(batch.document_ids.to(self.device), positions, self.dtype)
@@ -352,9 +352,9 @@ class BaseModel:
         return mask if self.windows is None else self.windows.masks(mask, position_ids, position_ids, dtype)
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
-        """Return the masks of all layer types for queries at ``positions`` [R, T], from the ``mask`` of full attention.
+        """Return the masks of all layer types for queries at ``positions``, from the ``mask`` of full attention.
 
-        ``depths`` [R, P] are those of all pending tree nodes; None: the pending positions are a chain.
+        ``positions`` are [B or 1, T]. ``depths`` are those of all pending tree nodes; None: the nodes are a chain.
         """
         assert self.windows is not None
         # While everything fits into the smallest window, all layer types share one mask.

@@ -61,7 +61,7 @@ def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
 
 
 def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``config`` that differ in the file: its ``keys``, without prefix (``llama.``), set sizes."""
+    """Return new values for fields of ``config``, from the ``keys`` of the file without prefix (``llama.``)."""
     changes: dict[str, Any] = {}
     for key, field in SAME.items():
         now = getattr(config, field, None)
@@ -82,9 +82,10 @@ def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> di
 
 
 def llama3_factors(scaling: dict[str, Any], theta: float, size: int) -> Tensor:
-    """Return the divisors [E / 2] float32 of the rotary frequencies for Llama 3's scaling; ``size`` is E.
+    """Return the divisors [E / 2] float32 of the rotary frequencies for Llama 3's scaling.
 
-    Short wavelengths keep their frequency (1), long ones are divided by ``factor``, with a smooth transition between.
+    ``size`` is E, the rotated width of a head. Short wavelengths keep their frequency (1), long ones are divided by
+    ``factor``, with a smooth transition between.
     """
     wavelengths = 2 * math.pi * theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

@@ -25,7 +25,7 @@ class LMHead:
 
     @property
     def trained(self) -> tuple[Tensor, ...]:
-        """Weights to train: ``weight``, unless it is frozen and ``low_rank`` exists; then ``low_rank`` if it exists."""
+        """Weights to train: ``weight``; with ``low_rank``, both, or only ``low_rank`` if ``weight`` is frozen."""
         if self.low_rank is None:
             return (self.weight,)
         return (self.weight, self.low_rank) if self.weight.requires_grad else (self.low_rank,)

@@ -48,7 +48,8 @@ class LoraBase:
         names = {name.rpartition(".")[2] for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
         if unknown := sorted(set(targets) - names):
             raise UserError(
-                f"{base.name} has no linear layer {unknown[0]!r} for an adapter; choose from {sorted(names)}"
+                f"{base.name} has no linear layer {unknown[0]!r} for an adapter; choose head.lora_targets from "
+                f"{sorted(names)}"
             )
         if LM_HEAD in targets and _is_tied(base):
             raise UserError(

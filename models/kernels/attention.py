@@ -1,8 +1,8 @@
-"""The attention of every base: SDPA without copies of grouped keys and values, with sinks and soft caps.
+"""The attention of every base: SDPA with grouped keys and values, sinks and soft caps.
 
-transformers' own ``sdpa`` repeats the keys and values of grouped-query models in every masked pass. At batch 48 this
-costs five times the attention itself (``docs/dev/log.md``). A keyword that would change the result and is not
-implemented here raises an error, so bases with another kind of attention are refused at load.
+transformers' own ``sdpa`` copies the keys and values of grouped-query models in every masked pass. On a CPU at batch 48
+this costs five times the attention itself (``docs/dev/log.md``), so here they are copied on other devices only. A
+keyword that would change the result and is not implemented raises an error, so bases that use it are refused at load.
 
 Shape legend: B batch, H query heads, G key/value heads, T queries, S keys, E head width, F width of values.
 """
@@ -29,7 +29,7 @@ HARMLESS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits"),
     )
 )
-"""Keywords without effect here: the mask already applies the window, and attention is always causal."""
+"""Keywords without effect here, such as ``sliding_window``: the mask already applies the window."""
 MAX_SCORES = 2**26
 """Most attention scores in memory at once when they are computed explicitly."""
 _captured: list[Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Choice of the fastest kernel for products of 1 to 32 rows on this CPU, and of smaller dtypes if they are faster.
+"""Choice of the fastest kernel for products of 1 to 32 rows on this CPU, and of smaller dtypes for some products.
 
 Everything is measured at the first load of a base and stored for later loads.
 """
@@ -55,10 +55,11 @@ def worth_measuring(model: nn.Module) -> bool:
 
 
 def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: object) -> None:
-    """Fill ``table`` with the fastest kernel by number of rows, and with faster dtypes; free weights of other kernels.
+    """Fill ``table`` with the fastest kernel by number of rows, and free the copies of weights for other kernels.
 
-    ``module`` is the base's model, ``run`` runs it, and ``shape`` identifies the sizes of its products. The choice is
-    stored on this machine, so that a resumed run computes what it did before.
+    Also choose a smaller dtype, if clearly faster: bfloat16 for hidden states to train on, bfloat16 or int8 for copies
+    of a head's weights to draft with. ``run`` runs ``module``, the base's model; ``shape`` identifies the sizes of its
+    products. The choice is stored on this machine, so that a resumed run computes what it did before.
     """
     compiles = skinny_library() is not None
     key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]
@@ -130,8 +131,9 @@ def _fastest(
 ) -> torch.dtype | None:
     """Return the fastest of ``dtypes`` for products, or None if none is clearly faster than float32.
 
-    Each must take at most ``ROUNDING_MARGIN`` of the time of the one chosen before it. The largest layer of ``module``
-    is timed with ``rows`` input rows, and ``before`` is called before every comparison.
+    In their order, a dtype is chosen if it takes less than ``ROUNDING_MARGIN`` of the time of the choice so far. The
+    largest layer of ``module``, except the LM head, is timed with ``rows`` input rows. ``before`` is called before
+    every comparison.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, PrepackedLinear)]
     if not layers:

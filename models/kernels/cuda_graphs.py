@@ -2,7 +2,7 @@
 
 A graph replays kernels on the addresses that they were captured with. A function is therefore captured once per
 combination of shapes and reads its inputs from private buffers. Other memory that it uses must stay at the same
-address, and it must not copy a value to the host. Without CUDA, or after a failed capture, the same function
+address, and it must not copy a value to the host. Without CUDA or XPU, or after a failed capture, the function
 runs eagerly, so tokens do not depend on graphs. XPU's graphs follow torch's documentation and are untested.
 """
 

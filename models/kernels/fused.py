@@ -62,7 +62,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Grouped-query attention with one product for queries, keys and values, rotated at once."""
+    """Grouped-query attention with one product for queries, keys and values; queries and keys are rotated together."""
 
     def __init__(self, stock: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
         """Copy the weights of ``stock`` as ``dtype`` (None: unchanged); ``table`` has the kernels to use."""
@@ -128,7 +128,8 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
     """Replace stock float32 CPU attention, MLP and norm modules below ``module`` by fused ones, in place.
 
     Their weights are stored as ``dtype`` (None: unchanged), and the original ones are released. Other modules stay as
-    they are. ``table`` chooses kernels by the number of rows. Return the number of replaced ``nn.Linear`` layers.
+    they are. ``table`` chooses kernels by the number of rows (None: oneDNN's). Return the number of replaced
+    ``nn.Linear`` layers.
     """
     replaced = 0
     for name, stock in list(module.named_children()):

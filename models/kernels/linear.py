@@ -218,7 +218,7 @@ def inference_linear(
 
     It computes in ``dtype``, by default the weight's. int8 has one scale per output and errors of about one percent;
     inputs are not rounded, so the result of a row does not depend on its batch. If int8 cannot be used here, the
-    weight's dtype is used. ``table`` chooses the kernel by the number of rows.
+    weight's dtype is used. ``table`` chooses the kernel by the number of rows; None: oneDNN's.
     """
     if dtype == torch.int8:
         if can_prepack(weight) and (library := skinny_library()):
@@ -238,7 +238,7 @@ def packs_bfloat16() -> bool:
 
 
 def reads_in(layer: nn.Module) -> torch.dtype:
-    """Return the input dtype of a linear layer: the weight's, or float32 for packed layers, which cast inputs."""
+    """Return the input dtype of a linear layer: the weight's; float32 for inference-only layers, which cast inputs."""
     return layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
 
 

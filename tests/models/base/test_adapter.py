@@ -153,7 +153,7 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda folder: rewrite(folder, lambda w: {name: value[:, 1:].contiguous() for name, value in w.items()}),
-        r"does not fit the base: size mismatch: \S+ is \[32, 3\] in the adapter, but \[32, 4\] would fit; name the",
+        r"does not fit the base: size mismatch: \S+ is \[32, 3\] in the adapter, but \[32, 4\] would fit; set base",
     ),
     (lambda folder: configure(folder, peft_type="LOHA"), "adapter of type LOHA"),
     (lambda folder: configure(folder, megatron_config={"a": 1}, megatron_core="antigravity"), "only LORA without"),
