@@ -92,6 +92,12 @@ class ProcessedSampler:
 
     def _by_length(self, scores: Tensor, contexts: Contexts) -> Tensor:
         width, rows = self._prompts.shape[1], contexts.rows
+        if (nodes := rows.count(rows[0])) > 1:  # several nodes of each row, with equal or different lengths
+            parts = [
+                Contexts(contexts.tokens[n::nodes], contexts.lengths[n::nodes], rows[n::nodes]) for n in range(nodes)
+            ]
+            each = [self._by_length(scores[n::nodes], part) for n, part in enumerate(parts)]
+            return torch.stack(each, 1).flatten(0, 1)
         own = contexts.lengths.tolist()
         lengths = [length + self._padding[row] for length, row in zip(own, rows, strict=True)]
         ids = self._prompts.new_full((len(self._prompts), max(lengths)), self._pad)

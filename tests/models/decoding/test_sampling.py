@@ -2,9 +2,20 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+)
 
-from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.decoding.drafter import DraftSampling, Proposal
+from drafthead.models.decoding.processed import ProcessedSampler
+from drafthead.models.decoding.sampling import Contexts, Sampler
+from drafthead.models.decoding.step import target_probs
+from drafthead.models.token_tree import TokenTree
 
 VOCABULARY = 50
 SETTINGS = {
@@ -104,3 +115,19 @@ def test_processors_made_in_inference_mode_serve_outside() -> None:
         sampler.probs(logits)
     sampler.probs(logits).square().sum().backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None and logits.grad.isfinite().all()
+
+
+def test_processors_see_the_path_of_every_node() -> None:
+    """The rule ``typical`` asks for all nodes of a tree at once, whose paths differ."""
+    prompts = torch.tensor([[1, 2, 3], [0, 4, 5]])
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7)])
+    sampler = ProcessedSampler(processors, prompts, [0, 1], 0, sample=True)
+    contexts = Contexts(torch.tensor([[1, 2, 3, 6], [4, 5, 7, 7]]), torch.tensor([4, 3]), [0, 1])
+    tokens = torch.tensor([[6, 10, 11, 12, 13], [7, 20, 21, 22, 23]])  # roots end the contexts
+    shape = TokenTree.expansion([2, 1]).shape
+    proposal = Proposal(tokens=tokens, shape=shape, draft_sampling=DraftSampling.TOP_K)
+    logits = torch.randn(2, 5, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    target = target_probs(logits, sampler, contexts, proposal)
+    together = target(torch.arange(5).expand(2, -1))
+    alone = torch.cat([target(torch.full((2, 1), node)) for node in range(5)], 1)
+    torch.testing.assert_close(together, alone, rtol=0, atol=0)
