@@ -1,6 +1,6 @@
 """The base's answers for a corpus, by batched decoding without drafts, and prompts that the base writes itself.
 
-On request, an answer has the final hidden states of its tokens, which decoding computes anyway.
+On request, an answer includes the final hidden states of prompt and answer, which decoding computes anyway.
 """
 
 import random
@@ -216,13 +216,19 @@ def self_prompted_prompts(
 ) -> list[str]:
     """Return ``wanted`` different prompts that the base writes at temperature 1 and top-p 0.95.
 
-    ``answer`` is the method of a backend. ``progress`` is called with a description, the number of prompts so far, and
-    ``wanted``. Raise a ``UserError`` if too few prompts are usable.
+    ``answer`` is a backend's method of this name, called with at least ``batch_size`` prompts to write, each of up to
+    ``max_tokens`` or ``MAX_TURN_TOKENS`` tokens. ``progress`` is called with a description, the number of prompts so
+    far, and ``wanted``. Raise a ``UserError`` if too few prompts are usable.
     """
     opening = _user_opening(base)
     turns: dict[str, None] = {}
     attempt = 0
     while len(turns) < wanted:
+        if attempt > 20 * wanted + 200:
+            raise UserError(
+                f"only {len(turns)} of the {attempt} prompts that the base wrote are complete, different and not too "
+                "short; set data.answers.self_prompted=0 and name prompt sources"
+            )
         batch = max(batch_size, int((wanted - len(turns)) / EXPECTED_YIELD))
         sampler = SamplerConfig(temperature=1.0, top_p=0.95, max_new_tokens=min(MAX_TURN_TOKENS, max_tokens), seed=seed)
         prompts = [(attempt + i, opening) for i in range(batch)]
@@ -234,11 +240,6 @@ def self_prompted_prompts(
             progress("writing prompts", min(len(turns), wanted), wanted)
             if len(turns) >= wanted:
                 break
-        if attempt > 20 * wanted + 200:
-            raise UserError(
-                f"the base finished only {len(turns)} of the {attempt} prompts that it began to write; set "
-                "data.answers.self_prompted=0 and name prompt sources"
-            )
     return list(turns)[:wanted]
 
 

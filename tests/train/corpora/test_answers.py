@@ -6,20 +6,21 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
-from drafthead.data.answers.store import AnswerStore, ProcessGroup
+from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_manifest, write_checksummed_json, write_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.corpus import generate_answers
+from drafthead.models.decoding.corpus import generate_answers, self_prompted_prompts
 from drafthead.train.corpora.answers import TURN_STRIDE, AnswerGenerator
 from drafthead.train.corpora.corpora import is_held_out
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
@@ -358,3 +359,19 @@ def test_switches_that_the_template_does_not_read(base: BaseModel, tmp_path: Pat
         replace(CONFIG, temperatures=[0.5], precomputed="embedded:smollm2")
     with pytest.raises(UserError, match="missing.json does not exist"):
         replace(CONFIG, chat_template_kwargs=[{"tools": "missing.json"}])
+
+
+def test_a_large_batch_may_write_enough_prompts(base: BaseModel) -> None:
+    """The limit on attempts is for unusable prompts, and the first batch may already be larger."""
+
+    def written(finished: bool) -> list[str]:
+        def answer(prompts: Sequence[tuple[int, list[int]]], sampler: SamplerConfig) -> Iterator[Answer]:
+            for number, ids in prompts:
+                text = base.tokenizer(f"question number {number}", add_special_tokens=False).input_ids
+                yield Answer(number, np.array([*ids, *text], np.int32), len(ids), finished)
+
+        return self_prompted_prompts(base, answer, 2, 0, 300, lambda *_: None, 60)
+
+    assert len(written(finished=True)) == 2
+    with pytest.raises(UserError, match="only 0 of the 300 prompts that the base wrote are complete"):
+        written(finished=False)
