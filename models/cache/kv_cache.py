@@ -63,8 +63,8 @@ class TreeCache:
         """Use the memory ``stacks`` [L, B, H, C, E] for ``rows`` of up to ``capacity`` positions.
 
         ``places``: location of each layer's keys and values in ``stacks``; None: a layer without a cache. ``trim``:
-        sizes of sliding-window layers, if they are trimmed. ``skipped``: number of the first committed positions that
-        are not in the memory, for a copy of selected positions.
+        sizes of sliding-window layers, if they are trimmed. ``skipped``: number of committed positions that are not in
+        the memory, for a copy of selected positions.
         """
         self.stacks, self.places, self.trim, self.skipped, self.capacity = stacks, places, trim, skipped, capacity
         self._rows, self.pending = rows, 0
@@ -160,26 +160,26 @@ class TreeCache:
         nodes = self.positions(depths).expand(self.rows, -1).gather(1, node.clamp(0, depths.shape[1] - 1))
         return torch.where(node < 0, slots, nodes)
 
-    def mask(self, ancestors_RTP: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask [B, 1, T, K] of the last T pending nodes, which see the prefix and their ancestors.
+    def mask(self, ancestors: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask [B, 1, T, K] of the last T pending nodes, which see prefix, ancestors and self.
 
-        ``ancestors_RTP`` [B or 1, T, P] is true where one of all P pending nodes is the node or its ancestor. For 2
+        ``ancestors`` [B or 1, T, P] is true where one of all P pending nodes is the node or its ancestor. For 2
         committed positions and a root with two children, with 0 for seen and x for -inf::
 
             root     0 0 | 0 x x
             child 1  0 0 | 0 0 x
             child 2  0 0 | 0 x 0
         """
-        rows, new, nodes = ancestors_RTP.shape
+        rows, new, nodes = ancestors.shape
         if self.rows == 1:
             before = self.length - self.skipped
-            mask = torch.zeros(rows, 1, new, before + nodes, dtype=dtype, device=ancestors_RTP.device)
-            mask[:, 0, :, before:].masked_fill_(~ancestors_RTP, -torch.inf)
+            mask = torch.zeros(rows, 1, new, before + nodes, dtype=dtype, device=ancestors.device)
+            mask[:, 0, :, before:].masked_fill_(~ancestors, -torch.inf)
             return mask
-        offset = torch.arange(self._reach, device=ancestors_RTP.device) - self._before  # [B, reach]
+        offset = torch.arange(self._reach, device=ancestors.device) - self._before  # [B, reach]
         inside = (offset >= 0) & (offset < nodes)
         node = offset.clamp(0, nodes - 1)[:, None].expand(-1, new, -1)
-        seen = ancestors_RTP.expand(len(self._rows), -1, -1).gather(2, node) & inside[:, None]
+        seen = ancestors.expand(len(self._rows), -1, -1).gather(2, node) & inside[:, None]
         seen |= (offset < 0)[:, None]
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
 
@@ -267,7 +267,7 @@ class TreeCache:
     def first_layers(self, count: int) -> "TreeCache":
         """Return a cache of the first ``count`` layers in the memory of this cache, with a copy of its lengths.
 
-        Only this cache drops positions of sliding windows, because a drop moves the other positions in all layers.
+        It never drops positions of sliding windows, because a drop would move the other positions in all layers.
         """
         places = self.places[:count]
         used = [0] * len(self.stacks)
@@ -326,7 +326,7 @@ class FullLayers:
         self._index = self._rows = torch.empty(0)  # for several rows: [B, T] and [B, 1]
 
     def first(self, row: Row) -> int:
-        """Return the number of positions of ``row`` that are not stored: position p is at index p minus this number."""
+        """Return the number of positions of ``row`` without memory: a new position p is at p minus this number."""
         return int(self._first)
 
     @property
@@ -425,7 +425,7 @@ class SlidingLayers(FullLayers):
         return held_mask.masked_fill_((columns > last)[:, None, None], -torch.inf), positions.gather(1, inside)
 
     def drop(self) -> None:
-        """Drop the positions that no later query sees from every row that lacks space for another tree."""
+        """In every row without space for another tree, drop the positions that no later query sees."""
         for n, row in enumerate(self.rows):
             row.dropped += max(0, self._span.stop - self.held)  # of a pass longer than the memory
             self.check_behind(row, row.length)

@@ -4,8 +4,7 @@ A forward pass attends over the first S positions of the memory, called its wind
 a copy of the committed length and makes the mask from it. One graph therefore serves all trees with the same number of
 nodes until the context outgrows the window. Memory and graphs belong to the model, and one cache at a time uses them.
 
-Shape legend: H key/value heads, S positions of a window, N tree nodes, P path, D width, E head width, L layers,
-V vocabulary.
+Shape legend: H key/value heads, S positions of a window, N tree nodes, D width, E head width, L layers, V vocabulary.
 """
 
 import weakref

@@ -9,7 +9,7 @@ candidates (children with the distributions from which they were drawn) were cho
 - top-k: EAGLE.
 
 Trees combined from several drafters may mix these. If all candidates are top-k, ``naive_sampling`` accepts as often and
-costs less. ``drafthead certify`` enumerates all outcomes of each rule to prove it lossless.
+costs less. ``drafthead certify`` enumerates all outcomes of each rule, which proves it lossless or measures its bias.
 
 Shape legend: B rows, N tree nodes (root included), M requested nodes, S candidates at a node, V vocabulary.
 """
@@ -59,7 +59,7 @@ class AcceptanceRule:
     epsilon: PositiveShare = 0.09
     """Target probability above which ``typical`` always accepts."""
     delta: PositiveShare = 0.3
-    """Fraction of exp(-entropy) above which ``typical`` accepts."""
+    """``typical`` also accepts drafts whose target probability is above this fraction of exp(-entropy)."""
     lenience: PositiveShare = 1.0
     """Lenience l of ``lenient``. A draft is accepted with probability min(1, p / (l q)), from the target's p and the
     drafter's q. 1 is exact."""
@@ -70,7 +70,7 @@ class AcceptanceRule:
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
     def check(self, draft_config: DraftConfig) -> None:
-        """Reject ``draft_config`` if its tree branches and this rule, ``block``, verifies only chains."""
+        """Reject a ``draft_config`` whose tree may branch, if this rule is ``block``, which verifies only chains."""
         if self.name == "block" and not draft_config.is_chain:
             raise UserError(
                 "block verification judges a chain as a whole and cannot judge a tree that branches; use "

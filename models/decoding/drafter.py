@@ -92,7 +92,7 @@ class AdaptiveLength:
     grow: NonNegative = 2
     """Levels added after a step whose longest path was accepted completely."""
     shrink: NonNegative = 1
-    """Levels removed after any other step."""
+    """Levels removed after any other step that drafted."""
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
         """Return the number of tree levels to draft in the next step, at least 1.
@@ -192,8 +192,8 @@ class Session(ABC):
             base_hidden: [B, T, ...] the base's hidden states after these tokens, as ``Drafter.spec`` asks for; None if
                 there is no base (a drafter used without one).
             nodes: [B, T] int64: the node of the session's latest proposal that became each token, root first; -1 for
-                tokens that it did not propose. None if ``draft`` was not called since the last commit. Only sessions
-                whose cache has read drafted nodes need them.
+                tokens that it did not propose. None: -1 for all tokens. To be ignored if ``draft`` was not called since
+                the last commit. Only sessions whose cache has read drafted nodes need them.
         """
 
     @abstractmethod
@@ -211,9 +211,9 @@ class Session(ABC):
         """Keep only these rows of the batch, in this order. Called between steps, when other rows have ended."""
 
     def rollback(self, lengths: list[int]) -> None:
-        """Remove all but the first ``lengths`` committed tokens of each row.
+        """Remove all but the first ``lengths[b]`` committed tokens of each row b.
 
-        Sessions of drafters with ``reads_base`` do not implement it.
+        Do not call it if the drafter has ``reads_base``: the session may keep states of removed tokens.
         """
         raise NotImplementedError
 
@@ -240,7 +240,7 @@ class Drafter(ABC):
     says_confidence: bool = False
     """True if ``StepwiseSession.confidence`` predicts the probability that a single child of a node is accepted."""
     vocab_size: int | None = None
-    """All proposed ids are below this number; None: the drafter proposes only ids that occurred in its rows."""
+    """All proposed ids are below this number; None: the drafter proposes only ids that it was given."""
     base_fingerprint: str | None = None
     """Fingerprint of the base that the drafter belongs to; None: it drafts for any base."""
 

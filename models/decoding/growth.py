@@ -60,7 +60,7 @@ class TreeLevel:
     inner: Tensor
     """[F] the next frontier: indices into ``nodes`` of the nodes that have children."""
     above: Tensor
-    """[F] the index of each of these nodes' parent in the previous frontier."""
+    """[F] the index, in the previous frontier, of the parent of each node of the next frontier."""
     slots: Tensor
     """[N] the number of each node in the order in which the drafter has read nodes, after it has read the parents of
     this level; -1 for nodes that it has not read."""
@@ -75,7 +75,7 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, vocabulary
     """Return the levels of ``tree``, from the root's children on.
 
     With ``sampled`` candidates, a node's first child takes the first sample, and so on. With top-k candidates, a child
-    takes the candidate of its own rank, or the last one if the draft vocabulary has only ``vocabulary`` ids.
+    takes the candidate of its own rank, or the last one if the rank exceeds the draft vocabulary of ``vocabulary`` ids.
     """
     tensor = partial(on_device, device=device)
     levels = []
@@ -332,7 +332,7 @@ class _Stopping:
         return likelihood is None or self._any_expandable()
 
     def kept_nodes(self, tree: TokenTree, sampled: bool) -> tuple[Tensor | slice, TreeShape]:
-        """Return an index of the nodes of ``tree`` that exist in at least one row, and the shape of all rows' trees.
+        """Return an index of the nodes of ``tree`` that exist in at least one row, and the shape of the trees.
 
         A node that does not exist in a row is padding there. On a device, the index has all nodes, because reading
         ``active`` would wait. With ``sampled``, the shape's ``children`` have as many columns as those of ``tree``,

@@ -216,17 +216,17 @@ def decode_batch(
     ignore_eos: bool = False,
     timed: bool = False,
 ) -> list[DecodeResult]:
-    """Decode ``prompts`` of token ids at once; results have their order. Each answer equals that of its prompt alone.
+    """Decode ``prompts`` of token ids at once; results have their order.
 
     Most arguments are those of ``drafthead.generate``, with a list of ``seeds`` (default: the number of each prompt)
     and of ``on_tokens``. ``ignore_eos``: do not end answers at EOS, but continue to ``max_new_tokens``, to time a fixed
     length. ``timed``: wait for the device after drafting and after verification, so that the ``draft_s`` and
     ``verify_s`` of each step are exact.
 
-    The random numbers of a row depend only on its seed and its length. Sampled answers may nevertheless differ from
-    those of single prompts near the end of the base's or a draft model's context, because the longest row limits the
-    drafts of all rows. The times of a step and of the prefill are those of the whole batch; the ``total_s`` of a result
-    ends with its row.
+    Random numbers depend only on a row's seed and length. Up to rounding, an answer therefore equals that of its prompt
+    alone with the same seed. Sampled answers may differ near the end of the base's or a draft model's context, because
+    the longest row limits the drafts of all rows. The times of a step and of the prefill are those of the whole batch;
+    the ``total_s`` of a result ends with its row.
     """
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
@@ -301,22 +301,23 @@ def check_ids(base: BaseModel, ids: Sequence[int], max_new_tokens: int, where: s
     ``where`` names the prompt in messages.
     """
     if not ids:
-        raise UserError(f"{where} is empty; give at least one token, or leave the prompt out")
+        raise UserError(f"{where} is empty; give at least one token, or leave it out")
     outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < base.vocab_size), None)
     if outside is not None:
         raise UserError(
             f"{where} has the token id {outside[1]} at position {outside[0]}, but the base's ids go from 0 to "
-            f"{base.vocab_size - 1}; tokenise the prompt with the base's own tokenizer"
+            f"{base.vocab_size - 1}; tokenise it with the base's own tokenizer"
         )
     if len(ids) + max_new_tokens > base.max_context:
-        raise UserError(
-            f"{where} has {len(ids)} tokens, and with max_new_tokens={max_new_tokens} exceeds the base's context of "
-            f"{base.max_context}; shorten the prompt or lower max_new_tokens"
-        )
+        more, remedy = f" with max_new_tokens={max_new_tokens}", " or lower max_new_tokens"
+        if max_new_tokens == 0:  # the ids include the answer
+            more = remedy = ""
+        context = f"the base's context of {base.max_context}"
+        raise UserError(f"{where} has {len(ids)} tokens, which{more} exceed {context}; shorten it{remedy}")
 
 
 def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftConfig, rule: AcceptanceRule) -> None:
-    """Reject a drafter, a draft config and a rule that do not fit together or the base, or would bias the output."""
+    """Reject combinations that do not fit together or that would bias the output."""
     if drafter is None:
         return
     if drafter.vocab_size is not None and drafter.vocab_size > base.vocab_size:

@@ -5,7 +5,7 @@ once, but together with the root of the next tree, in one pass. Only a prompt is
 A causal LM keeps the keys and values of accepted drafts. The layers of a head read accepted tokens again, because their
 inputs change: the base's hidden states replace those that the head predicted.
 
-Shape legend: B rows, T tokens, R inputs of a first pass, F frontier nodes (the nodes of a level that get children),
+Shape legend: B rows, T tokens, R nodes of a first pass, F frontier nodes (the nodes of a level that get children),
 P pending nodes, D width, W vocabulary.
 """
 

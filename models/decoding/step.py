@@ -192,7 +192,7 @@ class DecodeState:
         """Run the base once over the common beginning of ``prompts``; ``read_prompts`` then copies its keys and values.
 
         The common beginning is shorter than every prompt, because each row must read at least one token itself. With
-        fewer than two prompts, do nothing.
+        fewer than two prompts, do nothing. Only for decoding without a drafter.
         """
         if len(prompts) > 1 and (ids := list(commonprefix(prompts)[: min(map(len, prompts)) - 1])):
             cache = self.base.new_cache(len(ids))
@@ -339,7 +339,7 @@ class DecodeState:
         )
 
     def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
-        """Return ``counts`` [B], each row's accepted ``tokens``, cut to ``most_tokens`` and after the first EOS."""
+        """Return ``counts`` [B] of each row's ``tokens``, limited to ``most_tokens`` and to the first EOS, included."""
         if most_tokens is not None:
             counts = counts.clamp(max=on_device(most_tokens, counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:
@@ -362,7 +362,7 @@ class DecodeState:
         self._context_lengths = self._context_lengths.index_add(0, index, counts)
 
     def clear(self, rows: list[int]) -> None:
-        """Empty the cache of ended ``rows``, to which each step adds tokens; in a batch of one row, do nothing."""
+        """Empty the cache of ended ``rows``, because steps still add tokens to it. Do nothing in a batch of one row."""
         if self.cache.rows > 1 and rows:
             self.cache.crop([0 if n in rows else length for n, length in enumerate(self.cache.lengths)])
             self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 0)

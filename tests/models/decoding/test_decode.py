@@ -7,7 +7,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
-from drafthead.models.decoding.loop import EXACT, GREEDY, decode
+from drafthead.models.decoding.loop import EXACT, GREEDY, check_ids, decode
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.token_tree import TokenTree
@@ -63,8 +63,10 @@ def test_bad_prompts(tiny_base: TinyBase) -> None:
     base = tiny_base()
     with pytest.raises(UserError, match="the prompt is empty"):
         decode(base, None, [], max_new_tokens=4)
-    with pytest.raises(UserError, match="context of 512"):
+    with pytest.raises(UserError, match="510 tokens, which with max_new_tokens=4 exceed the base's context of 512"):
         decode(base, None, [1] * 510, max_new_tokens=4)
+    with pytest.raises(UserError, match="answer 1 has 513 tokens, which exceed the base's context of 512; shorten it$"):
+        check_ids(base, [1] * 513, 0, "answer 1")
     with pytest.raises(UserError, match="token id 300 at position 0"):
         decode(base, None, [300], max_new_tokens=4)
     with pytest.raises(UserError, match="max_new_tokens"):
