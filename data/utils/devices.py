@@ -45,8 +45,10 @@ def device_of(device: torch.device | str | None) -> torch.device:
     except RuntimeError:
         chosen = None
     present = None if accelerator is None else accelerator.type
-    if chosen is None or chosen.type not in ("cpu", "meta", present):
-        devices = f"{torch.accelerator.device_count()} of type {present}" if present else "no accelerator"
+    number = torch.accelerator.device_count()
+    beyond = chosen is not None and chosen.type == present and (chosen.index or 0) >= number
+    if chosen is None or beyond or chosen.type not in ("cpu", "meta", present):
+        devices = f"{number} of type {present}" if present else "no accelerator"
         raise UserError(f"device={device} cannot be used; torch finds {devices} here, and cpu; choose one of them")
     return chosen
 
@@ -116,7 +118,7 @@ def peak_allocated() -> int | None:
 
 
 def peak_memory() -> int:
-    """Return the peak of allocated bytes on the accelerator or, without one, of the process's resident memory."""
+    """Return ``peak_allocated`` or, if it is None, the peak of the process's resident memory, in bytes."""
     if (peak := peak_allocated()) is not None:
         return peak
     import resource  # absent on Windows, where decoding should work nevertheless
@@ -135,7 +137,7 @@ def memory() -> tuple[int, int]:
 
 
 def rng_states() -> list[Tensor]:
-    """Return the random states of all accelerators that this process uses, on the host; [] on the CPU."""
+    """Return the random states of all accelerators visible to this process, on the host; [] on the CPU."""
     if (device := device_of(None)).type == "cpu":
         return []
     module = torch.get_device_module(device)

@@ -25,6 +25,14 @@ def test_other_devices_are_refused_by_name(name: str, capsys: pytest.CaptureFixt
         call("generate", f"device={name}", "head=prompt_lookup:3", "base=embedded:smollm2", "Hello")
 
 
+def test_a_device_number_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": 2}.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    assert device_of("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(UserError, match="device=cuda:2 cannot be used; torch finds 2 of type cuda"):
+        device_of("cuda:2")
+
+
 def test_every_command_accepts_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("eval", "train", "certify"):
         call(command, "device=cpu", *(["head=/nowhere"] if command == "eval" else []), "--cfg", "job")
