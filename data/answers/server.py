@@ -273,10 +273,12 @@ def check_server(config: ServerConfig, base: str, longest: int) -> str:
 
     served = asyncio.run(served_models())
     model = config.model or (base if base in served else next(iter(served), base))
-    names = ", ".join(served) or "none"
+    names = ", ".join(served)
+    if not served:
+        raise UserError(f"{config.root} lists no models; serve {base!r} there, or correct data.answers.server.url")
     if config.model is not None and model not in served:
         raise UserError(f"{config.root} does not serve {model!r}, but {names}; set data.answers.server.model")
-    if config.model is None and model != base and len(served) != 1 or not served:
+    if config.model is None and model != base and len(served) != 1:
         raise UserError(f"{config.root} serves {names}; name the one that is {base!r} with data.answers.server.model")
     context = served[model]
     if isinstance(context, int) and context < longest:
@@ -304,7 +306,7 @@ class ServerBackend:
     _model: tuple[str, bool] | None = None
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest entry ``server``: the base's name there, and the form of the answers, token ids or text.
+        """Return the manifest entry ``server``: the base's name on the server and the answers' form, ids or text.
 
         The server is not asked if ``recorded``, the manifest of a resumed corpus, has the entry.
         """
