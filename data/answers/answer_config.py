@@ -40,14 +40,14 @@ class ServerConfig:
     """Address of a completions server (vLLM, SGLang) that generates the answers. For example ``http://node7:8000``. Its
     key is read from OPENAI_API_KEY. With null, the built-in decoding generates the answers."""
     model: str | None = None
-    """Name under which the server serves the base. With null, the model with the base's name or else its only one."""
+    """Name of the base on the server. With null, the base's name if it is served, else the server's only model."""
     concurrency: Positive = 64
     """Largest number of concurrent requests."""
     timeout: PositiveFloat = 600.0
-    """Longest time for one answer, in seconds."""
+    """Longest time for one request, in seconds."""
     tries: Positive = 25
-    """Largest number of requests for one answer; then the run ends. The waits between them double from half a second to
-    8 seconds; after malformed answers they stay half a second."""
+    """Largest number of requests for one answer. If all fail, the run ends. The waits between them double from half a
+    second to 8 seconds; after malformed answers they stay half a second."""
     min_greedy_match_rate: Share = 0.8
     """Smallest share of the server's greedy tokens that the base must also choose. A lower share means that the server
     runs another model, and ends the run."""

@@ -16,11 +16,11 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
 
     Args:
         counts: [V] occurrences of each id, for instance in the base's own answers.
-        size: W, including the ids in ``always``, or else a ``UserError`` is raised.
+        size: W. A ``UserError`` is raised if ``always`` has more ids.
         always: ids to include whatever their count is.
 
     Returns:
-        [W] int64, ascending; fewer than ``size`` ids if fewer occur.
+        [W] int64, ascending; fewer than ``size`` ids if too few have a count above 0.
     """
     required = np.unique(np.fromiter(always, dtype=np.int64))
     if len(required) > size:

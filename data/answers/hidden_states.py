@@ -1,4 +1,4 @@
-"""Stored hidden states of the frozen base for packed rows. R rows, T row length, D hidden size, L early layers."""
+"""Stored hidden states of the frozen base for packed rows. T row length, D hidden size, L early layers, b rows read."""
 
 import os
 import zlib
@@ -53,7 +53,7 @@ class HiddenStateCache:
         self._checked = np.zeros(rows, dtype=np.bool_)
 
     def write(self, row_numbers: list[int], values: Tensor) -> None:
-        """Store ``values`` [b, T, width] (any float dtype and device) as the rows ``row_numbers``, b numbers from 0.
+        """Store ``values`` [b, T, width] (any float dtype and device) as the rows ``row_numbers``, which count from 0.
 
         Raises a ``UserError`` if a finite value overflows the cache's dtype.
         """
@@ -86,8 +86,8 @@ class HiddenStateCache:
             if not self._checked[row] and self._checksums[row] != _checksum(self._stored[row]):
                 self._checksums[row] = 0
                 raise UserError(
-                    f"row {row} of {self.folder} does not have its checksum: the disk or a crash damaged the row. Give "
-                    "the same command again to compute the row again"
+                    f"row {row} of {self.folder} does not match its checksum: the disk or a crash damaged the row. "
+                    "Give the same command again to recompute it"
                 )
             self._checked[row] = True
         return self._values[row_numbers].to(torch.float32)

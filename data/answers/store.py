@@ -31,7 +31,7 @@ Prompt = tuple[int, list[int]]
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and the base's answer, as token ids. They are the ids of decoding, not of text tokenised again."""
+    """A prompt and its answer, as the token ids of decoding. Text is only tokenised if its source has no token ids."""
 
     prompt_number: int
     """Number of the prompt in the list of prompts; unique in a store."""
@@ -40,7 +40,7 @@ class Answer:
     boundary: int
     """Index of the first answer token, in [1, n)."""
     finished: bool
-    """True if the base ended its turn, False if the token limit cut the answer."""
+    """True if the answer ends with an end-of-turn token, False if a limit cut it."""
     hidden_states: npt.NDArray[np.float16] | None = None
     """[n - 1, D] or None (not stored): the base's final hidden states h_0 .. h_{n-2} from decoding, NaN if missing."""
 
@@ -68,7 +68,7 @@ class AnswerStats:
     tokens: int
     """Number of answer tokens."""
     finished: int
-    """Number of answers that the base ended itself, with an end-of-turn token."""
+    """Number of answers that end with an end-of-turn token."""
 
 
 def answers_folder(corpora: Path) -> Path:
@@ -144,7 +144,7 @@ class AnswerStore:
     def append_shard(self, answers: list[Answer], shard: int | None = None) -> None:
         """Write ``answers`` as one shard and flush it to disk; an empty list writes nothing.
 
-        Either all ``answers`` have hidden states or none. A second answer to a prompt raises a ``UserError``.
+        Either all ``answers`` or none must have hidden states. A second answer to a prompt raises a ``UserError``.
         ``shard`` is the shard's number; None takes ``next_shard`` and first calls ``remove_leftovers``. If several
         processes write, they pass numbers, and one of them calls ``remove_leftovers`` before the first write.
         """
@@ -197,7 +197,7 @@ class AnswerStore:
         return Answer(number, ids.values.to_numpy(), boundary.as_py(), finished.as_py(), hidden_states)
 
     def answer(self, prompt_number: int) -> npt.NDArray[np.int32]:
-        """Return the token ids of the answer to a prompt, without the prompt's; ``KeyError`` without an answer."""
+        """Return the token ids of the answer to a prompt; raise a ``KeyError`` if there is no answer."""
         answer = self._answer(prompt_number, with_hidden_states=False)
         return answer.input_ids[answer.boundary :]
 
@@ -262,7 +262,7 @@ class AnswerStore:
         return self.folder / f"shard-{shard:05}.{kind}"
 
     def remove_leftovers(self, shard: int | None = None) -> None:
-        """Remove files of shards whose writing was interrupted: of the shard number ``shard``, or None: of all.
+        """Remove the files of interrupted writes: those of shard number ``shard``, or with None of all shards.
 
         With None, no other process may be writing to the store.
         """

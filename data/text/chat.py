@@ -105,9 +105,9 @@ def render(
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the chat template's ``variables`` ({} for None), with the list in the file that ``tools`` names.
+    """Return a copy of the chat template's ``variables`` ({} for None).
 
-    ``tools`` may also be the list of tool definitions itself.
+    If ``tools`` is the path of a JSON file, the list of tool definitions in the file replaces it.
     """
     given = dict(variables or {})
     if isinstance(given.get("tools"), str):

@@ -54,10 +54,10 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
     Args:
         documents: the documents in order.
         seq_len: T.
-        split: True cuts documents that do not fit into consecutive pieces of at least ``MIN_PIECE`` tokens, each with
-            its own document id and positions from 0. Rows are then full except for a few tokens. False keeps documents
-            whole and puts each into the row with the best fit. A document longer than a row loses its end; the log
-            reports the number of such documents.
+        split: True cuts documents that do not fit. The pieces have at least ``MIN_PIECE`` tokens, their own document
+            ids and positions from 0. Rows are then full except for a few tokens. False keeps documents whole and puts
+            each into the row with the best fit. A document longer than a row loses its end; the log reports the number
+            of such documents.
         folder: rows are written to a file there and memory-mapped. None keeps them in memory (13 bytes per token).
 
     Returns:

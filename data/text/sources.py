@@ -181,8 +181,8 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
     """Yield conversations that end with a user's turn, in the source's order.
 
     A column holds a text (one user turn) or a conversation (see ``as_prompt``; for column ``auto``
-    ``as_suite_prompt``). Conversations that start with the assistant and prompts that end with an empty text are left
-    out. A file of kind ``text`` has one prompt per line.
+    ``as_suite_prompt``). Prompts without messages or with an empty last message are left out. A file of kind
+    ``text`` has one prompt per line.
     """
     prompts: Iterator[list[Message]]
     if source.kind in PROMPT_SETS:
@@ -209,7 +209,7 @@ def column_value(
     if column not in row:
         present, expected = ", ".join(map(str, row)) or "none", " or ".join(map(repr, columns))
         column = f"{{kind: {source.kind}, name: {source.name}, column: NAME}}"
-        advice = f"rename it, or give the source as {column}" if source.column == AUTO else "set source.column"
+        advice = f"rename a column, or give the source as {column}" if source.column == AUTO else "set source.column"
         raise UserError(f"{where} has no column {expected}; present: {present}; {advice}")
     return row[column], f"{where}: column {column!r}"
 

@@ -129,8 +129,8 @@ class Mixture:
 class StreamedRows:
     """An endless sequence of text rows of T tokens each.
 
-    ``shards`` and ``micro_batch_size`` (consecutive rows of a shard) determine the numbers of the rows. ``folder``
-    stores the positions; every combination of settings needs its own folder. ``workers`` threads pack windows ahead.
+    ``shards`` and ``micro_batch_size`` determine the shard of each row, as the module describes. ``folder`` stores
+    the positions; every combination of settings needs its own folder. ``workers`` threads pack windows ahead.
     """
 
     def __init__(

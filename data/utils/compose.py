@@ -22,7 +22,7 @@ from drafthead.data.utils.settings import check, default_of, is_settings, types_
 
 T = TypeVar("T")
 INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 and the number of SIGINT, as shells count."""
+"""Exit code after Ctrl-C: 128 plus the number of SIGINT (2), as in shells."""
 
 
 def parse(cfg: DictConfig, cls: type[T]) -> T:
@@ -108,7 +108,7 @@ def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
     except OSError as error:  # a folder that cannot be made, a full disk: the message names the path
         raise SystemExit(f"error: {error}; choose another folder (out=..., data.folder=...)") from None
     except KeyboardInterrupt:
-        say("interrupted; finished work is kept, and the same command resumes from it")
+        say("interrupted; finished work is kept, and runs resume if you give the same command again")
         raise SystemExit(INTERRUPTED) from None
 
 

@@ -203,8 +203,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "") -> Path:
     """Return the folder in ``parent`` with an equal ``manifest``, or else a new folder's name: ``prefix`` and a digest.
 
-    Folders are compared by manifest and not by name, because earlier versions used other digests. An entry ``cache`` of
-    the manifest is ignored.
+    Folders are compared by manifest and not by name, because earlier versions used other digests. An entry ``cache`` in
+    a folder's manifest is ignored.
     """
     expected = json.loads(json.dumps(manifest))
     named = parent / f"{prefix}{_digest(expected)[:8]}"

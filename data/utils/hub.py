@@ -81,7 +81,7 @@ def push(
     log: Callable[[str], None] = lambda line: None,
     waits: Sequence[float] = RETRY_WAITS,
 ) -> str:
-    """Upload a saved head and return the repository's address. Only content that the Hub lacks is sent.
+    """Upload a saved head, whose README.md gets the repository's name first; return the repository's address.
 
     ``repo`` and ``private`` are settings of ``HubConfig``; ``waits`` are the seconds before each further attempt. After
     the last failed attempt a ``UserError`` gives the command for a later upload.
@@ -143,7 +143,8 @@ def fetch(repo: str, revision: str | None = None) -> Path:
     except Exception as error:  # includes errors of the client's HTTP library
         at = "" if revision is None else f" at revision {revision}"
         raise UserError(
-            f"no draft head at {repo}{at}: there is no such local folder, and the Hub said: {one_line(error)}"
+            f"no draft head at {repo}{at}: there is no such local folder, and the Hub said: {one_line(error)}; check "
+            "the name, the network and access"
         ) from None
     refuse_pickles(repo, names)
     return folder
