@@ -5,7 +5,7 @@ It reads tokens, not hidden states. The base's embedding and output head are fro
 layers and of the final norm are trained, as in DistilBERT and Distil-Whisper. Unlike a published draft model, it always
 has the base's tokenizer.
 
-Shape legend: B batch, T time, D width, W draft vocabulary.
+Shape legend: B batch, T time, D width.
 """
 
 from copy import deepcopy
@@ -73,7 +73,7 @@ class DraftLM(DraftHead):
         self.layers = nn.ModuleList(fresh_copy(stock[s], settings, n, s) for n, s in enumerate(self._sources))
         if config.intermediate_size is not None:
             for layer in self.layers:
-                resize_mlp(layer.mlp, config.intermediate_size)
+                resize_mlp(getattr(layer, "mlp", None), config.intermediate_size)
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32, self._sources)
         self.projections = self.lm_heads(0)
@@ -111,7 +111,7 @@ class DraftLM(DraftHead):
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
-        """Return what the induction head decides from: for all positions, the draft LM's state after the root."""
+        """Return the induction head's sink states: for all draft positions, the draft LM's state at ``x_{t+1}``."""
         return [draft_targets.to_anchors(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
 
 
@@ -149,9 +149,12 @@ def resize_mlp(mlp: Any, width: int) -> None:
     A smaller MLP keeps the channels with the largest weights. A larger one gets channels that output zero.
 
     Raises:
-        UserError: the gate or the up projection has a bias.
+        UserError: the MLP is not gated like Llama's, or the gate or the up projection has a bias.
     """
-    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    linears: list[Any] = [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
+    gate, up, down = linears
+    if not all(isinstance(linear, nn.Linear) for linear in linears) or not gate.bias is up.bias is None:
+        raise UserError("head.intermediate_size is for gated MLPs without biases, unlike this base's; leave it out")
     old_width = gate.weight.shape[0]
     if width <= old_width:
         size = gate.weight.norm(dim=1) * up.weight.norm(dim=1) * down.weight.norm(dim=0)
@@ -161,8 +164,6 @@ def resize_mlp(mlp: Any, width: int) -> None:
         added = [torch.randn_like(w[:1].expand(width - old_width, -1)) * w.std() for w in (gate.weight, up.weight)]
         weights = [torch.cat([gate.weight, added[0]]), torch.cat([up.weight, added[1]])]
         weights.append(torch.nn.functional.pad(down.weight, (0, width - old_width)))
-    for linear, weight in zip((gate, up, down), weights, strict=True):
-        if linear.bias is not None and linear is not down:
-            raise UserError("head.intermediate_size is for MLPs without biases, and this base has some; leave it out")
+    for linear, weight in zip(linears, weights, strict=True):
         linear.weight = nn.Parameter(weight.contiguous())
         linear.out_features, linear.in_features = weight.shape

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from drafthead.data.batch import HiddenStatesSpec
+from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.parts.losses import LossConfig
@@ -60,3 +61,5 @@ def test_width_of_the_mlp(tiny_base: TinyBase) -> None:
         out = head.loss(DOCUMENTS, hidden, LossConfig())
         torch.autograd.backward(out.loss_sum)
         assert all(parameter.grad is not None for parameter in head.layers.parameters())
+    with pytest.raises(UserError, match="gated MLPs without biases"):
+        DraftLMConfig(intermediate_size=48).build(tiny_base("mixtral"))
