@@ -2,15 +2,15 @@
 
 A block has P slots at the positions after t. The input of the first slot is the embedding of ``x_{t+1}``, that of the
 others a mask token. Every layer attends to the block and to the context: the base's hidden states up to t, which ``fc``
-maps to one state per token for all layers. Their keys and values are stored between steps. Drafting is therefore one
-pass over P slots, whatever the depth::
+maps to one state per token for all layers. The context's keys and values are stored between steps. Drafting is
+therefore one pass over P slots, whatever the depth::
 
     context  h_0 .. h_t  |  slot 0: x_{t+1}   slot 1: mask   slot 2: mask
     drafts               |  x_{t+2}           x_{t+3}        x_{t+4}
 
 A slot does not know which tokens were drafted before it. The Markov head therefore adds ``W2 W1[x_{t+k}]`` to its
 logits, a product of rank r that depends on the previous token, so every node of a tree has its own distribution. A
-confidence head reads the same input and predicts how likely the draft is accepted.
+confidence head reads the slot's output and ``W1[x_{t+k}]``, and predicts how likely the draft is accepted.
 
 Related heads: ``markov_rank: 0`` gives DFlash, and ``causal: true`` JetSpec's block. Both set ``anchor_predicts:
 false``, so that slot 0 drafts nothing. Weights have the names of DeepSpec's checkpoints, except for the Markov head.
@@ -20,8 +20,7 @@ projection of the base's embedding (``tied_markov``). Random initial weights are
 (``docs/dev/log.md``). All anchors are trained unless ``places`` limits their number. The head can have a draft
 vocabulary. ``reads_state`` and the induction head are our additions.
 
-Shape legend: B batch, T time, S anchors, P slots of a block, F frontier nodes, K draft positions, N layers, n targets,
-D width, r Markov rank, W draft vocabulary.
+Shape legend: B batch, T time, S anchors, P slots of a block, D width.
 """
 
 from dataclasses import replace
@@ -66,7 +65,7 @@ class DSparkConfig(DraftHeadConfig):
     markov_rank: Annotated[int, Field(ge=0, le=1024)] = 64
     """Rank of the Markov head's correction by the previous token. 0 turns it off, as in DFlash. DeepSpec uses 256."""
     causal: bool = False
-    """Let each slot attend to earlier slots only, as in JetSpec."""
+    """Let each slot attend only to itself and to earlier slots of its block, as in JetSpec."""
     anchor_predicts: bool = True
     """Predict the first draft at slot 0, whose input is the last committed token. With false, slot 0 drafts nothing, as
     in DFlash and JetSpec."""
@@ -83,8 +82,8 @@ class DSparkConfig(DraftHeadConfig):
     intermediate_size: Positive | None = None
     """Inner width of the MLPs. With null, the base's."""
     places: Positive | None = None
-    """Most anchors (positions from which drafts are made) per micro-batch in training, drawn at random. With null,
-    all."""
+    """Maximum number of anchors (positions from which drafts are made) that a micro-batch trains. They are drawn at
+    random. With null, all anchors are trained."""
 
     def __post_init__(self) -> None:
         if self.layers is not None and not self.layers:
@@ -97,8 +96,8 @@ class DSparkConfig(DraftHeadConfig):
         super().check_layers(num_layers)
         if self.copy_layers and self.num_layers > num_layers:
             raise UserError(
-                f"head.num_layers={self.num_layers} cannot start as copies of the base's last layers, because it has "
-                f"{num_layers}; lower head.num_layers or set head.copy_layers=false"
+                f"head.num_layers={self.num_layers} cannot start as copies of the base's last layers, because the "
+                f"base has {num_layers}; lower head.num_layers or set head.copy_layers=false"
             )
 
     @property
@@ -140,10 +139,9 @@ class DSparkHead(DraftHead):
 
     @torch.no_grad()
     def _start(self, deepest: int) -> None:
-        """Initialise ``fc`` to select the state of the base's deepest layer that it reads, and ``norm`` as the base's.
+        """Initialise ``fc``, ``norm`` and, with ``copy_layers``, the layers from the base's weights.
 
-        ``deepest`` is the index, from 0, of this layer's state in the input of ``fc``. With ``copy_layers``, the head's
-        layers start as the base's last ones.
+        ``fc`` starts by selecting the deepest of the states that it reads; ``deepest`` is this state's index, from 0.
         """
         base = self.base
         start_as_base(self.fc, self.norm, base, deepest, is_final=self.slot_state is not None)
@@ -223,7 +221,7 @@ def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) ->
     """Return a function that computes the context's keys and values for all ``layers`` and writes them into the cache.
 
     It takes one product, because keys and values depend only on the context and not on lower layers. It returns the
-    context [B, T, D] unchanged. ``dtype`` is that of the packed weights; None: their own.
+    context [B, T, D] unchanged. ``dtype`` is that of the packed weights; None keeps the trained dtype.
     """
     attentions = [layer.self_attn for layer in layers]
     product = joined_linear([linear for a in attentions for linear in (a.k_proj, a.v_proj)], dtype)

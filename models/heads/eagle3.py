@@ -17,7 +17,7 @@ Differences from the reference code:
 output. All positions are therefore drafted in one pass, which can have several layers. All anchors and depths are
 trained; the paper samples depths.
 
-Shape legend: B batch, T time, S anchors, F frontier nodes, K draft positions, n targets, D width, W draft vocabulary.
+Shape legend: B batch, T time, S anchors, K draft positions, D width.
 """
 
 from dataclasses import replace
@@ -41,11 +41,11 @@ from drafthead.models.token_tree import causal_mask
 
 
 class EagleLayer(HeadDecoderLayer):
-    """Decoder layer that reads the norms of a token's embedding and of a feature, and adds its output to the feature.
+    """Decoder layer that reads a token's embedding and a feature, and adds its output to the feature.
 
-    Its inputs [..., 2 D] are the embedding and the feature, concatenated. The untrained layer returns the feature. With
-    ``norm_before_residual``, the output is added to the normalised feature. Weights have the names of published
-    checkpoints.
+    Its inputs [..., 2 D] are the embedding and the feature, concatenated; each is normalised. With
+    ``norm_before_residual``, the output is added to the normalised feature. The untrained layer returns the feature
+    that it would add to. Weights have the names of published checkpoints.
     """
 
     def __init__(self, base: BaseModel, config: "Eagle3Config") -> None:
@@ -86,16 +86,16 @@ class Eagle3Config(DraftHeadConfig):
     qk_norm: bool = False
     """Normalise queries and keys of each attention head before rotation, as Qwen3 does."""
     norm_output: bool = False
-    """Feed the layer's output to the next step after the final norm, as later checkpoints do. As published, it is fed
-    before the norm."""
+    """Normalise the output that the next step reads by the final norm, as later checkpoints do. As published, the next
+    step reads it before the norm."""
 
     parallel: bool = False
     """Draft all positions in one pass (P-EAGLE). ``ttt_steps`` of them are trained."""
     num_layers: int = 1
     """Decoder layers, 1 to 16. More than one needs ``parallel``."""
     mask_token: int | None = None
-    """Token id whose embedding deeper positions read, with ``parallel``. It must not occur in text. With null, it is
-    chosen from the base's tokenizer."""
+    """Token id whose embedding deeper positions read, with ``parallel``. It must not occur in text. With null, an
+    unused id of the base's tokenizer."""
 
     def __post_init__(self) -> None:
         if self.fc_norm and self.norm_before_fc:
@@ -167,7 +167,7 @@ class Eagle3Head(DraftHead):
         return (base_hidden.final if base_hidden.layers is None else base_hidden.layers).to(reads_in(self.fc))
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Map the base's concatenated states to the feature that drafting reads: [..., layers * D] -> [..., D]."""
+        """Map the base's concatenated states to the feature ``f_t``: [..., layers * D] -> [..., D]."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:

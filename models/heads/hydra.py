@@ -13,7 +13,7 @@ Differences from the reference code:
   random.
 - Projections can be the base's, frozen, or restricted to a draft vocabulary. The induction head is our addition.
 
-Shape legend: B batch, T time, F nodes of a tree level, K heads, n targets, D width, W draft vocabulary.
+Shape legend: B batch, T time, K heads, D width.
 """
 
 from dataclasses import replace

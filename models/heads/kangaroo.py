@@ -9,7 +9,7 @@ values into the target's cache. Verification continues from the exit states thro
 
 Beyond the paper: trees, batches, sampling, a reduced draft vocabulary, and training on the base's own answers.
 
-Shape legend: B rows, T time, F nodes of a tree level, N nodes of a proposal, D width, W draft vocabulary.
+Shape legend: B rows, T time, F nodes of a tree level, D width.
 """
 
 from dataclasses import replace
@@ -128,8 +128,8 @@ class KangarooConfig(DraftHeadConfig):
     """Number of the base's first layers that draft. The paper uses 2 of 32 (7B) and 3 of 40 (13B)."""
     num_draft_tokens: DraftPositions = 6
     confidence_threshold: BelowOne = 0.6
-    """Stop drafting after a draft with a lower probability. 0 never stops. The setting of the same name in evaluation
-    overrides this default."""
+    """Stop drafting after a draft with a lower probability, if the tree is static and drafts are ``top_k``. 0 never
+    stops. The evaluation's ``confidence_threshold`` overrides this default; its ``grid`` may save another one."""
 
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:

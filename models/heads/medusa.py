@@ -9,10 +9,10 @@ biases start at zero like their weights, so an untrained head is exactly the bas
 can be restricted to a draft vocabulary.
 
 ``reads_last_token`` is our addition. When drafting starts, ``x_{t+1}`` is already committed, but a Medusa head has to
-guess it from ``h_t``. With the option, the first block of every head also reads its embedding, as the first Hydra head
-does (2402.05109). The heads remain independent of each other, so drafting is still one pass.
+guess it from ``h_t``. With the option, the first block of every head also reads the embedding of ``x_{t+1}``, as the
+first Hydra head does (2402.05109). The heads remain independent of each other, so drafting is still one pass.
 
-Shape legend: B batch, T time, K heads, n targets, D width, W draft vocabulary.
+Shape legend: B batch, K heads, D width.
 """
 
 from typing import Annotated, cast
@@ -45,7 +45,7 @@ class MedusaConfig(DraftHeadConfig):
 
     def __post_init__(self) -> None:
         if self.tie_blocks and self.reads_last_token:
-            raise ValueError("head.tie_blocks and head.reads_last_token exclude each other: the first block is wider")
+            raise ValueError("head.tie_blocks and head.reads_last_token exclude each other; leave one of them out")
 
 
 class ResBlock(nn.Module):

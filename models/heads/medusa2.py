@@ -14,8 +14,6 @@ Differences from the reference code: L_base covers the trained tokens only (ther
 computed in chunks like the heads' loss. A saved head has the adapter in its folder. It is loaded with the adapter
 merged into the base, and decoding is exact for that base. ``eval/metrics/base_quality.py`` measures how far the tuned
 base is from the original.
-
-Shape legend: B batch, T time, n trained positions, D width, V vocabulary.
 """
 
 import math

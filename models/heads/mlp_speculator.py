@@ -9,8 +9,7 @@ their document, and all kinds of trees. Two options train fewer parameters, for 
 of the state to ``h`` and projects the sum with the base's frozen projection. Untrained, such a head equals the base's
 next-token head.
 
-Shape legend: B batch, T time, F frontier nodes, K draft positions, n targets, D base width, E inner width, W draft
-vocabulary.
+Shape legend: K draft positions, D base width, E inner width.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 The method ``inference`` of attention, MLP and norm returns a fast version for drafting, with packed copies of weights.
 
-Shape legend: B batch, T time, H query heads, G key/value heads, E head width, I input width, D base width.
+Shape legend: B batch, T time, S anchors, P draft positions of each, H query heads, G key/value heads, E head width, I
+input width, D base width.
 """
 
 from collections.abc import Callable
@@ -84,14 +85,14 @@ class HeadAttention(nn.Module):
         return cos_sin
 
     def states(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries [B, H, T, E], and rotated keys and values [B, G, T, E], of inputs ``x`` [B, T, I]."""
+        """Return rotated queries [B, H, T, E], rotated keys [B, G, T, E] and values [B, G, T, E] of ``x`` [B, T, I]."""
         query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         if hasattr(self, "q_norm"):
             query = self.q_norm(query)
         return rotate(query, *self.rotation(x, positions)).transpose(1, 2), *self.keys_values(x, positions)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values, [B, G, T, E] each, of inputs ``x`` [B, T, I]."""
+        """Return rotated keys [B, G, T, E] and values [B, G, T, E] of inputs ``x`` [B, T, I]."""
         key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.k_proj, self.v_proj))
         if hasattr(self, "k_norm"):
             key = self.k_norm(key)
@@ -112,7 +113,7 @@ class HeadAttention(nn.Module):
         return self.output(query, key, value, mask)
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return attention with its output projection, [B, T, D], of the results of ``states``; see ``forward``."""
+        """Attend with the results of ``states`` and apply the output projection: [B, T, D]; see ``forward``."""
         return self.join(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped))
 
     def output_of_blocks(self, query: Tensor, *context_and_blocks: Tensor | None) -> Tensor:
@@ -132,7 +133,7 @@ class HeadAttention(nn.Module):
     def inference(self, dtype: torch.dtype | None = None) -> Layer:
         """Return a function equal to ``forward``, with weights packed in ``dtype``.
 
-        None: their own dtype, or unpacked if this device cannot pack weights.
+        With ``dtype`` None, weights keep their dtype, and are not packed if this device cannot pack them.
         """
         if dtype is None and not can_prepack(self.q_proj.weight):
             return self.forward

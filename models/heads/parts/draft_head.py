@@ -9,8 +9,8 @@ Any head can have three optional parts, which this file adds: an induction head,
 occurrences of the last tokens; a Markov correction of the logits by the previous token; and a confidence head, which
 predicts how likely each draft is accepted.
 
-Shape legend: B batch, T time, K draft positions, F nodes of a tree level, n targets, D base width, V target
-vocabulary, W draft vocabulary, r rank of the optional parts.
+Shape legend: B batch, T time, K draft positions, F nodes of a tree level, n targets, D base width, I input width, V
+target vocabulary, W draft vocabulary, r rank of the optional parts.
 """
 
 import hashlib
@@ -53,13 +53,13 @@ class DraftHeadConfig:
     num_draft_tokens: DraftPositions = 5
     """Number of draft positions: the most tokens that the head drafts one after the other."""
     draft_vocab_size: Annotated[int, Field(ge=16)] | None = None
-    """Size of the draft vocabulary: the answers' most frequent tokens, and those that end a turn. With null, the base's
-    whole vocabulary."""
+    """Size of the draft vocabulary: the most frequent tokens of the training answers, and those that end a turn. With
+    null, the base's whole vocabulary."""
     draft_dtype: Literal["auto", "bfloat16", "int8"] | None = "auto"
-    """Dtype of the weights for drafting. With ``bfloat16`` or ``int8``, drafting uses copies of half or a quarter of
-    the size, which are read faster. Verification does not use the copies, so exact rules stay exact; near-ties may be
-    drafted differently. ``auto`` takes the dtype that was fastest when the base was loaded. With null, drafting uses
-    the trained weights, in float32."""
+    """Dtype of the weights for drafting. With ``bfloat16`` or ``int8``, drafting reads copies of half or a quarter of
+    the size. Verification does not, so exact rules stay exact; near-ties may be drafted differently. With null,
+    drafting uses the trained weights, in float32. ``auto`` takes the dtype that was fastest on this CPU when the base
+    was loaded; on an accelerator, it equals null."""
     induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of an induction head, which copies what followed earlier occurrences of the last two tokens. All draft
     positions share it. It is our addition, which no export format has. 0 turns it off."""
@@ -72,7 +72,7 @@ class DraftHeadConfig:
     confidence: bool = False
     """Train a confidence head (DSpark), which predicts how likely each draft is accepted, for ``prefix_threshold``."""
     one_prediction: ClassVar[bool] = False
-    """True: all draft positions predict a token equally (draft LM, Kangaroo), so the loss has one position."""
+    """True: all draft positions predict a token by equal logits (draft LM, Kangaroo), so the loss has one position."""
     trains_base: ClassVar[bool] = False
     """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
 
@@ -157,7 +157,7 @@ class DraftHead(nn.Module, Drafter):
     """False: no position reads the drafts before it, so drafting computes all positions in one pass, by ``all_inputs``
     or, if ``attends``, by the session's ``block_inputs``."""
     attends = False
-    """True: the head's own layers attend to the context."""
+    """True: draft positions attend to the context, by ``attend`` or by the session's ``block_inputs``."""
     low_rank_name = "induction_out"
     """Name in saved heads of the projection of Markov correction and induction head."""
 
@@ -191,7 +191,7 @@ class DraftHead(nn.Module, Drafter):
 
         Args:
             count: number of trained projections; with 0, all positions share the base's frozen projection.
-            first: the initial value of each trained projection; None: the base's projection.
+            first: initial weight, scale and soft-cap of each trained projection; None: those of the base's.
         """
         scaled, dtype = not self.config.low_rank, self.config.inference_dtype(self.base)
         return DraftLMHeads(first or self.target_lm_head, count, dtype, scaled=scaled)

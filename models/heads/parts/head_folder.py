@@ -223,7 +223,7 @@ def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabul
 
 
 def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
-    """Reject ``base`` unless the head in ``folder`` was trained for it; ``trained`` is the identity of its own base."""
+    """Reject ``base`` unless the head in ``folder``, whose config has the base ``trained``, was trained for it."""
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         if trained.get(key) != actual[key]:

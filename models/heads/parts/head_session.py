@@ -1,7 +1,7 @@
 """The drafting side of a head: its state for the rows being decoded, and its logits for each level of a tree.
 
-Shape legend: B batch, K draft positions, F frontier nodes, P slots of a block, I input width, D base width, W draft
-vocabulary.
+Shape legend: B batch, T time, K draft positions, F frontier nodes, P slots of a block, I input width, D base width, W
+draft vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -217,8 +217,8 @@ class HeadSession(StepwiseSession):
     def draft_logits(self, x: Tensor, k: int | None) -> Tensor:
         """Return the logits [..., W] of draft position k (from 0) from its projection's inputs ``x`` [..., D].
 
-        With k None, return those of positions 0 to K - 1 from ``x`` [B, K, D]. If the head has optional parts, the
-        logits are without scale and soft-cap, which ``expand`` applies.
+        With k None, return those of positions 0 to K - 1 from ``x`` [B, K, D]. If the head has a Markov correction or
+        an induction head, the logits are without scale and soft-cap, which ``expand`` applies.
         """
         return self.inference_head.projections.logits(x, k)
 

@@ -8,11 +8,11 @@ so ``c`` gets the highest score.
 An attention layer learns to copy late (``docs/dev/log.md``), while this head copies from the start: codes are random
 projections of the base's embeddings, so the code of a token matches itself and hardly any other code. The output
 projection starts as the codes of the draft vocabulary. If nothing matches, the attention goes to a sink, which copies
-nothing. The head reads token ids only. It therefore needs no forward pass over the context, and every node of a tree
-has a prediction of its own.
+nothing; only its score depends on a hidden state. Everything else depends on token ids only, so the context needs no
+forward pass, and every node of a tree has a prediction of its own.
 
-Shape legend: B rows, T tokens of the context, S anchors, F frontier nodes, n targets, D width, r rank, W draft
-vocabulary, V target vocabulary.
+Shape legend: B rows, T tokens of the context, S anchors, F frontier nodes, K draft positions, n targets, D width, r
+rank, W draft vocabulary, V target vocabulary.
 """
 
 from copy import copy

@@ -5,7 +5,7 @@ is ``x_{t+1+k}``, with k from 1. Heads compute their predictions anchor by ancho
 order of targets, because the base's distribution at a target is computed once for all draft positions. ``DraftTargets``
 translates.
 
-Shape legend: B batch, T time, S anchors of a row, K draft positions, n targets, D width, W draft vocabulary.
+Shape legend: B batch, T time, S anchors of a row, K draft positions, n targets, D width, V target vocabulary.
 """
 
 from dataclasses import dataclass
@@ -35,15 +35,16 @@ class DraftTargets:
     weights: Tensor | None = None
     """[K, n] float weight of each prediction; None: all 1."""
     host: "DraftTargets | None" = None
-    """The same targets in host memory, if this object is a copy on a device. Anchors are listed there, because that
-    would make the host wait for the device."""
+    """The same targets in host memory, if this object is a copy on a device. Anchors are listed on the host; listing
+    them on the device would make the host wait for it."""
 
     @classmethod
     def of(cls, batch: TrainBatch, depth: int) -> "DraftTargets":
         """Return as targets all tokens of the batch that at least one of ``depth`` draft positions is trained on.
 
-        If the batch has weights, predictions with weight 0 are left out, and so are positions beyond the weights. With
-        ``depth`` 1 (a head that predicts a token once for all positions), a token has the largest of its weights.
+        If the batch has weights, predictions with weight 0 are left out, and so are draft positions that it has no
+        weights for. With ``depth`` 1 (a head that predicts a token once for all positions), a token has the largest of
+        its weights.
         """
         if batch.host is not None:
             return cls.of(batch.host, depth).to(batch.input_ids.device)
