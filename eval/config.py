@@ -94,8 +94,8 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     reported on ``test``."""
     tree: str = "head"
     """Draft tree: head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH] or a tree.json. ``head`` is the head's own
-    tree, calibrated on held-out answers and this machine. ``expansion`` lists the children per level (SpecInfer);
-    ``dynamic`` grows a tree in each step (EAGLE-2)."""
+    tree, calibrated in training, or else a chain. ``expansion`` lists the children per level (SpecInfer); ``dynamic``
+    grows a tree in each step (EAGLE-2)."""
     draft_sampling: Literal["top_k", "with_replacement", "without_replacement"] = "top_k"
     """Selection of the drafted tokens at each node. ``top_k`` takes the most likely tokens; the other two sample."""
     draft_temperature: PositiveFloat = 1.0

@@ -65,7 +65,7 @@ def evaluate(
     development: Sequence[FinishedAnswer] | None = None,
     training_data: str | None = None,
 ) -> dict[str, Any]:
-    """Answer a suite autoregressively, speculatively and with the config's baselines; write ``eval.json`` and a page.
+    """Answer a suite autoregressively, with drafts and with the baselines; write ``eval.json`` and ``report.html``.
 
     An interrupted evaluation resumes: finished prompts are stored in ``eval-log-*.jsonl``.
 

@@ -132,7 +132,7 @@ def keep_fastest(evaluation: dict[str, Any], candidates: Sequence[Candidate], co
     write_json(folder / "grid.json", record | {"changed": changed, "rows": rows} | machine)
     bars = sorted(((row["name"], row["speedup"], *row["interval"]) for row in rows), key=lambda bar: bar[1])
     save_png(speedup(bars), folder / "grid.png")
-    result = "now the default" if changed else "the default stays, because the difference is within the noise,"
+    result = "now the default" if changed else "within the noise, so it does not become the default"
     if best["default"]:
         result = "already the default"
     return (

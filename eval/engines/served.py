@@ -1,8 +1,9 @@
 """A head in serving engines: exported in each engine's format, served, and timed as a method of an evaluation.
 
 Every engine runs twice, with the head (``vllm``) and without it (``vllm_plain``). Our decoder drafts a chain of the
-same length with the original head (method ``chain:3``); the engine's acceptance must equal the chain's. The export read
-back would hide a fault that writing and reading share. Our chain drafts without bfloat16 or int8 copies of the weights.
+same length (method ``chain:3``), and the engine's acceptance must equal the chain's. The chain uses the original head,
+because a head read back from the export would hide faults that writing and reading share. It drafts without bfloat16 or
+int8 copies of the weights.
 """
 
 import hashlib
@@ -65,7 +66,7 @@ class ServedEngines:
     head: DraftHead | None = None
     """The head with which our decoder drafts that chain."""
     drafts: int = 0
-    """Length of the chain that all of them draft."""
+    """Length of the chain that the engines and our decoder draft."""
     methods: dict[str, tuple[Callable[[list[int]], DecodeResult], str]] = field(default_factory=dict)
     """Per method (``vllm`` with the head, ``vllm_plain`` without it): the function that answers prompt ids, and a hash
     of everything that determines its answers. Stored results with another hash are not used."""
@@ -236,7 +237,7 @@ class EngineStart:
     def server(self, plain: bool) -> "EngineServer | None":
         """Start the engine, or check that a server answers at its address; return its client.
 
-        ``plain`` asks for a server without the head. None: only the server with the head has an address.
+        ``plain`` asks for a server without the head. The result is None if only the other server has an address.
         """
         from drafthead.eval.engines.servers import SERVERS  # loads the openai client, which takes half a second
 

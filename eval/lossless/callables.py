@@ -2,7 +2,7 @@
 
 The function runs once for every outcome of its random choices. It makes them with ``choose(probs)``, or with torch:
 ``torch.multinomial`` draws are choices, and so is every comparison of a ``torch.rand`` number with a probability.
-Therefore other projects' code runs unchanged.
+Therefore other projects' code often runs unchanged.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Exact check that every acceptance rule keeps the target's distribution (``drafthead certify``).
 
-Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
+Each case runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
 of the random choices (``enumerate.py``). The target completes the committed tokens to one token more than the tree is
 deep. These tokens must have the target's own distribution, up to a total variation of 1e-9 (rounding). A lossy rule is
 reported with its total variation. Biased combinations must be refused, and published ways to draft that are biased
@@ -110,7 +110,7 @@ def certify(only: str = "", progress: Callable[[int, int], None] | None = None) 
     every: list[Case | Refusal | Counterexample] = [*cases(), *refusals(), *counterexamples()]
     chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
     if not chosen:
-        raise UserError(f"no enumerated case has {only!r}; run drafthead certify to see them all")
+        raise UserError(f"no case has {only!r}; run drafthead certify to see them all")
     rows = []
     for done, (number, case) in enumerate(chosen, start=1):
         rows.append(check(case, seed=10 * number))

@@ -9,7 +9,7 @@ bonus token is not drawn: its whole distribution is added.
 Example with one draft of two tokens: the empty script draws the likelier token and accepts it. It leaves two scripts,
 "draw the other token" and "draw the likelier one, reject it". The first of them leaves one more.
 
-Shape legend: B rows (scripts), N tree nodes, V vocabulary, L choices.
+Shape legend: B rows (scripts), C draws per row, V vocabulary.
 """
 
 from dataclasses import dataclass, field

@@ -108,7 +108,7 @@ class Equality:
     position: int | None = None
     """First answer position, from 0, that differs; None if the answers are equal."""
     tokens: tuple[int, int] | None = None
-    """The expected token and the answer's token at that position; None if one answer ended there."""
+    """The expected token and the answer's token at that position; None if equal or if one answer ended there."""
     margin: float | None = None
     """Distance of the target's logits of the two tokens (sampled answers: ``draw_margin``); None if an answer ended."""
     near_tie: bool = False

@@ -2,7 +2,7 @@
 
 Drafts come from the functions that all stepwise drafters share (``models/decoding/growth.py``).
 
-Shape legend: B rows, F frontier nodes, N tree nodes, V vocabulary.
+Shape legend: B rows, N tree nodes, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence

@@ -54,7 +54,7 @@ class BaseComparison:
 
 @torch.no_grad()
 def compare_bases(original: BaseModel, tuned: BaseModel, batches: Iterable[TrainBatch]) -> BaseComparison:
-    """Compare both bases' predictions of the trained tokens (``loss_mask``) of packed rows, read in ``batches``."""
+    """Compare both bases' predictions of the tokens that ``loss_mask`` marks in ``batches`` of packed rows."""
     total = torch.zeros(5, dtype=torch.float64)
     for batch in batches:
         ids, valid = (chunk.to(tuned.device) for chunk in batch.next_tokens(0))

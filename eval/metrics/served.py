@@ -45,7 +45,7 @@ def compare_engines(
             },
             "acceptance": {"engine": theirs, "ours": ours},
             "texts": {
-                "compared_with": "its plain ones" if name in against_plain else "our autoregressive ones",
+                "compared_with": "its own without drafts" if name in against_plain else "our autoregressive ones",
                 "same": sum(one.same for one in texts),
                 "of": len(texts),
                 "near_ties": sum(one.near_tie for one in texts),
@@ -67,13 +67,13 @@ def _acceptance(rows: steps.Rows) -> dict[str, Any]:
 
 
 def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
-    """Return a line for everything in an engine's comparison that deviates by more than ``tolerance``."""
+    """Return a line per acceptance that deviates by more than ``tolerance``, and one if answers differ beyond ties."""
     theirs, ours = row["acceptance"]["engine"], row["acceptance"]["ours"]
     name, texts, failures = row["engine"], row["texts"], []
     lengths = theirs["mean_accepted_length"], ours["mean_accepted_length"]
     # Written so that NaN fails.
     if not abs(lengths[0] - lengths[1]) <= tolerance * lengths[1]:
-        failures.append(f"{name} accepts {lengths[0]:.3f} tokens a step, our engine {lengths[1]:.3f}")
+        failures.append(f"{name} accepts {lengths[0]:.3f} tokens per step, our decoder {lengths[1]:.3f}")
     if theirs["accepted"] or not theirs["steps"]:
         for position, count in enumerate(ours["accepted"]):
             our_share = count / max(1, ours["steps"])
@@ -81,11 +81,11 @@ def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
             share = other / max(1, theirs["steps"])
             if not abs(share - our_share) <= tolerance:
                 failures.append(
-                    f"{name} accepts draft {position + 1} in {share:.1%} of the steps, our engine in {our_share:.1%}"
+                    f"{name} accepts draft {position + 1} in {share:.1%} of the steps, our decoder in {our_share:.1%}"
                 )
     if wrong := texts["of"] - texts["same"] - texts["near_ties"]:
         failures.append(
-            f"{wrong} of {texts['of']} texts of {name} differ from {texts['compared_with']}, beyond near-ties"
+            f"{wrong} of {texts['of']} answers of {name} differ from {texts['compared_with']}, beyond near-ties"
         )
     return failures
 
@@ -103,9 +103,9 @@ def engine_lines(evaluation: dict[str, Any]) -> list[str]:
         plain = "plain not measured" if speeds["plain"] is None else f"plain {speeds['plain']:.1f}"
         lines.append(
             f"served by {row['engine']} {row['version']} {options}({row['format']}, chain of {row['drafts']}): "
-            f"{counts['engine']['mean_accepted_length']:.2f} tokens a step against "
-            f"{counts['ours']['mean_accepted_length']:.2f} of our engine; accepted by position {shown[0]}, ours "
-            f"{shown[1]}; texts equal to {texts['compared_with']}: {texts['same']} of {texts['of']}, near-ties: "
+            f"{counts['engine']['mean_accepted_length']:.2f} tokens per step against "
+            f"{counts['ours']['mean_accepted_length']:.2f} of our decoder; accepted by position {shown[0]}, ours "
+            f"{shown[1]}; answers equal to {texts['compared_with']}: {texts['same']} of {texts['of']}, near-ties: "
             f"{texts['near_ties']}; tokens/s: speculative {speeds['speculative']:.1f}, {plain}"
         )
         lines += [f"   failed: {failure}" for failure in row["failures"]]

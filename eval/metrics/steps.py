@@ -173,7 +173,7 @@ def speedup(rows: Rows, baseline: Rows) -> float:
 
 
 def by_question(rows: Rows, baseline: Rows) -> Rows:
-    """Return tokens and seconds per question (all turns together), and the baseline's in columns with "base_"."""
+    """Return tokens and seconds per question (all turns together), and the baseline's in columns named "base_..."."""
     totals = [
         each.groupby(QUESTION, sort=False)[["committed", "text_tokens", "total_s"]].sum() for each in (rows, baseline)
     ]

@@ -1,4 +1,4 @@
-"""Figures of a report, of training curves and of a token tree, as PNG with captions.
+"""Figures of a report, of training curves and of a token tree, as PNG.
 
 Figures have no backend and leave matplotlib's global state unchanged. They are readable at the width of a phone.
 """

@@ -102,6 +102,8 @@ def exceptions(evaluation: dict[str, Any]) -> list[str]:
     ``evaluation`` is the contents of ``eval.json``.
     """
     methods = evaluation["overall"]["methods"]
+    is_sampled = evaluation["sampler"]["temperature"] > 0
+    margin = "the random number within {:.1e} of both" if is_sampled else "logits {:.1e} apart"
     lines_of: dict[str, list[str]] = {"different": [], "near_ties": []}
     for method, numbers in methods.items():
         for kind, lines in lines_of.items():
@@ -113,7 +115,7 @@ def exceptions(evaluation: dict[str, Any]) -> list[str]:
                     + (f", turn {entry['turn'] + 1}," if "turn" in entry else "")
                     + f" at answer token {entry['position']}, "
                     + (f"tokens {tokens[0]} and {tokens[1]}" if tokens else "where one answer ends")
-                    + (f", logits {entry['margin']:.1e} apart" if entry["margin"] is not None else "")
+                    + ("" if entry["margin"] is None else f", {margin.format(entry['margin'])}")
                     + (f": {cause}" if tokens and cause else "")
                 )
     return [

@@ -25,7 +25,7 @@ def side_by_side(
         heading = f"{name}: {run.tokens_per_second:.1f} tokens/s, {1 + len(run.sequence.steps)} passes"
         table.add_column(heading, ratio=1)
     table.add_row(*answers)
-    count = f"{drafted.accepted} of {len(drafted.sequence.answer)} tokens are accepted drafts of the head"
+    count = f"{drafted.accepted} of {len(drafted.sequence.answer)} tokens are accepted drafts"
     return Group(table, Text.assemble(("coloured", ACCEPTED), f": {count}"))
 
 

@@ -49,9 +49,9 @@ def run_interleaved(
 ) -> TimedResults:
     """Decode every turn with every decoder in turn, so that a drift of the machine's speed affects all equally.
 
-    Prompts run in a random order, and decoders in a random order within each turn. Before it is measured, every
-    decoder answers the first turn that the log lacks. Later turns follow the answers of "autoregressive" for every
-    decoder, so that all decoders read the same context.
+    Prompts run in a random order, and decoders in a random order within each turn. Every decoder warms up on the first
+    turn that the log lacks. Later turns follow the answers of "autoregressive" for every decoder, so that all decoders
+    read the same context.
 
     Args:
         prompts: the prompts of the suite.

@@ -39,7 +39,7 @@ def transformers_generate(
     model: Any = None,
     **speculation: Any,
 ) -> DecodeResult:
-    """Answer the prompt ``ids`` by transformers' ``generate``, over ``model`` (None: the base's prepacked modules).
+    """Answer the prompt ``ids`` by transformers' ``generate``, over ``model`` (None: the base's own modules).
 
     Arguments in ``speculation`` make it speculative: ``prompt_lookup_num_tokens=10``, ``assistant_model=...``. Only the
     accepted tokens of such a method are known, not its drafts, so its steps have depth 0 and no acceptance rates.

@@ -184,7 +184,7 @@ def positions(
 
 
 def read_hidden_states(base: BaseModel, drafter: Drafter, text: FinishedAnswer) -> HiddenStates:
-    """Return the base's hidden states [1, T, D] at the T ids of an answer, of all layers that the drafter reads.
+    """Return the base's hidden states [1, T, D] at all T ids of ``text``, of all layers that the drafter reads.
 
     Stored ones are used if the drafter reads only final hidden states. Otherwise the base reads the answer again.
     """

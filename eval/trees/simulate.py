@@ -10,7 +10,8 @@ A position is where a step may start: every answer token except the first, which
 counted from 0. A step from t commits token t, and one more token per accepted draft. Example: if a step from t = 0
 accepts two drafts, it commits tokens 0, 1 and 2, and the next step starts at t = 3.
 
-Shape legend: A answers, T positions of one answer, K draft positions, S candidates at a node, D depth of a tree.
+Shape legend: T positions of one answer, n positions of any answers, K draft positions, S candidates at a node, D depth
+of a tree, W draft vocabulary, V vocabulary.
 """
 
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ class PublishedCheckpoint:
         for name, tensor in tensors.items():
             if tensor.ndim > 1 and not tensor.is_floating_point():
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                raise UserError(f"{folder} has {name} as {dtype}, expected floating-point numbers; copy it again")
+                raise UserError(f"{folder} has {name} as {dtype}, expected floats; use weights that are not quantised")
             if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
                 raise UserError(f"{folder} has numbers in {name} that are not finite; copy it again")
         return cls(config=config, tensors=tensors, source=str(folder))

@@ -9,8 +9,8 @@ never written, and its output head only as the rows of a draft vocabulary, becau
 ``target_layer_ids`` counts layer outputs from 0. ``dflash_config.causal`` is always written, because engines have
 different defaults.
 
-Blocks must be as long as in training (``block_size``). Every slot (draft position of a block) attends to all others, so
-an engine that drafts fewer tokens computes different drafts.
+Blocks must be as long as in training (``block_size``) unless the head is causal: every slot (draft position of a block)
+attends to all others, so an engine that drafts fewer tokens computes different drafts.
 """
 
 from dataclasses import replace
@@ -232,7 +232,7 @@ class DFlashFormat(BlockFormat):
 
 
 class TransformersFormat(DFlashFormat):
-    """DFlash as an ``assistant_model`` of transformers, which loads it as the assistant of Muse Glimmer."""
+    """DFlash as an ``assistant_model`` of transformers, which loads it with the class of Muse Glimmer's assistant."""
 
     name = "transformers"
     title = "DFlash (assistant_model of transformers)"

@@ -145,7 +145,7 @@ class Eagle3Format(Format):
         checkpoint = checkpoint.updated(config=config, tensors=tensors)
         if config["layers"] is not None:
             return checkpoint
-        note = "its config.json names no layers: 2, L // 2 and L - 3 are assumed, as is common; or set config.layers"
+        note = "its config.json names no layers; the common 2, L // 2 and L - 3 of L are assumed (or set config.layers)"
         return checkpoint.updated(note)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:

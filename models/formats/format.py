@@ -54,10 +54,10 @@ class Engine:
         return self
 
     def command(self, base: str, folder: str, drafts: int, base_file: str | None = None) -> str:
-        """Return the command that serves the exported ``folder``; empty unless the engine's newest version loads it.
+        """Return the command that serves the exported ``folder``; "" if unknown or if no current version loads it.
 
         ``base`` is the name or folder of the base, ``drafts`` the length of the chain to draft. ``base_file`` is the
-        file of the base that was exported with the head (``Format.base_file``), if any.
+        file of the base that was exported with the head (None: the command names BASE.gguf instead).
         """
         if not self.current:
             return ""
@@ -156,7 +156,7 @@ class Format:
         return settings
 
     def matches(self, config: dict[str, Any]) -> bool:
-        """Return True if ``config``, a published config.json, has this format; False if imports must name it."""
+        """Return True if ``config``, a published config.json, has this format; always False if imports must name it."""
         return False
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
@@ -216,14 +216,14 @@ class Format:
         yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:
-        """Reject a checkpoint whose parts that ``head`` takes from its base differ from the base's; by default none."""
+        """Reject a checkpoint that differs from the base in what ``head`` takes from it; by default accept all."""
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         """Return the draft vocabulary's target ids [W] int64; None, the default, for the whole vocabulary."""
         return None
 
     def fitted(self, head: Any) -> Any:
-        """Return ``head``, or a head with the same drafts if the format's engine cannot load ``head`` itself."""
+        """Return ``head``, or a variant that the format can hold, such as one over the full vocabulary."""
         return head
 
     def engines_for(self, head: Any) -> tuple[Engine, ...]:
@@ -267,7 +267,7 @@ class Format:
         return PublishedCheckpoint(config, self._all_tensors(head))
 
     def write(self, checkpoint: PublishedCheckpoint, folder: Path, dtype: torch.dtype | None, base: BaseModel) -> None:
-        """Write the files of a checkpoint, with weights cast to ``dtype`` (None: unchanged)."""
+        """Write a checkpoint of a head on ``base`` as files, with weights cast to ``dtype`` (None: unchanged)."""
         checkpoint.write(folder, self.weights_file, dtype)
 
     def read_files(self, folder: Path) -> PublishedCheckpoint:

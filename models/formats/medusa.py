@@ -173,7 +173,7 @@ class VllmMedusaFormat(MedusaFormat):
         yield from self.unsupported_logits(head)
 
     def fitted(self, head: MedusaHead) -> DraftHead:
-        """Return the head over the full vocabulary if it uses the base's output head and has no induction head."""
+        """Return the head over the full vocabulary; with own output layers or an induction head: unchanged."""
         return with_full_vocabulary(head) if can_widen(head) and not head.config.induction_rank else head
 
     def derived_tensors(self, head: MedusaHead) -> dict[str, Tensor]:
@@ -236,7 +236,7 @@ class VllmMedusaFormat(MedusaFormat):
 
 
 def with_full_vocabulary(head: DraftHead) -> DraftHead:
-    """Return a Medusa head with the same blocks and the base's whole output head; logits of drafted ids do not change.
+    """Return a Medusa head with the same blocks and the base's whole output head; old ids keep their logits.
 
     A head over the full vocabulary is returned unchanged. Heads of other types, heads with own output layers and heads
     with an induction head are rejected.

@@ -107,7 +107,7 @@ def test_an_engine_that_drafts_alike_passes(tiny_base: TinyBase, tmp_path: Path,
     assert theirs["accepted"] == ours["accepted"] and theirs["steps"] == ours["steps"] and ours["accepted"][0] > 5
     assert theirs["mean_accepted_length"] == pytest.approx(ours["mean_accepted_length"])
     assert row["texts"]["same"] == row["texts"]["same_as_ours"] == 4
-    assert row["texts"]["compared_with"] == "its plain ones" and row["tokens_per_second"]["plain"] > 0
+    assert row["texts"]["compared_with"] == "its own without drafts" and row["tokens_per_second"]["plain"] > 0
     assert {"vllm", "vllm_plain", "chain:3"} <= set(evaluation["overall"]["methods"])
     (line,) = engine_lines(evaluation)
     assert line.startswith("served by vLLM 9.9.9 (eagle3, chain of 3): ") and "near-ties: 0" in line
@@ -154,14 +154,14 @@ def test_a_head_that_an_engine_reads_wrongly_is_caught_by_its_acceptance_alone(
     FAULTS[fault](head)
     row = compared(base, tmp_path, fake_vllm(base, head), fake_vllm(base, None), good)
     assert row["texts"]["same"] == row["texts"]["same_as_ours"] == 4
-    assert any("tokens a step, our engine" in failure for failure in row["failures"])
+    assert any("tokens per step, our decoder" in failure for failure in row["failures"])
     assert any("accepts draft 1 in" in failure for failure in row["failures"])
 
 
 def test_other_texts_are_a_failure(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
     base = tiny_base()
     row = compared(base, tmp_path, fake_vllm(base, trained(base), wrong_token=True), None)
-    assert row["failures"] == ["4 of 4 texts of vLLM differ from our autoregressive ones, beyond near-ties"]
+    assert row["failures"] == ["4 of 4 answers of vLLM differ from our autoregressive ones, beyond near-ties"]
     assert "plain not measured" in engine_lines({"engines": {"vllm": row}})[0]
 
 
