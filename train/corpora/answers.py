@@ -17,6 +17,7 @@ from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.near_duplicates import NearDuplicates
 from drafthead.eval.prompts.suites import load_suite
+from drafthead.models.base.base_config import SWITCHES
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, agreement, self_prompted_prompts
 from drafthead.train.corpora.corpus_config import COMPLETE, AnswersConfig
@@ -31,8 +32,6 @@ Log = Callable[[str], None]
 T = TypeVar("T")
 PROMPTS = "prompts.json"
 PROBES = 4
-SWITCHES = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "tools")
-"""Common variables of chat templates, to list in error messages those that a template reads."""
 TURN_STRIDE = 10**9
 """Distance between the prompt numbers of a conversation's turns: turn t of conversation n is n + t TURN_STRIDE."""
 
@@ -208,7 +207,7 @@ class AnswerGenerator:
         """
         tokenizer, mixed = self.base.tokenizer, self.config.chat_template_kwargs
         if unread := unread_variables(tokenizer, [name for entry in mixed for name in entry]):
-            known = [name for name in SWITCHES if not unread_variables(tokenizer, [name])]
+            known = [name for name in (*SWITCHES, "tools") if not unread_variables(tokenizer, [name])]
             raise UserError(
                 f"data.answers.chat_template_kwargs sets {', '.join(unread)}, which the chat template of "
                 f"{self.base.name} does not read (it reads {', '.join(known) or 'no known switch'}); leave it out"

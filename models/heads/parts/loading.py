@@ -10,7 +10,7 @@ import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import check
-from drafthead.models.base.base_config import ADAPTER, SAVED_KEYS, BaseConfig
+from drafthead.models.base.base_config import ADAPTER, SAVED_KEYS, SWITCHES, BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.head_folder import (
@@ -67,11 +67,13 @@ def load_base_and_head(
     trained = read_head_config(folder)["base"]
     config = base or BaseConfig()
     if not config.name and not config.random:
-        # Saved settings only locate the base, and never override the caller's. So a downloaded config cannot turn on
-        # trust_remote_code.
+        # Saved settings only locate the base and switch its reasoning, and never override the caller's. So a downloaded
+        # config cannot turn on trust_remote_code.
         default = BaseConfig()
         recipe = dict(trained.get("recipe") or {})
         saved_settings = {k: v for k, v in recipe.items() if k in SAVED_KEYS}
+        if isinstance(variables := recipe.get("chat_template_kwargs"), dict):
+            saved_settings["chat_template_kwargs"] = {k: v for k, v in variables.items() if k in SWITCHES}
         if recipe.get("adapter") is not None:
             # The adapter is always in the head's folder; a path in the config is not followed.
             saved_settings["adapter"] = str(folder / ADAPTER)

@@ -21,6 +21,8 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import SEED_STRIDE, _user_opening, generate_answers
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.parts.loading import load_base_and_head
 from support import TinyBase, row_of, small_base
 
 
@@ -197,3 +199,13 @@ def test_settings_of_the_chat_template_reach_prompts_and_saved_heads(tiny_base: 
     assert base.tokenizer.decode(base.prompt_ids(user_turn("hi"))) == with_note
     assert base.tokenizer.decode(_user_opening(base)).startswith("note ")
     assert config.saved()["chat_template_kwargs"] == {"add_note": True} and "chat_template_kwargs" not in plain.saved()
+
+
+def test_a_saved_head_keeps_the_switches_of_the_chat_template(tiny_base: TinyBase, tmp_path: Path) -> None:
+    variables = {"enable_thinking": False, "tools": "/etc/hostname"}
+    base = BaseModel.load(replace(tiny_base().config, chat_template_kwargs=variables))
+    MedusaConfig(num_draft_tokens=2).build(base).save_pretrained(tmp_path)
+    loaded, _ = load_base_and_head(tmp_path)
+    assert loaded.config.chat_template_kwargs == {"enable_thinking": False}, "no file that a downloaded config names"
+    loaded, _ = load_base_and_head(tmp_path, BaseConfig(chat_template_kwargs={"enable_thinking": True}))
+    assert loaded.config.chat_template_kwargs == {"enable_thinking": True}
