@@ -138,7 +138,7 @@ class TreeShape:
     """[B or 1, N, S] int64: the children of each node in the order in which verification tries them, then ``NO_CHILD``.
     In a tree combined from several drafters, a node may be listed several times."""
     depth: int
-    """An upper bound of the drafts on a path."""
+    """An upper bound of the number of drafts on a path."""
     tree: TokenTree | None = None
     """The static tree that all rows have; None for trees that are chosen in each step."""
 
@@ -147,8 +147,8 @@ class TreeShape:
         """Return the shape of the trees with these ``parents`` [B or 1, N], the number of each node's parent from 0.
 
         The root and padding have -1. Children are listed in the order of their nodes. ``tree`` is the static tree that
-        all rows have, if any. ``width`` is an upper bound of the children of a node; without it they are counted, which
-        waits for the device.
+        all rows have, if any. ``width`` is an upper bound of the number of children of a node; without it, they are
+        counted, which waits for the device.
         """
         rows, nodes = parents.shape
         known = (parents >= 0)[..., None]

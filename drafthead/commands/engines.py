@@ -61,7 +61,7 @@ def main(config: EnginesCommandConfig) -> None:
             display.line(f"   this machine needs {package} ({reason}); remove {folder} and install again to get it")
     elif config.install == "vllm":
         size, space = (VLLM_SIZE, SPACE) if package.startswith(VLLM_PACKAGE) else (GPU_SIZE, GPU_SPACE)
-        display.line(f"{package} ({reason}) into {folder}: {size}, some minutes")
+        display.line(f"installing {package} ({reason}) in {folder}: {size}, some minutes")
         require_space(folder, space, package)
         _run([sys.executable, "-m", "venv", str(folder)], f"making {folder}")
         pip = [str(folder / "bin" / "python"), "-m", "pip"]

@@ -61,7 +61,7 @@ class StudyConfig(SuiteConfig):
     widths: list[int] = field(default_factory=list)
     """MLP channels of each draft model. Empty: chosen so that all models have equal numbers of parameters."""
     reference: Positive = 2
-    """Size of each draft model, as the number of base layers with equally many parameters."""
+    """Size of each draft model, as the number of base layers with equally many parameters. ``widths`` overrides it."""
     train: list[str] = field(default_factory=list)
     """More settings for the training runs, such as ``[phases.distill.steps=600]``."""
     suite: str = "mt_bench"

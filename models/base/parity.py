@@ -40,7 +40,7 @@ PASSED: set[tuple[str, ...]] = set()
 
 
 Base = Any
-"""A ``BaseModel``, whose module imports this one."""
+"""A ``BaseModel``, whose class cannot be imported here, because its module imports this one."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ COPY_SHARE = 1 / 8
 """If only compiled kernels were chosen, packed copies of the weights are still kept, as long as all copies together
 take less than this share of the machine's memory. For hundreds of rows, the packed product is up to a tenth faster."""
 PLAIN_ROWS = 4
-"""Most rows for which the plain product is measured; for more, it is never the fastest."""
+"""Most rows for which the plain product is measured, if there is no compiled one; for more, it is never the fastest."""
 MARGIN = 0.97
 """Another kernel must take less than this share of the default kernel's time, so that noise does not decide.
 
@@ -44,7 +44,7 @@ The default is the compiled kernel if there is one.
 READ_ROWS, DRAFT_ROWS = 256, 4
 """Rows with which smaller dtypes are timed: for computing hidden states to train on, and for drafting."""
 ROUNDING_MARGIN = 0.8
-"""A product with about one percent of rounding error must take less than this share of the exact one's time."""
+"""A product in a smaller dtype, which rounds, must take less than this share of the time of the one it replaces."""
 Pass = Callable[[int], object]
 """A function that runs the base on this number of tokens (rows of its products)."""
 

@@ -18,7 +18,7 @@ MADV_COLLAPSE = 25
 
 
 def use_huge_pages(address: int, size: int, owner: object) -> None:
-    """Ask Linux to back ``size`` bytes from ``address`` by huge pages, in the background; do nothing elsewhere.
+    """Ask Linux to back ``size`` bytes from ``address`` by huge pages, in the background; do nothing on other systems.
 
     Linux may decline. Neighbouring data on the same huge pages is included. ``owner`` is kept alive until the region
     is processed, so that its memory is not freed before.

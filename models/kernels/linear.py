@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class PackedCopies(nn.Module):
-    """Copies of a module's weights for inference, by key; itself a submodule without weights.
+    """Submodule, without weights of its own, that holds copies of a module's weights for inference, by key.
 
     ``.train()``, ``.eval()``, ``.to()``, ``.float()`` and ``load_state_dict`` of the module drop all copies.
     """
