@@ -55,7 +55,7 @@ class AcceptanceRule:
     name: Literal["exact", "block", "typical", "lenient"] = "exact"
     """Acceptance rule. ``exact`` and ``block`` keep the target's distribution; ``typical`` and ``lenient`` do not.
     ``block`` verifies a chain as a whole, not token by token. For ``typical`` and ``lenient``, the report gives the
-    total variation between the output's distribution and the target's."""
+    total variation between output and target, measured on synthetic distributions."""
     epsilon: PositiveShare = 0.09
     """Target probability above which ``typical`` always accepts."""
     delta: PositiveShare = 0.3
@@ -78,7 +78,7 @@ class AcceptanceRule:
             )
 
     def verify(self, proposal: Proposal, target: Target, rng: RandomSource, return_probs: bool = False) -> Acceptance:
-        """Verify ``proposal`` by this rule; ``return_probs`` requests ``Acceptance.probs`` (not by ``typical``)."""
+        """Verify ``proposal`` by this rule; ``return_probs`` requests ``Acceptance.probs``, which ``typical`` lacks."""
         if self.name == "block":
             return block(proposal, target, rng, return_probs=return_probs)
         if self.name == "typical":
@@ -315,9 +315,9 @@ def typical(
     """Accept typical drafts (Medusa, 2401.10774). NOT lossless.
 
     A draft passes if its probability under the target is above min(epsilon, delta * exp(-entropy)), with the entropy of
-    the target's distribution there. The longest path that passes is accepted; of equally long paths, the likeliest. The
-    bonus is sampled from p restricted to the tokens that would pass and the likeliest token. The reference code always
-    takes the likeliest token; sampling stays nearer to p.
+    the target's distribution p after the parent. The longest path that passes is accepted; of equally long paths, the
+    likeliest. The bonus is sampled from p restricted to the tokens that would pass and the likeliest token. The
+    reference code always takes the likeliest token; sampling stays nearer to p.
     """
     shape = proposal.shape
     rows, count = proposal.tokens.shape

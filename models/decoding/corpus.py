@@ -246,7 +246,7 @@ def self_prompted_prompts(
 def _user_opening(base: BaseModel) -> list[int]:
     """Return the token ids of the chat template that stand before the user's message."""
     if not base.tokenizer.chat_template:
-        raise UserError(f"{base.name} has no chat template, so it cannot write prompts; name prompt sources instead")
+        raise UserError(f"{base.name} has no chat template to write prompts with; set data.answers.self_prompted=0")
     text = base.tokenizer.apply_chat_template(
         [{"role": "user", "content": MARKER}], tokenize=False, **base.config.chat_template_kwargs
     )

@@ -56,14 +56,14 @@ class TreeLevel:
     taken: Tensor
     """[M] the candidate that each node is, as an index into the candidates of all parents [F * width]."""
     taken_shared: Tensor
-    """[M] the same if all parents share one distribution, as an index into its candidates [width]."""
+    """[M] the candidate that each node is if all parents share one distribution: an index into [width]."""
     inner: Tensor
     """[F] the next frontier: indices into ``nodes`` of the nodes that have children."""
     above: Tensor
     """[F] the index, in the previous frontier, of the parent of each node of the next frontier."""
     slots: Tensor
-    """[N] the number of each node in the order in which the drafter has read nodes, after it has read the parents of
-    this level; -1 for nodes that it has not read."""
+    """[N] the number of each tree node in the drafter's order of reading, up to the parents of this level; -1
+    for nodes that it has not read by then."""
 
     def taken_from(self, width: int) -> Tensor:
         """Return ``taken``, or ``taken_shared`` if ``width``, the number of distributions of the level, is 1."""

@@ -107,7 +107,7 @@ class NodeCache(ABC):
 
         ``slots`` [B, T] int64: number of the drafted node that became each input, in the order of drafting from 0; -1:
         the input was not drafted. Leading inputs with a slot keep their keys and values. The model runs over the others
-        at the next ``start``, or at once in the first commit, of the prompts. None: all are -1.
+        at the next ``start``; over those of the first commit, which are the prompts, at once. None: all are -1.
 
         Returns:
             The number of inputs of each row that kept their keys and values.

@@ -395,8 +395,10 @@ def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | No
 
 
 def _with_paths(contexts: Contexts, proposal: Proposal, nodes: Tensor) -> Contexts:
-    """Return the contexts of ``nodes`` [B, M], as B * M rows: a row of ``contexts``, which ends with the root of the
-    proposed tree, and then the drafts on the path from the root to the node."""
+    """Return the contexts of ``nodes`` [B, M], as B * M rows.
+
+    Each is a row of ``contexts``, which ends with the root, followed by the drafts on the path to the node.
+    """
     shape, roots = proposal.shape, proposal.tokens[:, :1, None]
     (batch, per_row), rows = nodes.shape, torch.arange(len(nodes), device=nodes.device)[:, None]
     on_path = shape.ancestors.expand(batch, -1, -1)[rows, nodes]
