@@ -34,8 +34,8 @@ class TrainBatch:
     """[B, T, K] float >= 0: weight in the loss of each token as the target of draft position k, in column k - 1. A
     weight of 0 leaves the target out; None means weight 1 everywhere."""
     host: "TrainBatch | None" = None
-    """The batch in host memory that ``to`` copied to a device, to compute indices of targets without waiting for the
-    device. None for a batch that ``to`` did not make."""
+    """Copy of the batch in host memory, to compute indices of targets without waiting for the device. Set by ``to``;
+    None in other batches."""
 
     @classmethod
     def of(cls, documents: Sequence[Sequence[int]], trained_from: int = 0, padding: int = 0) -> "TrainBatch":
@@ -140,7 +140,7 @@ class LossOutput:
     """A head's loss on a micro-batch, as sums without averaging."""
 
     loss_sum: Tensor
-    """Scalar float32: loss summed over trained tokens, to be divided by all micro-batches' and ranks' ``tokens``."""
+    """Scalar float32: loss summed over trained tokens, to be divided by the sum of all ``tokens`` of a step."""
     tokens: Tensor
     """Scalar int64: number of trained tokens at the draft position with most of them, usually the first."""
     sums: Tensor

@@ -10,6 +10,7 @@ from drafthead.data.utils.settings import (
     PositiveFloat,
     PositiveShare,
     Share,
+    require,
     settings,
 )
 
@@ -58,13 +59,12 @@ class ServerConfig:
         parts = urlsplit(self.url)
         if parts.username or parts.password:
             # The recipe is written to the run folder and to trackers.
-            raise UserError("server.url must not contain a name or a password; put the key into OPENAI_API_KEY")
+            raise UserError("data.answers.server.url must not contain a name or password; use OPENAI_API_KEY instead")
         try:
             valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
         except ValueError:  # the port is not a number
             valid = False
-        if not valid or parts.query or parts.fragment:
-            raise UserError(f"server.url must be like http://host:8000, got {self.url!r}")
+        require(bool(valid) and not (parts.query or parts.fragment), "url", "like http://host:8000", self.url)
 
     @property
     def root(self) -> str:

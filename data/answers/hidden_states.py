@@ -103,7 +103,7 @@ class AnswerStates:
     def __init__(
         self, store: AnswerStore, rows: datasets.Dataset, prompt_numbers: list[int], layers: HiddenStateCache | None
     ) -> None:
-        """Prepare to read the states of ``rows``, answers from ``store`` that ``pack`` packed into rows.
+        """Prepare to read the states of ``rows``, which ``pack`` made from answers in ``store``.
 
         ``prompt_numbers`` has the prompt number of each packed document, by document number. ``layers`` has the early
         layers of the same rows; None if the head reads only the final state.
@@ -115,7 +115,7 @@ class AnswerStates:
     def read(self, row_numbers: list[int]) -> Tensor:
         """Return the rows ``row_numbers`` as [b, T, D (1 + L)] float32: the final state, then the early layers.
 
-        Final states that are not stored are NaN.
+        Final states that are not stored, such as those of padding and of a document's last token, are NaN.
         """
         rows = []
         for pieces in self._pieces[row_numbers]["pieces"].to_pylist():

@@ -79,7 +79,7 @@ class Completions:
         """Return the answer in the server's response to ``prompt``.
 
         The answer's tokens are the response's token ids or, with ``as_text``, its text, which is tokenised here. Raises
-        a ``BadAnswerError`` if another try may succeed, and a ``UserError`` otherwise.
+        a ``BadAnswerError`` for a fault that another try may not have, and a ``UserError`` for other faults.
         """
         choice = _only_choice(completion)
         number, ids = prompt
@@ -322,7 +322,7 @@ class ServerBackend:
         return replace(self, completions=replace(self.completions, sampler=sampler))
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise a ``UserError`` if the server changes prompts, or if its greedy answers are mostly not the base's."""
+        """Raise a ``UserError`` if the server changes prompts, or if its greedy answers match the base's too rarely."""
         greedy = SamplerConfig(max_new_tokens=min(PROBE_TOKENS, self.completions.sampler.max_new_tokens))
         model, _ = self._find_model()
         share = self.greedy_match_rate(list(self._answers(prompts, greedy, check_prompts=True)))

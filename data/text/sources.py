@@ -1,4 +1,4 @@
-"""Sources of documents and prompts for training; lists of both from several sources, without near-duplicates."""
+"""Sources of training documents and prompts, read one by one or joined without near-duplicates."""
 
 import random
 import re
@@ -21,7 +21,7 @@ from drafthead.data.text import readers
 from drafthead.data.text.chat import Message, conversation, user_turn
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
-from drafthead.data.utils.settings import Positive, PositiveFloat, settings
+from drafthead.data.utils.settings import Positive, PositiveFloat, require, settings
 
 ROLES = {
     "system": "system",
@@ -67,13 +67,11 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         sets = (*DOCUMENT_SETS.get(self.kind, ()), *PROMPT_SETS.get(self.kind, ()))
-        if sets and self.name not in sets:
-            raise UserError(f"source.name must be one of {', '.join(sets)} for kind {self.kind!r}, got {self.name!r}")
-        for key in ("subset", "revision"):
-            if self.kind != "hf" and getattr(self, key) is not None:
-                raise UserError(f"source.{key} is for kind 'hf' only, got kind {self.kind!r}; remove it")
-        if self.turns > 1 and self.kind not in ("hf", "jsonl"):
-            raise UserError(f"source.turns is for conversations (hf and jsonl), got kind {self.kind!r}; remove it")
+        of_kind = f"for kind {self.kind!r}"
+        require(not sets or self.name in sets, "name", f"one of {', '.join(sets)} {of_kind}", self.name)
+        require(self.kind == "hf" or self.subset is None, "subset", f"null {of_kind}", self.subset)
+        require(self.kind == "hf" or self.revision is None, "revision", f"null {of_kind}", self.revision)
+        require(self.kind in ("hf", "jsonl") or self.turns == 1, "turns", f"1 {of_kind}", self.turns)
 
     def manifest(self) -> dict[str, Any]:
         """Return the settings that determine the entries, for a manifest; without unset ``weight`` and ``turns``."""

@@ -22,7 +22,7 @@ LOG_WIDTH = 120
 
 
 class Display:
-    """The console of a run. Only the main process prints."""
+    """The console of a run. It prints nothing unless ``enabled``, as only in the main process."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.console = Console(quiet=not enabled, highlight=False)

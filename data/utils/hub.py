@@ -151,7 +151,7 @@ def fetch(repo: str, revision: str | None = None) -> Path:
 
 
 def refuse_pickles(where: Any, names: Sequence[str]) -> None:
-    """Raise a ``UserError`` if ``names``, the files of a folder ``where`` without safetensors, include pickles."""
+    """Raise a ``UserError`` if ``names``, the files of ``where`` (which has no safetensors), include pickles."""
     pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
     if pickles:
         into = Path(pickles[0]).stem.removeprefix("pytorch_") + ".safetensors"

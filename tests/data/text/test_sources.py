@@ -11,6 +11,8 @@ from drafthead.data.embedded import training_sets
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, load_documents, load_prompts
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.settings import check
+from drafthead.train.corpora.corpus_config import DataConfig
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
@@ -151,12 +153,17 @@ def test_builtin() -> None:
     [
         ({"kind": "jsonl"}, "name is missing; set it"),
         ({"kind": "embedded", "name": "x"}, "must be one of passages, python_stdlib, questions, .*got 'x'"),
-        ({"kind": "text", "name": "x", "subset": "y"}, "subset is for kind 'hf' only"),
+        ({"kind": "text", "name": "x", "subset": "y"}, "subset must be null for kind 'text', got 'y'"),
     ],
 )
 def test_limits(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         SourceConfig(**settings)
+
+
+def test_errors_name_the_whole_key() -> None:
+    with pytest.raises(UserError, match=r"data\.prompts\[0\]\.turns must be 1 for kind 'text', got 3"):
+        check({"prompts": [{"kind": "text", "name": "x", "turns": 3}]}, DataConfig, "data")
 
 
 def test_hub(dataset_hub: Any) -> None:
