@@ -122,9 +122,9 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     """Also time transformers' ``generate`` over the stock modules. This loads the base a second time."""
     engines: list[str] = field(default_factory=list)
     """Serving engines to measure with the exported head: ``vllm``, ``llamacpp``, ``sglang``. Each answers the same
-    prompts with and without drafts, in the same interleaved run, and is compared with our decoder, which drafts a chain
-    of equal length. The evaluation fails if acceptance or answers differ. Requires greedy decoding, a lossless rule and
-    ``drafter=head``."""
+    prompts with and without drafts, in the same interleaved run, and is compared with our decoder, which drafts an
+    equal chain. The evaluation fails if they differ beyond the limits in ``engine``. Requires greedy decoding, a
+    lossless rule and ``drafter=head``."""
     engine: EnginesConfig = field(default_factory=EnginesConfig)
     """Addresses of the engines, and how far they may deviate from our decoder."""
 

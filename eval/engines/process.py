@@ -59,7 +59,7 @@ class EngineProcess:
         code = self._process.poll()
         if code is not None:
             how = f"signal {-code}, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise EngineError(f"{self.name} died ({how}){self._tail()}")
+            raise EngineError(f"{self.name} ended ({how}){self._tail()}")
 
     def _tail(self) -> str:
         """Return the last line of the process's output that looks like an error, after a colon; "" without output."""

@@ -280,7 +280,7 @@ def rule_line(evaluation: dict[str, Any]) -> str:
     rule = evaluation["rule"]
     effect = "lossless"
     if not rule["lossless"]:
-        effect = f"lossy: total variation {rule['total_variation']:.2g} on synthetic distributions, see certify"
+        effect = f"lossy: total variation {rule['total_variation']:.2g} on synthetic distributions, see `certify`"
     # Settings that change nothing are not named.
     used = {k: v for k, v in evaluation["sampler"].items() if k == "temperature" or v not in (None, 0, 1)}
     sampler = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in used.items())

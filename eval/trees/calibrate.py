@@ -86,7 +86,7 @@ def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration:
 
 
 def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibration] | None:
-    """Read what ``save_calibration`` wrote; return None without a file, or if the weights or the machine differ."""
+    """Read what ``save_calibration`` wrote; return None without a file, or if head, base or machine differ."""
     if not path.exists():
         return None
     content = read_checksummed_json(path)

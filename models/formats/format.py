@@ -240,7 +240,7 @@ class Format:
     def export(
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
     ) -> None:
-        """Write ``head`` into ``folder``, which may not exist yet.
+        """Write ``head`` into ``folder``, which is created if missing.
 
         Weights are cast to ``dtype`` (None: unchanged). ``base_name`` is the name by which engines download the base;
         None: the base's own name.

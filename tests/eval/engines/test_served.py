@@ -201,7 +201,7 @@ def test_an_engine_that_is_absent_dies_or_hangs_is_one_line_and_leaves_no_proces
         absent.wait_until(lambda: False, 20)
     absent.close()
     dying = EngineProcess("vLLM", stub(tmp_path, "echo 'ValueError: no such model' >&2; kill -6 $$"), [], {})
-    with pytest.raises(EngineError, match=r"^vLLM died \(signal 6, SIGABRT\): ValueError: no such model$"):
+    with pytest.raises(EngineError, match=r"^vLLM ended \(signal 6, SIGABRT\): ValueError: no such model$"):
         dying.wait_until(lambda: False, 20)
     dying.close()
     silent = EngineProcess("vLLM", stub(tmp_path, "sleep 60"), [], {})
