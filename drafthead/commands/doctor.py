@@ -92,7 +92,7 @@ def main(config: DoctorConfig) -> None:
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Stop the block with a ``TimeoutError`` after ``seconds`` (if <= 0, at once). Windows has no alarm to stop it."""
+    """Stop the block with a ``TimeoutError`` after ``seconds``, or at once if <= 0. On Windows, only the latter."""
 
     def stop(*_: object) -> None:
         raise TimeoutError("time ran out; choose smaller models with train= or recipes=")

@@ -88,7 +88,7 @@ class KernelTable:
         self.bfloat16_reads = False
         """True if hidden states to train on, which need not be exact, are computed by bfloat16 products."""
         self.drafts_in: torch.dtype | None = None
-        """Dtype of the copies of a head's weights for drafting (``head.draft_dtype=auto``); None: no copies."""
+        """Dtype of the copies of a head's weights for drafting (``head.draft_dtype=auto``); None: their own."""
 
     def __str__(self) -> str:
         reads = "; hidden states to train on by bfloat16 products" if self.bfloat16_reads else ""
