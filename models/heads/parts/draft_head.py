@@ -421,7 +421,7 @@ class DraftHead(nn.Module, Drafter):
         # On held-out answers (without gradients), metrics also cover the positions that are not trained, with weight 0.
         depth = len(weights) if torch.is_grad_enabled() or self.config.one_prediction else self.depth
         weights += [0.0] * (depth - len(weights))
-        draft_targets = self.trained_targets(DraftTargets.of(batch, depth))
+        draft_targets = self.trained_targets(DraftTargets.of(batch, depth, self.config.one_prediction))
         hidden = self.projection_inputs(batch, base_hidden, draft_targets)
         labels = draft_targets.labels(batch, base_hidden, self.t2d, self.target_lm_head)
         heads = [self.output_head(k) for k in range(depth)]

@@ -39,15 +39,15 @@ class DraftTargets:
     them on the device would make the host wait for it."""
 
     @classmethod
-    def of(cls, batch: TrainBatch, depth: int) -> "DraftTargets":
+    def of(cls, batch: TrainBatch, depth: int, one_prediction: bool = False) -> "DraftTargets":
         """Return as targets all tokens of the batch that at least one of ``depth`` draft positions is trained on.
 
         If the batch has weights, predictions with weight 0 are left out, and so are draft positions that it has no
-        weights for. With ``depth`` 1 (a head that predicts a token once for all positions), a token has the largest of
-        its weights.
+        weights for. With ``one_prediction`` (as in ``DraftHeadConfig``; ``depth`` is 1), a token has the largest of its
+        weights.
         """
         if batch.host is not None:
-            return cls.of(batch.host, depth).to(batch.input_ids.device)
+            return cls.of(batch.host, depth, one_prediction).to(batch.input_ids.device)
         valid = batch.loss_mask.new_zeros((depth, *batch.input_ids.shape))
         for k in range(1, depth + 1):
             _, at_anchor = batch.next_tokens(k)
@@ -56,7 +56,7 @@ class DraftTargets:
         weights = None
         if batch.weights is not None:
             weights = batch.weights.flatten(0, 1).t()
-            weights = weights.amax(0, keepdim=True) if depth == 1 else weights[:depth]
+            weights = weights.amax(0, keepdim=True) if one_prediction else weights[:depth]
             weights = torch.nn.functional.pad(weights, (0, 0, 0, depth - len(weights)))
             flat_valid = flat_valid & (weights > 0)
         target_idx = flat_valid.any(0).nonzero()[:, 0]

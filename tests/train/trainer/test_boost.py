@@ -1,11 +1,13 @@
 """A second head learns the targets that the first head's tree misses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.parts.losses import LossConfig
@@ -41,6 +43,16 @@ def test_only_what_is_missed_has_a_gradient(tiny_base: TinyBase) -> None:
     )
     (nothing, _), *_ = boosted(iter([(batch, hidden)]), fitted(first, batch, 120, 0.01), 2, 0.0)
     assert int(second.loss(nothing, hidden, LossConfig()).tokens) < int(some.tokens)
+
+
+def test_weights_of_untrained_positions_are_ignored(tiny_base: TinyBase) -> None:
+    """A head that trains one of its two positions does not take the larger weight of both."""
+    base, batch = tiny_base(), rows_of([random_ids(16)])
+    head = Eagle3Config(num_draft_tokens=2, ttt_steps=1).build(base)
+    weights = torch.zeros(*batch.input_ids.shape, 2)
+    weights[..., 1] = 1.0
+    output = head.loss(replace(batch, weights=weights), base.hidden_states(batch, head.spec), LossConfig())
+    assert int(output.tokens) == 0
 
 
 def test_a_first_head_that_reads_other_layers_is_rejected(tiny_base: TinyBase, tmp_path: Path) -> None:
