@@ -294,7 +294,7 @@ def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
 
 
 def spread_layers(layers: int, count: int) -> tuple[int, ...]:
-    """Return the default of ``head.layers``: ``count`` of the layers of a base of L = ``layers`` layers, from 1.
+    """Return the default of ``head.layers`` for a base of L = ``layers`` layers: ``count`` numbers, from 1.
 
     As in published heads, one layer is L // 2 + 1, and several are spread evenly from 2 to L - 2. In small bases they
     are limited to the base's layers, and a layer may occur several times.

@@ -114,7 +114,7 @@ def check_early_exit(base: BaseModel, first: BaseModel) -> None:
     if (error := relative_error(base, continued, whole)) > tolerance(base):
         raise UserError(
             f"the layers of {base.model.config.model_type} after the first {first.num_layers} give another result when "
-            f"the first ones run separately (by {error:.1%} of the largest state); choose a head without an exit layer"
+            f"the first ones run separately (by {error:.1%} of the largest state); choose another head than kangaroo"
         )
     PASSED.add(check_key(base, check))
 

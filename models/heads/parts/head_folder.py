@@ -72,7 +72,7 @@ def read_head_config(folder: Path) -> dict[str, Any]:
     for key, expected in types.items():
         if not isinstance(config[key], expected) and not (key == "draft_vocab" and config[key] is None):
             raise UserError(
-                f"{folder}/config.json has a {type(config[key]).__name__} as {key}, expected a {expected.__name__}; "
+                f"{folder}/config.json has {key} of type {type(config[key]).__name__}, expected {expected.__name__}; "
                 "copy the head again"
             )
     return config

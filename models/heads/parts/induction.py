@@ -35,7 +35,7 @@ SINK = 10.0
 BOOST = 8.0
 """Initial increase of the logit of a copied token."""
 INITIAL_ROOM = 256
-"""Spare positions when the cache is enlarged, added to twice the number of its tokens."""
+"""The enlarged cache has room for twice its tokens and this number of positions more."""
 LAST, BEFORE, COPIED = range(3)
 """Indices of a token's three codes: as the last token of a path, as the token before it, and as the copied token."""
 

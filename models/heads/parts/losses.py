@@ -2,8 +2,8 @@
 
 At each target, q is the head's distribution and p the base's, both over the draft vocabulary. p is renormalised over
 that vocabulary, because computing the base's mass outside it would cost its whole projection. ``alpha = sum_v min(p_v,
-q_v)`` is the probability that speculative sampling accepts the draft, if the base's own token can be drafted. alpha is
-therefore an upper bound of the true acceptance rate. q = p maximises both.
+q_v)`` is the probability that speculative sampling would accept the draft if the base, too, were limited to the draft
+vocabulary. alpha is therefore an upper bound of the true acceptance rate. q = p maximises both.
 
 Shape legend: K draft positions, n targets, c targets of a chunk, D width, W draft vocabulary.
 """
