@@ -136,7 +136,7 @@ def test_another_stream_is_not_gone_on_with(tiny_base: TinyBase, tmp_path: Path)
 
 
 def test_a_stream_has_no_schedule() -> None:
-    with pytest.raises(UserError, match="a stream has no end"):
+    with pytest.raises(UserError, match="a stream of prompts has none"):
         OnlineConfig(optim=OptimConfig())
 
 
