@@ -7,9 +7,9 @@ the drafters, whatever was sampled. All rows are combined at once, by tensor ope
 
 For example, after the root "a", drafter 1 drafts "b c" and drafter 2 drafts "b d"::
 
-    token of the list  a  b  c  b  d        union: a - b -+- c
-    same node          0  1  2  1  4                      +- d
-    new number         0  1  2  1  3
+    all drafters' nodes   a  b  c  b  d     union: a - b -+- c
+    index of first equal  0  1  2  1  4                   +- d
+    number in the union   0  1  2  1  3
 
 Shape legend: B rows, N nodes (root included), S candidates at a node, M nodes of all drafters before combining.
 """
@@ -104,7 +104,8 @@ class CombinedDrafter(CompositeDrafter):
 
     Up to some number of nodes, verification takes as long as for one token; every further node costs time. ``nodes`` is
     the size up to which the first drafter fills the union. The other drafters draft first and are never cut, so the
-    union can be larger. The first drafter's tree is then cut to its likeliest nodes that still fit, perhaps to none.
+    union can be larger. The first drafter's tree is then cut to the nodes that still fit, perhaps to the root alone.
+    Nodes with the lowest depth plus ranks remain, which are probably its likeliest ones.
     How many nodes the others drafted depends on the context alone, not on what is sampled next, so the output stays
     exact. All rows of a batch get as many nodes of the first drafter as the row with the most other nodes allows. On a
     device whose tensors the host cannot read freely, such as a GPU, every drafter drafts its whole tree.
@@ -265,7 +266,7 @@ class _Table:
         free = reads_freely(device)
         levels = sorted((int(p.shape.depths.max()) if free else p.shape.depth for p in proposals), reverse=True)
         self.shared_depth = levels[1]
-        """Largest depth at which two drafters have nodes; deeper nodes cannot coincide."""
+        """Largest depth at which two drafters can have nodes; deeper nodes cannot coincide."""
 
 
 def _same_node(table: _Table) -> Tensor:
@@ -338,7 +339,8 @@ def _candidates(proposals: Sequence[Proposal], numbers: list[Tensor], count: int
     """Return ``Proposal.shape.children`` and ``Proposal.prob_index`` [B, N, S] of the union of ``count`` = N nodes.
 
     ``numbers`` are the results of ``_list_nodes``. Each drafter's candidates first get columns of their own, because a
-    node of the union stands for at most one node per drafter. Empty columns are removed at the end.
+    node of the union stands for at most one node per drafter. Then each node's candidates move to the first columns;
+    on a CPU, columns that no node uses are removed.
     """
     by_drafter, probs = [], 0
     for proposal, at in zip(proposals, numbers, strict=True):

@@ -4,7 +4,7 @@ transformers prepares prompts, logits processors and stopping criteria. drafthea
 Rows get different numbers of tokens per step there. ``Replay`` therefore calls stopping criteria, streamer and
 processors as stock ``generate`` does: once for each token, with all rows.
 
-Shape legend: B rows, T tokens, V vocabulary.
+Shape legend: B rows, T tokens.
 """
 
 import inspect
@@ -232,7 +232,7 @@ class Replay:
     def advance(self, _tokens: Sequence[int]) -> None:
         """Make the calls for every step whose tokens are known in all rows; it is called after each row's new tokens.
 
-        Rows that have ended count as known if there is a pad token.
+        Ended rows get the pad token if there is one; otherwise, their tokens must be known too.
         """
         while not all(self.finished):
             padded = [done and self.pad is not None for done in self.finished]
@@ -301,7 +301,7 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
     """Yield the base made of ``model`` and the head ``source``, a saved head's folder or a loaded head.
 
     The first call compares the model with stock transformers and loads the head. Later calls compare again only if
-    weights have moved or have another dtype. They load the head again only then, for another folder, or if its
+    weights have moved or have another dtype. The head is loaded again in these cases, for another folder, and if its
     ``model.safetensors`` has changed. A loaded head of this model is used with its own base, without a comparison.
     Afterwards, the model has its own attention, modes and ``requires_grad`` again.
     """

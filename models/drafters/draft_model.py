@@ -2,8 +2,6 @@
 
 A top-k chain gives greedy assisted decoding, and a sampled chain gives speculative sampling. Other trees are those of
 SpecInfer, Sequoia or EAGLE-2. ``early_exit`` drafts with the first layers of the target, without any added weight.
-
-Shape legend: B rows, T tokens.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """The grammar in which all commands name drafters.
 
 ``A+B`` drafts one tree from both, ``relay:A@2+B@4`` one path (first A, then B), and in ``nested:A@6+B`` model A drafts
-for the base, sped up by B. ``@N`` limits a drafter's drafts on a path; parentheses nest. ``head`` is the command's
-head, and ``head:FOLDER`` loads another head. Drafters of ``experimental/`` are imported only if an expression names
-them.
+for the base, sped up by B. ``@N`` sets the most drafts on a path, but a head or a combination never drafts more than
+without it. Parentheses nest. ``head`` is the command's head, and ``head:FOLDER`` loads another head. Drafters of
+``experimental/`` are imported only if an expression names them.
 """
 
 import re
@@ -79,13 +79,13 @@ class Expression:
     """The NAME (a folder, model, corpus or policy), or ""."""
     numbers: tuple[int, ...] = ()
     most_tokens: int | None = None
-    """The N of ``@N``: most drafts on a path, instead of the drafter's own number; None without ``@N``."""
+    """The N of ``@N``: most drafts on a path, which replaces TOKENS; None without ``@N``."""
     parts: tuple["Expression", ...] = ()
     """The drafters of a combination, in order."""
 
     @property
     def tokens(self) -> int:
-        """Largest number of tokens to draft; only for single drafters, not for combinations."""
+        """Largest number of tokens to draft; only for single drafters other than heads."""
         kind = KINDS[self.kind]
         given = self.numbers[kind.tokens_at] if len(self.numbers) > kind.tokens_at else kind.tokens
         return self.most_tokens or given
@@ -107,10 +107,11 @@ class DrafterConfig:
     ``suffix_memory[:TOKENS[:MEMORY]]`` (also searches earlier answers, up to MEMORY tokens), ``max_gram[:CORPUS]`` (a
     match of any length, else the corpus's bigrams), ``early_exit:LAYERS[:TOKENS]``, ``budget:POSITIONS[:POLICY]``
     (TriForce). Others: ``model:NAME[:TOKENS]``, ``head:FOLDER``. Combinations: ``A+B`` in one tree,
-    ``relay:A@2+B@4`` along one path, ``nested:A@6+B`` (B drafts for A, and A for the base)."""
+    ``relay:A@2+B@4`` along one path (up to 2 drafts of A, then up to 4 of B), ``nested:A@6+B`` (B drafts for A, and A
+    for the base)."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
     """Nodes up to which A's likeliest drafts fill the combined tree of ``A+B``, root included. B drafts first, is never
-    cut, and may leave A no room. With null, the nodes of A's own tree. On a GPU, both draft their whole trees."""
+    cut, and may leave A no room. With null, as many as A's own tree has. On a GPU, both draft their whole trees."""
 
     def __post_init__(self) -> None:
         parse_drafter(self.drafter)
@@ -166,7 +167,9 @@ def _part(text: str) -> Expression:
         body, most_tokens = limited[1], int(limited[2])
         _check_tokens(text, most_tokens)
     if body.startswith("(") and body.endswith(")"):
-        return replace(parse_drafter(body[1:-1]), most_tokens=most_tokens, text=text)
+        inner = parse_drafter(body[1:-1])
+        limits = [limit for limit in (inner.most_tokens, most_tokens) if limit is not None]
+        return replace(inner, most_tokens=min(limits, default=None), text=text)
     kind_name, *details = body.split(":")
     kind, name = KINDS.get(kind_name), ""
     if kind is None or kind.combines:
@@ -201,7 +204,7 @@ def _unknown(text: str) -> UserError:
 
 
 def is_drafter(spec: str) -> bool:
-    """Return True if ``spec`` is an expression of this grammar, False if it is a head's folder or repository."""
+    """Return True if ``spec`` is written like an expression; all else is taken for a head's folder or repository."""
     return "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in KINDS
 
 
@@ -217,7 +220,7 @@ def build_drafter(
     Args:
         expression: the drafter to build.
         base: the target.
-        head: the drafter that the word ``head`` stands for.
+        head: the drafter that the word ``head`` stands for. With None, ``head`` alone is rejected.
         head_config: the draft config of ``head``. The other drafters use its kind of draft sampling.
         nodes: nodes up to which the first drafter fills a combined tree, root included; None: the size of its own tree.
             A head's tree was sized for this machine, and more nodes cost time. On 36 Spec-Bench-like answers, a head

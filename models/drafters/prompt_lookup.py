@@ -5,11 +5,11 @@ nor training. It pays if answers repeat their prompt: summaries, edits, retrieva
 continuations of several occurrences become one tree.
 
 Two extensions come from suffix decoding (SuffixDecoding, 2411.04975). ``per_match`` limits the drafts by the length of
-the match, because what followed a single token is seldom right again. In a tree shared with a head, its drafts are a
-better use of these nodes. ``memory`` also searches the latest finished answers, here by one pass over their tokens
+the match, because what followed a single token is seldom right again. In a tree shared with a head, more nodes are then
+left for the head's drafts. ``memory`` also searches the latest finished answers, here by one pass over their tokens
 instead of a suffix tree.
 
-Shape legend: B rows, T tokens, M matches, K draft positions, N nodes, V vocabulary.
+Shape legend: B rows, T tokens, M matches, K draft positions.
 """
 
 from collections import deque

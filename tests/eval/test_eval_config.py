@@ -75,6 +75,8 @@ def test_peers(tiny_base: TinyBase) -> None:
     assert is_drafter("early_exit:2") and is_drafter("prompt_lookup@3") and not is_drafter("outputs/a/head")
     assert build_drafter(parse_drafter("prompt_lookup:4"), base)[0].depth == 4
     assert build_drafter(parse_drafter("early_exit:2:3"), base)[0].depth == 3
+    for limited in ("(prompt_lookup@2)", "(prompt_lookup@2)@4", "(prompt_lookup@4)@2", "(prompt_lookup)@2"):
+        assert build_drafter(parse_drafter(limited), base)[0].depth == 2
     with pytest.raises(UserError, match="1 to 2 layers, got 7"):
         build_drafter(parse_drafter("early_exit:7"), base)
 

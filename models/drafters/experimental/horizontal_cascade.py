@@ -5,7 +5,7 @@ positions, which matter most, come from the best drafter, later ones from cheape
 drafts finds matches that the committed tokens do not contain yet. Every candidate keeps the distribution it was drawn
 from, so the output is exact under sampling. See also ``vertical_cascade.py`` and ``combined.py`` (union of trees).
 
-Shape legend: B rows, N nodes, Q distributions, V vocabulary.
+Shape legend: B rows.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class HorizontalCascade(CompositeDrafter):
     """
 
     def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
-        """Let ``drafters`` draft in this order, the n-th at most ``lengths[n]`` tokens.
+        """Let ``drafters[n]`` draft up to ``lengths[n]`` tokens, in this order.
 
         All but the first must draft from tokens alone, because drafts have no hidden states of the base.
         """

@@ -2,7 +2,7 @@
 
 If nothing matches, each draft is the most frequent successor of the token before, counted on the base's own answers.
 
-Shape legend: B rows, M matches, K draft positions, V vocabulary.
+Shape legend: V vocabulary.
 """
 
 import hashlib

@@ -58,7 +58,8 @@ class Policy:
         Args:
             budget: number S of positions to select; all n if n is smaller.
             keys: [L, H, n, E] the cache's keys.
-            queries: for each layer, the next token's queries [1, heads, 1, E]; only ``retrieval`` needs them.
+            queries: for each layer, the queries [1, heads, 1, E] of the last token, which follows the cache's
+                positions. None for policies other than ``retrieval``.
         """
         layers, heads, count, width = keys.shape
         if count <= budget:
@@ -142,7 +143,7 @@ class TriForceSession(NestedSession):
     drafter: TriForce
 
     def __init__(self, drafter: TriForce, target: TreeCache | None) -> None:
-        """Select positions of ``target``, the target's cache; None (outside a decoding loop): of a cache of its own."""
+        """Use positions of ``target``, the target's cache. With None (no decoding loop), the session fills its own."""
         super().__init__(drafter, 1)
         self._target, self._length = target, 0
         self._budget: TreeCache | None = None

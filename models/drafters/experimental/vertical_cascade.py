@@ -3,7 +3,7 @@
 Every draft is a committed token of the inner decoding. Its distribution is therefore exactly that of the model, which
 is all that verification by the target needs. The inner drafter may be such a cascade too.
 
-Shape legend: B rows, T tokens, K drafts, V vocabulary.
+Shape legend: B rows, K drafts, V vocabulary.
 """
 
 import torch
