@@ -7,12 +7,12 @@ import time
 
 from drafthead.data.utils.machine import BUSY_CORES, OtherProcesses, other_processes_line
 
-SPIN = "import time; end = time.monotonic() + {}\nwhile time.monotonic() < end: pass"
+SPIN = "import time\nwhile time.process_time() < {}: pass"
 
 
 def test_a_busy_process_of_somebody_else_is_counted() -> None:
     """A process whose parent has ended is not a descendant of ours."""
-    double_fork = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SPIN.format(4)!r}])"
+    double_fork = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SPIN.format(2)!r}])"
     subprocess.run([sys.executable, "-c", double_fork], check=True)
     with OtherProcesses() as others:
         time.sleep(1)
@@ -23,7 +23,7 @@ def test_our_own_processes_are_not_counted() -> None:
     """Own and other processes together use at most all cores, however busy the machine is."""
     before, count = os.times(), os.cpu_count() or 1
     with OtherProcesses() as others:
-        processes = [subprocess.Popen([sys.executable, "-c", SPIN.format(1.5)]) for _ in range(count)]
+        processes = [subprocess.Popen([sys.executable, "-c", SPIN.format(0.5)]) for _ in range(count)]
         for process in processes:
             process.wait()
     after = os.times()
