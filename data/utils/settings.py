@@ -143,7 +143,12 @@ def unknown_key(key: str, location: Sequence[int | str], cls: Any, siblings: Seq
     name, parent = str(location[-1]), without_none(locate(cls, location[:-1])[1])
     near = get_close_matches(name, [f.name for f in fields(parent)] if is_settings(parent) else siblings)
     near = [key.removesuffix(name) + other for other in near] or get_close_matches(name, sorted(_names(cls)))
-    return f"{key} is not a setting" + (f"; did you mean {' or '.join(near)}?" if near else "; see --help")
+    advice = "see --help"
+    if near:
+        advice = f"did you mean {' or '.join(near)}?"
+    elif key.startswith("head."):
+        advice = "a field of the head's class must also be in its recipes/head/*.yaml"
+    return f"{key} is not a setting; {advice}"
 
 
 _TYPES: dict[Any, str] = {

@@ -101,7 +101,10 @@ def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
             groups = muon_groups if id(parameter) in muon_ids else adamw_groups
             groups.setdefault((head.lr_mult(parameter), parameter.ndim < 2), []).append(parameter)
     if not adamw_groups and not muon_groups:
-        raise UserError("the head has no trainable parameter; unfreeze a part of it with the settings head.*")
+        raise UserError(
+            "the head has no trainable parameter; unfreeze a part of it with the settings head.*, or register a new "
+            "head's layers as attributes or in an nn.ModuleList"
+        )
 
     def settings(groups: dict[tuple[float, bool], list[nn.Parameter]]) -> list[dict[str, Any]]:
         """Return torch's parameter groups for (lr multiplier, is a vector) and parameters; only matrices decay."""

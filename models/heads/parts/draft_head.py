@@ -282,7 +282,14 @@ class DraftHead(nn.Module, Drafter):
         ids, outputs = batch.input_ids.flatten(), []
         states = self.first_states(hidden.to(self.dtype))
         for k, anchor_idx in enumerate(draft_targets.anchor_idx):
-            x, states = self.advance(k, states, ids[(anchors + k + 1).clamp(max=len(ids) - 1)], attend)
+            result = self.advance(k, states, ids[(anchors + k + 1).clamp(max=len(ids) - 1)], attend)
+            if not isinstance(result, tuple) or len(result) != 2 or result[0].shape[-1] != self.projection_width:
+                shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in result]
+                raise TypeError(
+                    f"{type(self).__name__}.advance({k}, ...) must return a tensor [..., {self.projection_width}] and "
+                    f"a tuple of states, but returned {shapes}"
+                )
+            x, states = result
             outputs.append(x.flatten(0, -2)[index[anchor_idx]])
         return torch.stack(outputs)
 

@@ -137,7 +137,8 @@ def parse_head(node: dict[str, Any]) -> DraftHeadConfig:
         # A recipe's keys belong to the recipe's head, also if the command line chooses another head.
         raise UserError(
             f"head: {kind.__name__} has no {', '.join(unknown)}; the recipe sets them for another head, or they are "
-            f"misspelt (it has {', '.join(known)}). Choose a recipe of this head, or leave them out: "
+            f"misspelt or not declared in that class (it has {', '.join(known)}). Choose a recipe of this head, or "
+            "leave them out: "
             f"{' '.join(f'~head.{name}' for name in unknown)}"
         )
     return check(settings, kind, prefix="head")

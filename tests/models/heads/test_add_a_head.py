@@ -3,14 +3,17 @@
 import json
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from head_cases import EXAMPLE, HEADS, PAGE, example_blocks
 from omegaconf import OmegaConf
 
 from drafthead.models.heads.parts.loading import head_types, load_head
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.pipeline import run_pipeline
-from support import TinyBase, assert_parity, composed, noisy_head
+from support import TinyBase, assert_parity, composed, noisy_head, rows_of
 
 
 def test_the_example_trains_and_evaluates(tmp_path: Path) -> None:
@@ -43,3 +46,18 @@ def test_the_reference_of_the_page_is_the_example(tiny_base: TinyBase, variant: 
     config, noise = module["CASES"][reference]
     head = noisy_head(config(**module["VARIANTS"][reference][variant]), tiny_base(), noise, module["EVEN"])
     assert_parity(head, reference(head))
+
+
+@pytest.mark.parametrize("returned", ["wide", "alone"])
+def test_a_wrong_result_of_advance_is_named(tiny_base: TinyBase, returned: str) -> None:
+    base = tiny_base()
+    head: Any = HEADS[EXAMPLE].build(base, None)
+    advance, batch = head.advance, rows_of([[1, 2, 3, 4, 5, 6]])
+
+    def wrong(*arguments: Any) -> Any:
+        x, states = advance(*arguments)
+        return (torch.cat([x, x], -1), states) if returned == "wide" else x
+
+    head.advance = wrong
+    with pytest.raises(TypeError, match=rf"MyHead.advance.*{base.hidden_size}\]"):
+        head.loss(batch, base.hidden_states(batch, head.spec), LossConfig())
