@@ -252,6 +252,8 @@ def parse_run(cfg: DictConfig) -> RunConfig:
             phase.loss.weights_of(run.head_config().trained_positions)
         except UserError as error:
             raise UserError(f"phases.{name}: {error}") from None
+    if run.data.uses_answers and not answers.prompts + answers.self_prompted:
+        raise UserError("data.answers has no prompts; set data.answers.prompts or data.answers.self_prompted above 0")
     answer = answers.max_prompt_tokens + answers.sampler.max_new_tokens
     if answer > run.answer_row_length and run.data.uses_answers:
         raise UserError(

@@ -221,10 +221,10 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
     """
     path, run, display = context.folder / CONTINUED, context.run, context.display
     lengths = read_json(path) if path.exists() else {}
-    if when not in lengths or when == "after":
-        stores = {"new": context.corpora.answers()}
-        if run.init_data:
-            stores["old"] = open_answers(Path(run.init_data))
+    stores = {"new": context.corpora.answers()}
+    if run.init_data:
+        stores["old"] = open_answers(Path(run.init_data))
+    if when == "after" or stores.keys() - lengths.get(when, {}).keys():  # a resumed run may add ``init_data``
         with checkpoint.undisturbed_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
             lengths[when] = {name: _held_out_length(head, store) for name, store in stores.items()}
         write_json(path, lengths)

@@ -42,6 +42,9 @@ def test_training_continues(with_medusa_corpora: Path, tmp_path: Path, capsys: p
         assert f"{name} data, held out: mean accepted length {shown}" in output
         assert lengths["before"][name] >= 1
     assert re.search(r"each answer is read \d\.\d times", output) and "different tokens" not in output
+    (second / "init_from.json").write_text(json.dumps({"before": {"new": lengths["before"]["new"]}}))
+    train(tmp_path / "second", *init, other, "phases.distill.optim.lr=1e-4")
+    assert json.loads((second / "init_from.json").read_text()) == lengths, "init_data may be set when a run resumes"
     with pytest.raises(UserError, match="init_from="):
         train(tmp_path / "second", other, "phases.distill.optim.lr=1e-4")
     with pytest.raises(UserError, match="init_from.*medusa.*eagle3"):

@@ -317,6 +317,13 @@ def test_packaged_answers_are_those_of_the_embedded_base_alone(tmp_path: Path) -
     assert copied(*other, "data.answers.precomputed=folder"), "a folder of answers is compared with the base later"
 
 
+def test_a_run_without_prompts_is_refused(tmp_path: Path) -> None:
+    none = ("recipe=medusa_smollm2", "debug=tiny", "data.answers.prompts=0", "data.answers.self_prompted=0")
+    with pytest.raises(UserError, match="set data.answers.prompts or data.answers.self_prompted"):
+        composed(tmp_path, *none)
+    composed(tmp_path, *none, "data.transcripts=chats.jsonl")
+
+
 def test_a_run_first_prints_its_stages_and_their_durations(tmp_path: Path, tiny_base: TinyBase) -> None:
     """Every long stage has a row with its size. More work takes longer. A step's rows depend on the processes."""
 
