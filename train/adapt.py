@@ -9,7 +9,7 @@ a proposal carries the distributions from which its drafts were drawn.
 Differences from the reference code: the reference trains one position later, also counts the bonus token after full
 acceptance, and supports only independent draft models. Our optimiser clips gradients.
 
-Shape legend: B rows (1), T tokens, n tokens of an answer with its prompt, K draft positions, D hidden size.
+Shape legend: T tokens of a commit, n tokens of an answer with its prompt.
 """
 
 from collections import deque
@@ -58,7 +58,7 @@ class OnlineConfig:
     interval: Positive = 8
     """Number of answers between two updates."""
     positions: Literal["rejected", "all"] = "rejected"
-    """Trained positions: the first ``rejected`` draft of each step, as in the paper, or ``all`` tokens."""
+    """Trained positions: the first ``rejected`` draft of each step, as in the paper, or ``all`` tokens of answers."""
     objective: Literal["ce", "kl", "reverse_kl", "jsd", "kl_mixture"] = "kl"
     """Loss of the updates. ``kl_mixture`` is 0.9 forward and 0.1 reverse KL."""
     steps: Positive = 1
@@ -309,7 +309,7 @@ class OnlineLearner:
 def replayed(
     head: DraftHead, tree: TokenTree, text: FinishedAnswer, hidden: HiddenStates
 ) -> tuple[float, OnlineExample]:
-    """Return the steps that greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example.
+    """Return how many steps greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example.
 
     The head reads the finished answer once; nothing is decoded. ``hidden`` [1, n, ...] are the base's hidden states at
     the n tokens of ``text``. An answer too short for a draft has 0 steps.

@@ -49,7 +49,7 @@ class PhaseConfig:
 
     corpus: Literal["text", "answers"]
     """Training data of the phase. ``text`` is causal-LM pretraining, ``answers`` is distillation on the base's own
-    answers."""
+    answers or on ``data.transcripts``."""
     seq_len: Annotated[int, Field(ge=16)] = 512
     """Tokens per packed row."""
     rows_per_step: Positive | None = None
@@ -112,7 +112,7 @@ class RunConfig:
     """Settings of one run: corpora, phases, evaluation."""
 
     name: str
-    """Name of the run; its folder is ``outputs/NAME``."""
+    """Name of the run. Its folder ``out`` is by default ``outputs/NAME``."""
     seed: NonNegative = 0
     """Seed of the head's initial weights, the order of the data and sampling."""
     mode: Literal["train", "estimate"] = "train"

@@ -57,7 +57,7 @@ SHOWN_TOKENS = 96
 
 
 class RunContext:
-    """What the stages of a run share: settings, run folder, processes, corpora, base models and tracker."""
+    """State that all stages of a run share: settings, run folder, processes, corpora, base models and tracker."""
 
     def __init__(self, run: RunConfig, launch: Launch) -> None:
         self.run, self.launch, self.display = run, launch, launch.display
@@ -296,11 +296,11 @@ def quality(context: RunContext) -> None:
 def tree(context: RunContext) -> None:
     """Choose the tree with the highest expected speedup on this machine, and save it with the head.
 
-    The choice needs measured step costs. An earlier choice in ``calibration.json`` is used again.
+    Step costs are measured first. A choice for the same head and machine in ``calibration.json`` is used again.
     """
     run, display, head = context.run, context.display, context.load_head()
     path = context.folder / CALIBRATION
-    with display.stage("tree: step costs on this machine, accuracies on held-out answers"):
+    with display.stage("tree: step costs on this machine, acceptance on answers not trained on"):
         calibrated = load_calibration(path, head)
         if calibrated is None:
             costs = measure_costs(head.base, head)

@@ -33,7 +33,7 @@ _ABSENT = object()
 
 
 def open_folder(run: RunConfig) -> None:
-    """Prepare the run's folder: clear it if ``resume=false``, and write ``training-settings.json``.
+    """Prepare the run's folder: remove the stages' results if ``resume=false``, and write ``training-settings.json``.
 
     Raise a ``UserError`` if the folder holds a run that was trained with other settings.
     """

@@ -277,7 +277,7 @@ class AnswerGenerator:
         is_evaluated = resembles_suites(config.exclude_suites)
         prompts = [p for p in prompts if not is_evaluated(t["content"] for t in p if t["role"] == "user")]
         if not prompts:
-            raise UserError("data.answers names no prompts; set sources, or self_prompted to a number")
+            raise UserError("data.answers has no prompts; add data.answers.sources, or set data.answers.self_prompted")
         return prompts
 
 

@@ -37,7 +37,7 @@ HELD_OUT_EVERY = 20
 HELD_OUT_MOST = 512
 """Largest number of held-out conversations; more would cost memory and time without measuring better."""
 _CHARACTERS_PER_TOKEN = 6
-"""Characters to read per token: more than any text has, so that there is enough text."""
+"""Characters to read per token of packed text: more than most texts have, so that there is enough text."""
 
 
 @dataclass(eq=False)

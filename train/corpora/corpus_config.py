@@ -66,7 +66,7 @@ class AnswersConfig:
     precomputed: str | None = None
     """Existing answers to use instead of generating them. Give ``embedded:smollm2``, ``embedded:smollm2_large``, or the
     folder ``answers`` of another corpus. If they are greedy, the base must first repeat some of them. ``prompts``
-    limits the number of answers."""
+    plus ``self_prompted`` limits the number of conversations."""
     fresh: bool | None = None
     """Generate the answers even if ``precomputed`` names existing ones. With null, only packaged answers are replaced,
     for a base that is not the embedded SmolLM2 or has an adapter."""

@@ -1,4 +1,4 @@
-"""Copies of precomputed answers. The package contains those of the embedded bases."""
+"""Copies of precomputed answers. The package contains two sets of the embedded SmolLM2's answers."""
 
 from itertools import islice
 from pathlib import Path
@@ -39,7 +39,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
             "this base"
         )
     if "sampler" not in made_by:
-        raise UserError(f"{source} is not a folder of answers; name the folder answers of a corpus, or {remedy}")
+        raise UserError(f"{source} is not a folder of answers; give the folder answers in a data.folder, or {remedy}")
     for key, value in made_by["sampler"].items():
         if (chosen_value := getattr(config.sampler, key, None)) != value:
             raise UserError(

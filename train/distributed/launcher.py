@@ -26,7 +26,7 @@ REJECTED = {
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "use shard=full"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism_config", "use shard=full, and shard.hybrid=true over nodes"),
 }
-"""Environment variables that turn on other ways to shard: their name, and what to use instead."""
+"""Environment variables that turn on other ways to shard, each with the name of the way and what to use instead."""
 STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 FSDP = {
     "VERSION": ("2", "1"),

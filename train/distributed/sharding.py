@@ -209,7 +209,7 @@ def full_state_dict(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
 def load_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load moments that ``full_state_dict`` returned, for any number of processes; each process takes its shard.
 
-    Learning rates and other settings of ``optimizer`` do not change. An empty ``state`` is ignored.
+    Learning rates and other settings of ``optimizer`` do not change. If ``state`` has no moments, nothing is loaded.
     """
     if not state["state"]:  # every update so far was skipped
         return

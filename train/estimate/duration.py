@@ -1,6 +1,7 @@
 """Expected duration of every stage on this machine, printed before the first long stage.
 
-A few short passes of the base measure the machine. Training times follow from the base's time per token and parameter.
+A few short passes of the base measure the machine. Training times follow from the base's time per token and parameter,
+or from measured training steps (``mode=estimate``).
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ TRAINING_OVERHEAD = 1.5
 
 
 class StageDurations:
-    """Expected seconds of each stage of a run on this machine, from a few passes of ``base`` that are timed at once."""
+    """Expected seconds of each stage of a run on this machine, from passes of ``base`` that the constructor times."""
 
     def __init__(
         self, run: RunConfig, base: BaseModel, devices: int, measured: Mapping[str, float] | None = None
@@ -138,7 +139,7 @@ class StageDurations:
         return work, (turns + 1) * methods * answer
 
     def _prompt_tokens(self, split: str, limit: int | None) -> list[int]:
-        """Return the tokens of each of up to ``limit`` (None: all) first turns in the half ``split`` of the suite."""
+        """Return the numbers of tokens of up to ``limit`` (None: all) first turns in the suite's half ``split``."""
         config, base = self.run.eval, self.base
         suite = load_suite(config.suite, limit, config.seed, config.tasks, split)
         kwargs = base.config.chat_template_kwargs

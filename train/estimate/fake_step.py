@@ -20,7 +20,7 @@ aten = torch.ops.aten
 COUNTED = flop_registry | {
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention]
 }
-"""Functions that count floating-point operations. torch has none for the backward pass of attention on a CPU."""
+"""Functions that count floating-point operations. The backward pass of attention on a CPU has none and counts as 0."""
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
@@ -145,7 +145,7 @@ class StepMemory:
             )
             optimizer.zero_grad(set_to_none=True)
         self.operations = memory.operations
-        """Operations of all matrix products and attention, two per multiplied pair."""
+        """Operations of all products in ``COUNTED``, two per multiplied pair."""
         self.step = memory.peak - held
         """Bytes at the peak of the whole step, which includes the optimiser's temporary tensors."""
 

@@ -54,7 +54,7 @@ SHARE = 0.4
 MOST_OPERATIONS = 5e12
 """Largest number of operations of a micro-batch for which steps are measured on a CPU. Others would take minutes."""
 TOO_SHORT = 60.0
-"""Seconds on the slowest GPU below which no time is calculated, because set-up takes longer."""
+"""Seconds on an A10 below which no times on GPUs are shown, because set-up takes longer."""
 STEPS = 3
 """Number of steps to measure; the fastest counts."""
 

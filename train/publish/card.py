@@ -48,7 +48,7 @@ def write_card(
     Args:
         run: Settings of the run.
         head: Trained head.
-        answers: Numbers of rows and tokens of the answers that the run trained on.
+        answers: Numbers of rows and tokens of the corpus of answers, held-out answers included.
         evaluation: Contents of ``eval.json``.
         quality: Contents of ``quality.json``, which compares a trained base with the original one; None if frozen.
         folder: Run folder.
@@ -241,7 +241,7 @@ def contents(run: RunConfig) -> str:
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
     """Return the card's rows (name, description) about the base, the training data and the seed, in Markdown.
 
-    ``answers`` counts all assistant turns that were trained on. ``agreement`` is the line about transcripts.
+    ``answers`` counts all assistant turns of the corpus. ``agreement`` is the line about transcripts.
     """
     sampler, data = run.data.answers.sampler, run.data
     revision = run.base.revision or getattr(head.base.model.config, "_commit_hash", None) or "not fixed"

@@ -73,7 +73,7 @@ class Tracker:
         self._attempt(lambda: self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step))
 
     def replay(self, rows: Iterable[Row]) -> None:
-        """Send those of ``rows``, all rows of ``metrics.jsonl``, that a resumed wandb run lacks.
+        """Send the rows that a resumed wandb run lacks. ``rows`` are all rows of ``metrics.jsonl``.
 
         A killed process may not have sent its last rows. If wandb is offline, all rows are sent, so that its newest
         folder holds the whole run. To TensorBoard nothing is sent, because its files hold all rows.

@@ -132,7 +132,7 @@ FORMAT = 2
 
 @pydantic_dataclass(kw_only=True, config=ConfigDict(strict=True))
 class TrainState:
-    """The progress of a run between two steps. Counters of finished items are the index of the next phase or step."""
+    """The progress of a run between two steps."""
 
     phase: NonNegative = 0
     """Index (from 0) of the phase that continues; the number of phases if all are finished."""
@@ -141,7 +141,7 @@ class TrainState:
     global_step: NonNegative = 0
     """Optimiser steps finished over all phases, as in the checkpoint's name. In ``adapt``: finished answers."""
     processes: Positive = 1
-    """Number of processes with which the run started; it sets the rows of a step. Another number may resume the run."""
+    """Number of processes with which the run started. Resuming with another number keeps the rows of a step."""
     score: float | None = None
     """Held-out mean accepted length after the latest step; None if it was not measured there."""
     losses: list[float | None] = field(default_factory=list)
@@ -263,7 +263,7 @@ def _load(path: Path, warnings: tuple[str, ...]) -> Checkpoint:
         if record["format"] != FORMAT:
             raise UserError(f"{STATE} has format {record['format']!r}, this version reads {FORMAT}")
         if set(record["files"]) != {HEAD, OPTIMIZER, RNG}:
-            raise UserError(f"{STATE} lists the files {sorted(record['files'])}")
+            raise UserError(f"{STATE} lists the files {sorted(record['files'])}, not {HEAD}, {OPTIMIZER}, {RNG}")
         for name, expected in record["files"].items():
             if file_digest(safe_join(path, name)) != expected:
                 raise UserError(f"{name} does not have the checksum that {STATE} records")

@@ -9,7 +9,7 @@ from pydantic import Field
 from drafthead.data.utils.settings import require, settings
 
 HISTORY = 16
-"""Number of losses needed to use their median. Before, only a loss or gradient that is not finite is skipped."""
+"""Number of losses needed to use their median. Before, only updates that are not finite are skipped."""
 
 
 @settings(kw_only=True)
