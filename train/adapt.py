@@ -81,7 +81,7 @@ class OnlineExample:
 
     text: FinishedAnswer
     hidden: HiddenStates
-    """The base's hidden states [1, n, ...], without a gradient; those of the last token are zeros."""
+    """The base's hidden states [1, n, ...], without a gradient; those of the last token may be zeros."""
     rejected: list[tuple[int, int]]
     """(index in ``text.ids``, draft position from 1) of each token that should have been drafted but was not."""
 

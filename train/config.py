@@ -222,7 +222,7 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 def parse_run(cfg: DictConfig) -> RunConfig:
     """Convert a composed recipe to checked settings; raise a ``UserError`` for settings that exclude each other.
 
-    A null ``data.answers.fresh`` is replaced, and ``max_draft_vocab_size`` is applied to the head's settings.
+    A null ``data.answers.fresh`` becomes true or false, and ``max_draft_vocab_size`` is applied to the head's settings.
     """
     run = parse(cfg, RunConfig)
     answers = run.data.answers

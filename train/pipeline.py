@@ -239,7 +239,9 @@ def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
     stored = store.read(with_hidden_states=False)
     answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in stored if is_held_out(a.prompt_number)]
     if not answers:
-        raise UserError(f"{store.folder} has no held-out answers to measure acceptance on; name a larger corpus")
+        raise UserError(
+            f"{store.folder} has too few answers to hold some out; raise data.answers.prompts, or change init_data"
+        )
     probs = [accept_probs_of_ranks(ranks, 1) for ranks in text_ranks(head, answers[:MAX_HELD_OUT_ANSWERS])]
     return simulate_acceptance(probs, TokenTree.chain(head.depth)).mean_accepted_length
 

@@ -177,7 +177,7 @@ class AnswerGenerator:
         return AnswerStore(self.folder, manifest | self.backend.identity(recorded))
 
     def _prepare(self) -> None:
-        """Choose the prompts; check chat template, backend and disk space. A complete corpus needs no check."""
+        """Check the chat template. Unless all prompts have answers, choose prompts and check backend and disk space."""
         self._check_template()
         store = self._open()
         # A finished corpus needs no backend; a new one is checked before the base writes prompts.

@@ -53,7 +53,7 @@ class ShardConfig:
     """Shard within each node and replicate over nodes. This needs less traffic between nodes and more memory."""
     precision: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision in which the head computes. With ``bfloat16``, weights and sums of gradients stay in float32. ``auto``
-    is bfloat16 on CPUs that multiply faster in bfloat16 (measured when the base is loaded), else float32."""
+    is bfloat16 with torch 2.13 on CPUs that multiply faster in it (measured when the base is loaded), else float32."""
     checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them, which saves memory. It has an effect on heads
     with attention layers."""

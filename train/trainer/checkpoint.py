@@ -309,7 +309,7 @@ def saved_state(path: Path) -> dict[str, Any]:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove checkpoints other than the best and the ``keep`` up to ``newest``, and update the link ``best``."""
+    """Remove all checkpoints but ``newest``, the ``keep`` - 1 before it and the best; update the link ``best``."""
     paths = checkpoints(folder)
     index = paths.index(newest)
     best = best_of(paths[: index + 1])
