@@ -201,7 +201,7 @@ class Replay:
         ]
         self.finished = [False] * count
         self.tokens: list[list[int]] = []
-        """New tokens as [step][row]; the pad token for rows that have ended."""
+        """New tokens as [step][row]; for rows that have ended, the pad token if there is one."""
         wanted = bool(config.return_dict_in_generate)
         self.scores: list[Tensor] | None = [] if wanted and config.output_scores else None
         self.logits: list[Tensor] | None = [] if wanted and config.output_logits else None

@@ -143,7 +143,7 @@ class TriForceSession(NestedSession):
     drafter: TriForce
 
     def __init__(self, drafter: TriForce, target: TreeCache | None) -> None:
-        """Use positions of ``target``, the target's cache. With None (no decoding loop), the session fills its own."""
+        """Use positions of ``target``, the target's cache. With None (in a combination), the session fills its own."""
         super().__init__(drafter, 1)
         self._target, self._length = target, 0
         self._budget: TreeCache | None = None
