@@ -74,7 +74,7 @@ class RunContext:
             config = replace(run.base, prepack=False) if sharded else run.base
             base = BaseModel.load(config, launch.accelerator.device, self.display.line)
             if base.kernels is not None:
-                self.display.line(f"   fastest products here, by rows: {base.kernels}")
+                self.display.line(f"   fastest matrix products here, by number of rows: {base.kernels}")
         run.head_config().check_layers(base.num_layers)  # before hours of generation
         is_shared = any(stage in COLLECTIVE for stage in run.stages)
         group = rank_group(launch.accelerator, run.per_node_data) if is_shared else ProcessGroup()

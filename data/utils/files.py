@@ -142,7 +142,9 @@ def safe_join(folder: Path, name: str) -> Path:
     try:
         real = path.resolve()
     except (OSError, RuntimeError) as error:  # circular links
-        raise UserError(f"{path} cannot be followed ({error}); copy {folder} again") from None
+        raise UserError(
+            f"{path} is or contains a link that cannot be resolved ({error}); copy {folder} again"
+        ) from None
     if not any(real.is_relative_to(parent) for parent in allowed):
         raise UserError(f"{path} is a link to {real}, outside its folder; copy the file there if you trust it")
     if real.exists() and not (real.is_file() or real.is_dir()):

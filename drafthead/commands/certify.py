@@ -56,7 +56,7 @@ class CertifyConfig:
     callable: str = ""
     """Speculative sampler to enumerate instead of ours: ``module:function``."""
     length: Positive = 2
-    """Most tokens that ``callable`` may draft per step. It gets this number as ``length``."""
+    """Largest number of tokens that ``callable`` may draft per step. It gets this number as ``length``."""
     vocabulary: Annotated[int, Field(ge=2, le=127)] = 3
     """Number of tokens in the vocabulary of the random targets for ``callable``."""
     target: list[PositiveFloat] = field(default_factory=list)

@@ -78,8 +78,8 @@ class ReplayConfig(SuiteConfig):
     """More drafters to simulate, such as ``[prompt_lookup@6,head+prompt_lookup:4]``. Write them as in ``drafthead eval
     drafter=...``; ``head`` is this head. A suffix memory also searches earlier answers."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
-    """Size in nodes, root included, up to which A's likeliest drafts fill the tree of ``A+B`` after B has drafted. B is
-    never cut. With null, the size of A's own tree."""
+    """Size in nodes, root included, up to which A's drafts fill the tree of ``A+B`` (in ``drafters``) after B's drafts.
+    B is never cut. With null, the size of A's own tree."""
     plot: str | None = None
     """PNG file for a figure of the mean accepted lengths."""
 

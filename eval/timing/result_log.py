@@ -32,7 +32,8 @@ def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
 class ResultLog:
     """Results by (prompt key, decoder name), stored as lines of a JSONL file; the last line of a pair counts.
 
-    Whatever changes a decoder's results (method, batch size, sampler) must change its name, mark or file.
+    Whatever changes a decoder's results (method, batch size, sampler) must change its name, its mark in ``made_of``
+    (such as a hash of weights) or the file.
     """
 
     def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:

@@ -89,7 +89,7 @@ class BaseModel:
         self.num_layers = len(self.model.model.layers)
         limit = context_limit(settings)
         self.max_context: int = config.max_context or settings.max_position_embeddings
-        """Most tokens of a prompt and its answer."""
+        """Largest number of tokens of a prompt and its answer."""
         if limit is not None:
             self.max_context = min(self.max_context, limit.positions)
         self._limited = limit is not None

@@ -24,11 +24,12 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 MIN_WINDOW, WINDOW_STEP = 256, 1024
 """Window sizes double from MIN_WINDOW to WINDOW_STEP, then grow by WINDOW_STEP, so few empty positions are read."""
 MAX_STATIC_NODES = 128
-"""Most nodes of a pass with fixed shapes. Larger passes run eagerly: kernel launches are a small part of their time."""
+"""Largest number of nodes of a pass with fixed shapes. Larger passes run eagerly, because launching kernels is a small
+part of their time."""
 MAX_CAPTURED_PASSES = 64
-"""Most captured passes per memory, one per combination of shapes; to capture another, the oldest is dropped."""
+"""Largest number of captured passes per memory, one per combination of shapes. Another replaces the oldest."""
 MAX_SPARE_BUFFERS = 2
-"""Most unused memories that are kept for later caches; the largest stay."""
+"""Largest number of unused memories that are kept for later caches; the largest stay."""
 
 
 def window_for(positions: int) -> int:

@@ -76,7 +76,7 @@ class DynamicTree:
     width: Positive = 8
     """Candidates of each expanded node, and number of nodes that are expanded on each level."""
     depth: Positive = 16
-    """Most drafts on a path. If the drafter has fewer positions, their number is the limit."""
+    """Largest number of drafts on a path. If the drafter has fewer positions, their number is the limit."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class DraftConfig:
 
     @property
     def nodes(self) -> int:
-        """Most nodes of a row's tree, root included."""
+        """Largest number of nodes of a row's tree, root included."""
         return len(self.tree) if isinstance(self.tree, TokenTree) else self.tree.nodes
 
     @property

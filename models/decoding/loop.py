@@ -80,7 +80,7 @@ class DecodeLoop:
     max_new_tokens: int
     batch_size: int
     capacity: int
-    """Most tokens of a prompt with its answer."""
+    """Largest number of tokens of a prompt with its answer."""
     record_steps: bool = True
     keep_hidden_states: bool = False
     keep_logits: bool = False

@@ -37,7 +37,7 @@ class Kind:
     tokens: int = 0
     """Number of tokens to draft by default; 0 for kinds that have no number of tokens."""
     numbers: tuple[int, int] = (0, 0)
-    """Fewest and most NUMBERs in an expression."""
+    """Smallest and largest number of NUMBERs in an expression."""
     tokens_at: int = 0
     """Index, from 0, of the NUMBER that is the number of tokens to draft. Without this NUMBER, ``tokens`` is used."""
     takes_name: bool = False

@@ -50,7 +50,7 @@ class HydraConfig(DraftHeadConfig):
     dropout: BelowOne = 0.0
     """Dropout before each block and projection in training. Hydra++ uses 0.2."""
     projection_bias: bool = False
-    """Give own projections a bias, as in the released weights. Needs ``own_lm_head``."""
+    """Give the heads' own projections to the vocabulary a bias, as in the released weights. Needs ``own_lm_head``."""
     tie_blocks: bool = False
     """Use one block for all blocks after a head's first, as in the reference code."""
     unit_embeddings: bool = False

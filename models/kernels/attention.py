@@ -31,7 +31,7 @@ HARMLESS = frozenset(
 )
 """Keywords without effect here, such as ``sliding_window``: the mask already applies the window."""
 MAX_SCORES = 2**26
-"""Most attention scores in memory at once when they are computed explicitly."""
+"""Largest number of attention scores in memory at once when they are computed explicitly."""
 _captured: list[Tensor] | None = None
 
 

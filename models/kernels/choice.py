@@ -28,14 +28,15 @@ from drafthead.models.kernels.linear import (
 )
 
 WORTH_MEASURING = 2**23
-"""Fewest weights of a base for which kernels are measured. Smaller bases fit into the CPU's caches."""
+"""Smallest number of weights of a base for which kernels are measured. Smaller bases fit into the CPU's caches."""
 REPEATS, LONG_SECONDS = 3, 20.0
-"""Measurements of every pass after one to warm up. After ``LONG_SECONDS`` have passed, two are enough."""
+"""Measurements of every pass after one to warm up. Once they took ``LONG_SECONDS`` in all, two are enough."""
 COPY_SHARE = 1 / 8
 """If only compiled kernels were chosen, packed copies of the weights are still kept, as long as all copies together
 take less than this share of the machine's memory. For hundreds of rows, the packed product is up to a tenth faster."""
 PLAIN_ROWS = 4
-"""Most rows for which the plain product is measured, if there is no compiled one; for more, it is never the fastest."""
+"""Largest number of rows for which the plain product is measured, if there is no compiled one. For more rows, it is
+never the fastest."""
 MARGIN = 0.97
 """Another kernel must take less than this share of the default kernel's time, so that noise does not decide.
 

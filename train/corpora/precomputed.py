@@ -59,8 +59,8 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
     ]
     if not answers:
         raise UserError(
-            f"none of the answers in {source} has a prompt of at most data.answers.max_prompt_tokens={longest} tokens; "
-            "raise max_prompt_tokens"
+            f"none of the first {count} prompts in {source} has an answer and at most "
+            f"data.answers.max_prompt_tokens={longest} tokens; raise max_prompt_tokens"
         )
     if made_by["sampler"]["temperature"] == 0:
         rate = agreement(base, islice(answers, COMPARED)).greedy

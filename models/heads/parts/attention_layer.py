@@ -278,8 +278,9 @@ class HeadDecoderLayer(nn.Module):
 class AnchorContext:
     """Attention of the draft positions of all anchors at once, in training; drafting uses ``LayerCache``.
 
-    A draft position sees the context up to its anchor and draft positions of the same anchor, here up to itself. The
-    context sees itself causally. For the anchor t = 1, with draft positions a0 (at the anchor itself), a1 and a2::
+    A draft position sees the context up to its anchor, and draft positions of the same anchor: with ``start`` those up
+    to itself, with ``read_block`` those in ``seen``. The context sees itself causally. An example with ``start``, for
+    the anchor t = 1, with draft positions a0 (at the anchor itself), a1 and a2::
 
         keys:   context 0  1  2  3    a1 a2
         a0              x  x  .  .    .  .

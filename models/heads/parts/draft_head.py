@@ -387,8 +387,8 @@ class DraftHead(nn.Module, Drafter):
 
     @property
     def low_rank(self) -> nn.Linear | None:
-        """The low-rank projection of the Markov correction and the induction head, [..., r] -> [..., W]; None if
-        the head has neither."""
+        """The one layer that maps the joined inputs of Markov correction and induction head to logits, [..., r] ->
+        [..., W] (draft vocabulary); None if the head has neither."""
         return cast(nn.Linear | None, getattr(self, self.low_rank_name, None))
 
     def output_head(self, k: int) -> LMHead:
@@ -397,7 +397,7 @@ class DraftHead(nn.Module, Drafter):
         return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
 
     def projection_inputs(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Return ``hidden_at_positions`` with the inputs of the optional parts appended, [K, n, width + r].
+        """Return ``hidden_at_positions`` with the inputs of Markov correction and induction head, [K, n, width + r].
 
         These are the inputs of ``output_head``.
         """

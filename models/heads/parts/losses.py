@@ -118,7 +118,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """The base's distribution over the draft vocabulary, renormalised, at c targets; all draft positions share it."""
+    """The base's probabilities of the draft vocabulary, renormalised, for c target tokens; for every draft position."""
 
     probs: Tensor
     """[c, W] probabilities p of W draft tokens, float32 or wider; rows sum to 1."""
