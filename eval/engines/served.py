@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drafthead.data.embedded.packages import smollm2_folder
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import cache_dir
 from drafthead.eval.config import EngineConfig, EnginesConfig, EvalConfig
 from drafthead.eval.engines.process import EngineError, EngineProcess
-from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.step import DecodeResult
@@ -262,7 +260,7 @@ class EngineStart:
 
     def _vllm(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
         """Return the interpreter, the arguments of ``runner.py`` and the environment that start vLLM on ``port``."""
-        folder = str(smollm2_folder()) if self.base.name == EMBEDDED else self.base.config.name  # or a name on the Hub
+        folder = self.base.config.folder()
         dtype = str(self.base.dtype).removeprefix("torch.")
         arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, *VLLM_OPTIONS]
         arguments += ["--max-model-len", str(self._context), "--no-enable-prefix-caching", "--seed", "0"]

@@ -116,9 +116,17 @@ class BaseConfig:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
         try:
-            return self.stored_config(self.name)
+            return self.stored_config(self.folder())
         except LOAD_ERRORS as error:
             raise UserError(could_not_load(self.name, error)) from None
+
+    def folder(self, progress: Callable[[str], None] = lambda line: None) -> str:
+        """Return the checkpoint's folder or Hub id. The embedded model is converted first; ``progress`` gets a line."""
+        if self.name != EMBEDDED:
+            return self.name
+        from drafthead.data.embedded.packages import smollm2_folder  # only this base needs it
+
+        return str(smollm2_folder(progress))
 
     def stored_config(self, folder: str) -> PreTrainedConfig:
         """Return the transformers config of the checkpoint in ``folder``, which may be a Hub id."""
@@ -319,11 +327,7 @@ def own_attention_code(kind: str) -> Iterator[None]:
 def _stored(
     config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    folder = config.name
-    if config.name == EMBEDDED:
-        from drafthead.data.embedded.packages import smollm2_folder  # only this base needs it
-
-        folder = str(smollm2_folder(progress))
+    folder = config.folder(progress)
     options = how | config.hub_options()
     if config.gguf_file:
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.

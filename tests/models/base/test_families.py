@@ -55,6 +55,11 @@ def test_a_real_base_computes_what_its_stock_model_does(script: Script) -> None:
 
 
 @pytest.mark.slow
+def test_the_embedded_model_needs_no_other_setting_than_its_name() -> None:
+    assert BaseConfig(name="embedded:smollm2").transformers_config().num_hidden_layers == 30
+
+
+@pytest.mark.slow
 def test_every_family_passes_or_is_refused_by_name(script: Script) -> None:
     bases = script("bases")
     outcomes = {name: bases.outcome(shape) for name, shape in bases.SHAPES.items()}
