@@ -1,1 +1,1 @@
-"""Training data, and the types that cross folder boundaries."""
+"""Training data, and the types that training, models and evaluation share."""

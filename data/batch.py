@@ -1,7 +1,7 @@
 """Inputs and outputs of training: batches, hidden states, metrics.
 
-``h_t`` is the hidden state after the base's final norm at position t, once ``x_t`` is read; the base's output head
-turns it into p(x_{t+1}). Draft position k (1-based) predicts ``x_{t+1+k}``.
+``x_t`` is the token at position t. ``h_t`` is the hidden state at position t after the base's final norm; the base's
+output head turns it into p(x_{t+1}). Draft position k (1-based) predicts ``x_{t+1+k}``.
 
 Shape legend: B batch, T time, N tree nodes (root included), K draft positions, V target vocabulary,
 W draft vocabulary, D hidden size of the base, R rows.
@@ -31,8 +31,8 @@ class TrainBatch:
     loss_mask: Tensor
     """[B, T] bool: True for tokens that may be targets."""
     weights: Tensor | None = None
-    """[B, T, K] float >= 0: weight in the loss of each token as the target of draft position k, in column k - 1. A
-    weight of 0 leaves the target out; None means weight 1 everywhere."""
+    """[B, T, K] float >= 0. Index k - 1 of the last axis has each token's weight in the loss as a target of draft
+    position k. A weight of 0 leaves the target out; None means weight 1 everywhere."""
     host: "TrainBatch | None" = None
     """Copy of the batch in host memory, to compute indices of targets without waiting for the device. Set by ``to``;
     None in other batches."""
@@ -90,7 +90,7 @@ class HiddenStates:
     final: Tensor
     """[B, T, D], after the final norm."""
     layers: Tensor | None = None
-    """[B, T, D * len(spec.layers)], or None if the spec names no layers."""
+    """[B, T, D * L]: the outputs of the L layers in ``HiddenStatesSpec.layers``, or None if it is empty."""
 
     @classmethod
     def split(cls, values: Tensor, width: int) -> "HiddenStates":
@@ -106,7 +106,7 @@ class HiddenStates:
         return self.map(lambda states: states[:, start : start + count])
 
     def layer(self, index: int) -> Tensor:
-        """Return the states [B, T, D] of the layer ``spec.layers[index]``."""
+        """Return the states [B, T, D] of the layer at ``index`` (from 0) in ``HiddenStatesSpec.layers``."""
         assert self.layers is not None
         width = self.final.shape[-1]
         return self.layers[..., index * width : (index + 1) * width]
@@ -142,7 +142,7 @@ class LossOutput:
     loss_sum: Tensor
     """Scalar float32: loss summed over trained tokens, to be divided by the sum of all ``tokens`` of a step."""
     tokens: Tensor
-    """Scalar int64: number of trained tokens at the draft position with most of them, usually the first."""
+    """Scalar int64: the largest number of trained tokens at any one draft position, usually the first."""
     sums: Tensor
     """[len(names), 2] float64: numerators and denominators of the metrics ``names``, still on the device."""
     names: tuple[str, ...]

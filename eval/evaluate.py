@@ -169,9 +169,10 @@ def predict(
 def development_answers(
     base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec
 ) -> list[FinishedAnswer]:
-    """Return the base's answers to ``limit`` prompts of the dev half, all tasks, for choices and predictions.
+    """Return the base's answers to ``limit`` prompts of the dev half of ``config.tasks``.
 
-    If ``spec`` needs only final hidden states, the states of decoding are kept, which saves a second forward pass.
+    They serve to choose trees and to predict results. ``spec`` says which hidden states the drafter reads; if only the
+    final ones, those of decoding are kept in the answers, which saves a second forward pass.
     """
     return base_answers(
         base,
@@ -195,7 +196,7 @@ def development_prompts(base: BaseModel, config: EvalConfig, limit: int) -> list
 
 
 def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], max_new_tokens: int) -> list[int]:
-    """Return the prompt's ids after the earlier ``answers``; reject ids that the base or its context cannot hold."""
+    """Return the prompt's ids after the earlier ``answers``; reject ids that the base lacks, or too many for it."""
     ids = conversation_ids(base.tokenizer, prompt, answers, base.config.chat_template_kwargs)
     check_ids(base, ids, max_new_tokens, prompt.where(len(answers)))
     return ids
@@ -204,7 +205,7 @@ def _prompt_ids(base: BaseModel, prompt: EvalPrompt, answers: list[list[int]], m
 def _settings(
     base: BaseModel, drafter: Drafter, config: EvalConfig, draft_config: DraftConfig, timed: TimedResults
 ) -> dict[str, Any]:
-    """Return the settings in ``eval.json``, with the base's kernels and what is ignored of its generation_config."""
+    """Return the settings for ``eval.json``, with the base's kernels and its ignored generation_config settings."""
     # At temperature 0 every rule accepts the target's own choice and nothing else.
     lossless = config.rule.lossless or config.sampler.greedy
     rule: dict[str, Any] = {"name": config.rule.name, "lossless": lossless}
@@ -267,9 +268,9 @@ def _equalities(
 ) -> dict[str, list[Equality]]:
     """Compare the answers of each method, turn by turn, with those of our autoregressive decoding.
 
-    For ``engines``, the methods of serving engines, a tie is a margin below ``engine.tie``. Sampled answers of
-    transformers are not compared, because it draws other random numbers. If drafts may change sampled answers, nothing
-    is compared.
+    For ``engines`` (the names of serving engines' methods), two logits closer than ``config.engine.tie`` are a tie.
+    Sampled answers of transformers are not compared, because transformers draws other random numbers. If drafts may
+    change sampled answers, the result is empty.
     """
     decode_config = DecodeConfig(draft_config=draft_config, sampler=config.sampler, rule=config.rule)
     if not (config.sampler.greedy or decode_config.same_text):
@@ -296,8 +297,9 @@ def _compared(
 ) -> list[Equality]:
     """Compare the answers of ``method`` with those of the method ``expected``, turn by turn.
 
-    ``tie`` is the largest margin of a tie (None: by the base's dtype). ``recompute`` explains other differences; it
-    takes prompt ids, result and position, and returns the tokens of ``recompute_tokens``.
+    Two logits closer than ``tie`` are a tie (None: a limit by the base's dtype). ``recompute`` helps to explain other
+    differences: it takes the prompt ids, the answer's ``DecodeResult`` and the first differing position, and returns
+    the tokens of ``recompute_tokens``. None: such differences stay unexplained.
     """
     equalities = []
     for ids, before, after in zip(timed.ids, timed.results[expected], timed.results[method], strict=True):

@@ -1,4 +1,4 @@
-"""Heads, chain lengths and confidence thresholds compared in one evaluation; the fastest becomes its head's default.
+"""Compare heads, chain lengths and confidence thresholds in one run; the fastest setting becomes its head's default.
 
 Made for Kangaroo, whose exit layer and threshold trade acceptance for cheaper drafts. A grid can compare any heads of
 one base.

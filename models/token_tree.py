@@ -93,7 +93,7 @@ class TokenTree:
     def first(self, nodes: int) -> "TokenTree":
         """Return the tree of the ``nodes`` nodes, root included, with the smallest depth plus sum of ranks on the path.
 
-        The sum is a guess at the likeliest nodes without a drafter.
+        This is a guess at the likeliest nodes, for use without a drafter's probabilities.
         """
         if nodes >= len(self):
             return self
@@ -144,10 +144,10 @@ class TreeShape:
 
     @classmethod
     def from_parents(cls, parents: Tensor, tree: TokenTree | None = None, width: int | None = None) -> Self:
-        """Return the shape of the trees with these ``parents`` [B or 1, N], the number of each node's parent from 0.
+        """Return the shape of the trees with these ``parents`` [B or 1, N]: the index of each node's parent.
 
         The root and padding have -1. Children are listed in the order of their nodes. ``tree`` is the static tree that
-        all rows have, if any. ``width`` is an upper bound of the number of children of a node; without it, they are
+        all rows have, if any. ``width`` is an upper bound of the number of children of a node; with None, children are
         counted, which waits for the device.
         """
         rows, nodes = parents.shape

@@ -7,7 +7,7 @@ positions. Weights change only between answers, and every answer starts with new
 a proposal carries the distributions from which its drafts were drawn.
 
 Differences from the reference code: the reference trains one position later, also counts the bonus token after full
-acceptance, and supports only independent draft models. Our optimiser clips gradients.
+acceptance as rejected, and supports only independent draft models. Our optimiser clips gradients.
 
 Shape legend: T tokens of a commit, n tokens of an answer with its prompt.
 """
@@ -48,7 +48,7 @@ OBJECTIVES = {
     "jsd": LossConfig(ce=0.0, jsd=1.0, decay=1.0),
     "kl_mixture": LossConfig(ce=0.0, kl=0.9, reverse_kl=0.1, decay=1.0),
 }
-"""Losses by name. The paper's code calls our ``kl_mixture`` JSD."""
+"""Loss of each ``OnlineConfig.objective``. The code of Online Speculative Decoding calls our ``kl_mixture`` JSD."""
 
 
 @settings(kw_only=True)
@@ -58,7 +58,8 @@ class OnlineConfig:
     interval: Positive = 8
     """Number of answers between two updates."""
     positions: Literal["rejected", "all"] = "rejected"
-    """Trained positions: the first ``rejected`` draft of each step, as in the paper, or ``all`` tokens of answers."""
+    """Trained positions: the first ``rejected`` draft of each step, as in Online Speculative Decoding (2310.07177), or
+    ``all`` tokens of answers."""
     objective: Literal["ce", "kl", "reverse_kl", "jsd", "kl_mixture"] = "kl"
     """Loss of the updates. ``kl_mixture`` is 0.9 forward and 0.1 reverse KL."""
     steps: Positive = 1
@@ -81,12 +82,16 @@ class OnlineExample:
 
     text: FinishedAnswer
     hidden: HiddenStates
-    """The base's hidden states [1, n, ...], without a gradient; those of the last token may be zeros."""
+    """The base's hidden states [1, n, ...] at the n tokens of prompt and answer, without a gradient; those of the last
+    token may be zeros."""
     rejected: list[tuple[int, int]]
     """(index in ``text.ids``, draft position from 1) of each token that should have been drafted but was not."""
 
     def batch(self, depth: int, positions: str) -> TrainBatch:
-        """Return the answer as one row that trains "all" its tokens, or the "rejected" ones (others have weight 0)."""
+        """Return the answer as one row that trains its tokens at ``positions``: "all" or "rejected".
+
+        With "rejected", all other tokens have weight 0. ``depth`` is the head's number of draft positions.
+        """
         batch = TrainBatch.of([self.text.ids], self.text.boundary)
         if positions == "all":
             return batch
@@ -217,7 +222,7 @@ class OnlineLearner:
         sampler: Sampler = GREEDY,
         seed: int = 0,
     ) -> tuple[DecodeResult, OnlineExample]:
-        """Answer the prompt ``ids`` with the exact rule and learn from the answer.
+        """Answer the prompt ``ids`` with the exact acceptance rule and learn from the answer.
 
         Return the answer and its training example. ``draft_config`` is by default the head's own.
         """
@@ -275,8 +280,8 @@ class OnlineLearner:
     def save(self, folder: Path, made_by: dict[str, Any]) -> None:
         """Save a checkpoint with weights, optimiser moments, random states and times. Call it after an update.
 
-        ``made_by`` holds the settings of the run, which must be equal when ``restore`` resumes. Answers after the
-        latest checkpoint are repeated then.
+        ``made_by`` holds the settings of the run, which must be equal when ``restore`` resumes. A resumed run generates
+        the answers after its latest checkpoint again.
         """
         state = TrainState(phase=0, step=self.updates, global_step=self.answered)
         manifests = {"stream": made_by, "seconds": [self.decode_s, self.update_s]}
@@ -345,7 +350,10 @@ def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: Toke
 
 
 def frozen_copy(head: DraftHead) -> DraftHead:
-    """Return a copy of the head with its own weights, on the same base, in eval mode and without ``batch_trees``."""
+    """Return a copy of the head on the same base, with weights that training of ``head`` does not change.
+
+    It is in evaluation mode and has only the tree for batch size 1.
+    """
     whole = len(head.d2t) == head.base.vocab_size
     copy = head.config.build(head.base, None if whole else head.d2t)
     copy.load_state_dict(head.state_dict())

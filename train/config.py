@@ -40,7 +40,8 @@ class BoostConfig:
     head: str = ""
     """Folder or repository of the first head, whose misses the new head learns. Empty turns boosting off."""
     floor: Share = 0.1
-    """Weight of targets that the first head ranks within its tree's width at their depth. Others have weight 1."""
+    """Weight of targets that the first head already drafts: their rank among its candidates is below its tree's width
+    at that depth. Other targets have weight 1."""
 
 
 @settings(kw_only=True)
@@ -59,7 +60,7 @@ class PhaseConfig:
     """Largest number of rows that a process trains at once. It determines memory and speed."""
     grad_accum_steps: Positive | None = None
     """Micro-batches per process and optimiser step. If it is set, ``rows_per_step`` is ignored, and a step has
-    ``micro_batch_size`` x ``grad_accum_steps`` rows per process. With both null, it is 1."""
+    ``micro_batch_size`` x ``grad_accum_steps`` rows per process. With both null, ``grad_accum_steps`` is 1."""
     steps: Positive = 100
     """Optimiser steps. The corpus is reshuffled and repeated as needed."""
     max_tokens: Positive | None = None
@@ -97,7 +98,7 @@ class PhaseConfig:
 
 @settings(kw_only=True)
 class CheckpointConfig:
-    """Settings of checkpoints. The end of each phase, every new best, and a stop by a signal are also saved."""
+    """Settings of checkpoints. They are also saved at the end of a phase, at every new best and on a stop signal."""
 
     every_steps: Positive = 200
     """Optimiser steps between two checkpoints."""
@@ -121,7 +122,7 @@ class RunConfig:
     hours: PositiveFloat | None = None
     """With ``mode=estimate``, also print how many steps of the last phase fit this many hours."""
     stages: Annotated[list[Stage], Field(min_length=1)] = field(default_factory=lambda: list(get_args(Stage)))
-    """Stages to run, always in the order of the choices. Each stage reads what it needs from the run folder."""
+    """Stages to run; their order in this list has no effect. Each stage reads what it needs from the run folder."""
     out: str
     """Folder of the run."""
     resume: bool = True
@@ -132,8 +133,8 @@ class RunConfig:
     """Head to train: ``head=NAME`` chooses a type, ``head.KEY=VALUE`` sets its settings. The keys of each type are in
     docs/reference/settings.md."""
     max_draft_vocab_size: Positive | None = None
-    """Upper limit of ``head.draft_vocab_size``, for ``debug=tiny``. A head over the whole vocabulary is not reduced, so
-    that it can be exported to the same formats."""
+    """Upper limit of ``head.draft_vocab_size``, for ``debug=tiny``. A head over the whole vocabulary is not reduced,
+    because some export formats need the whole vocabulary."""
     init_from: str | None = None
     """Continue training from this head instead of an untrained one. It is a folder (also of an imported head) or a Hub
     repository. Settings and draft vocabulary are those of that head, and ``head`` must name its type."""
@@ -144,7 +145,7 @@ class RunConfig:
     phases: dict[str, PhaseConfig] = field(default_factory=dict)
     """Phases in order, each with a name, so that one value can be overridden: ``phases.distill.steps=500``."""
     shard: ShardConfig = field(default_factory=ShardConfig)
-    """Weights that several devices share: ``shard=none``, ``head``, ``full`` or ``hybrid``
+    """How weights are divided among devices: ``shard=none``, ``head``, ``full`` or ``hybrid``
     (docs/guides/several_gpus.md)."""
     per_node_data: bool = False
     """Let every node make and keep its own corpora and caches, for nodes without a shared ``data.folder``. The run
@@ -159,8 +160,8 @@ class RunConfig:
     validate_every: Positive = 200
     """Optimiser steps between two measurements of acceptance on held-out answers. A phase's end is also measured."""
     tree_search: Literal["greedy", "sequoia"] = "greedy"
-    """Search for the head's tree. ``greedy`` uses joint counts of whole paths; ``sequoia`` is Sequoia's dynamic
-    program."""
+    """Search for the head's tree. ``greedy`` adds the likeliest node next, by counts of whole accepted paths;
+    ``sequoia`` is Sequoia's dynamic program."""
     tree_batches: list[Annotated[int, Field(ge=2)]] = field(default_factory=list)
     """Batch sizes that also get a tree, such as ``[2, 4, 8]``."""
     tree_prompts: NonNegative = 36
@@ -179,7 +180,7 @@ class RunConfig:
         if not self.phases:
             raise ValueError("the recipe has no phases; choose one, e.g. recipe=medusa_smollm2")
         if not any(p.corpus == "answers" for p in self.phases.values()):
-            raise ValueError("no phase trains on answers, which acceptance and the tree are measured on; add a phase")
+            raise ValueError("no phase has corpus=answers, but acceptance and the tree need answers; add such a phase")
         name = re.fullmatch(r"[A-Za-z0-9._-]+", self.name) is not None
         require(name, "name", "letters, digits, '.', '_' and '-' only", self.name)
         require(bool(self.out.strip()), "out", "the name of a folder", self.out)
@@ -222,7 +223,8 @@ def composed(overrides: Sequence[str]) -> RunConfig:
 def parse_run(cfg: DictConfig) -> RunConfig:
     """Convert a composed recipe to checked settings; raise a ``UserError`` for settings that exclude each other.
 
-    A null ``data.answers.fresh`` becomes true or false, and ``max_draft_vocab_size`` is applied to the head's settings.
+    A null ``data.answers.fresh`` becomes true if packaged answers are of another base than this one, else false.
+    ``max_draft_vocab_size`` is applied to the head's settings.
     """
     run = parse(cfg, RunConfig)
     answers = run.data.answers
@@ -230,7 +232,9 @@ def parse_run(cfg: DictConfig) -> RunConfig:
         is_packaged = (answers.precomputed or "").startswith(f"{EMBEDDED.partition(':')[0]}:")
         answers.fresh = is_packaged and (run.base.name != EMBEDDED or run.base.adapter is not None)
     if run.hours is not None and run.mode != "estimate":
-        raise UserError("hours needs mode=estimate, which prints the steps that fit; then set phases.NAME.steps")
+        raise UserError(
+            "hours needs mode=estimate, which only prints how many steps fit; to limit training, set phases.NAME.steps"
+        )
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
     if limit is not None and isinstance(size, int):
         run.head["draft_vocab_size"] = min(size, limit)

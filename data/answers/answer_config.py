@@ -59,7 +59,7 @@ class ServerConfig:
         parts = urlsplit(self.url)
         if parts.username or parts.password:
             # The recipe is written to the run folder and to trackers.
-            raise UserError("data.answers.server.url must not contain a name or password; use OPENAI_API_KEY instead")
+            raise UserError("data.answers.server.url must not contain a user or password; use OPENAI_API_KEY instead")
         try:
             valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
         except ValueError:  # the port is not a number

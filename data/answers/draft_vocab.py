@@ -9,10 +9,10 @@ from drafthead.data.utils.errors import UserError
 
 
 def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterable[int]) -> npt.NDArray[np.int64]:
-    """Return ``size`` token ids: those in ``always``, and the most frequent others.
+    """Return up to ``size`` token ids: those in ``always``, and the most frequent others.
 
-    A head that scores W ids instead of V reads only W / V of the projection. Other ids are never drafted, so the output
-    stays exact, and only acceptance can decrease. Among equally frequent ids the lower id is taken.
+    A head that scores W ids instead of V reads only W / V of its output matrix. Ids outside of the W are never drafted.
+    The output therefore stays exact, but acceptance can decrease. Among equally frequent ids the lower id is taken.
 
     Args:
         counts: [V] occurrences of each id, for instance in the base's own answers.
@@ -24,7 +24,7 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
     """
     required = np.unique(np.fromiter(always, dtype=np.int64))
     if len(required) > size:
-        raise UserError(f"draft vocabulary size {size} cannot hold the {len(required)} required ids; raise the size")
+        raise UserError(f"draft_vocab_size={size} cannot hold the {len(required)} required ids; raise draft_vocab_size")
     ranked = counts.astype(np.int64)
     ranked[required] = np.iinfo(np.int64).max
     chosen = np.argsort(-ranked, kind="stable")[:size]

@@ -31,8 +31,9 @@ class HiddenStateCache:
     def __init__(self, folder: Path, rows: int, seq_len: int, width: int, dtype: str, manifest: dict[str, Any]) -> None:
         """Create a cache of shape [rows, seq_len, width] in ``folder``, or open the existing one.
 
-        If several processes call this at once, one creates the files and the others wait. ``dtype`` is "float16" or
-        "bfloat16". ``manifest`` names all that determines the hidden states (base, revision, corpus), as JSON values.
+        If several processes call this at once, one creates the files and the others wait. ``width`` is the number of
+        values per token. ``dtype`` is "float16" or "bfloat16". ``manifest`` names all that determines the hidden states
+        (base, revision, corpus), as JSON values.
         An existing cache with another shape, dtype or manifest raises a ``UserError``.
         """
         self.folder, self._dtype_name, self._dtype = folder, dtype, _DTYPES[dtype]

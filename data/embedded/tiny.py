@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> "PreTrainedTokenizerFast":
-    """Return a ChatML tokenizer of 256 bytes (ids 0 to 255, in byte order) and three special tokens; 2048 positions.
+    """Return a byte-level ChatML tokenizer for up to 2048 tokens: ids 0 to 255 are the bytes, then 3 special tokens.
 
     Padding is ``<|endoftext|>`` and end of turn is ``<|im_end|>``, so that tests find code that confuses the two.
     """

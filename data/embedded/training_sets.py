@@ -57,7 +57,7 @@ def content_hash(text: str) -> str:
 
 
 def held_out(text: str) -> bool:
-    """Return True for passages that are used for evaluation and never for training: one in 20, by content hash."""
+    """Return True for a text that is kept for evaluation and never trained on: one in 20, by content hash."""
     return int(content_hash(text)[:8], 16) % _HELD_OUT_SHARE == 0
 
 

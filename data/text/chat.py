@@ -26,7 +26,7 @@ class Document:
     input_ids: npt.NDArray[np.int32]
     """[n] token ids."""
     loss_mask: npt.NDArray[np.bool_]
-    """[n] True for tokens that may be targets."""
+    """A value per token: True if the token may be a target of a draft in training."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

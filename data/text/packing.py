@@ -61,10 +61,11 @@ def pack(documents: Iterable[Document], seq_len: int, split: bool, folder: Path 
         folder: rows are written to a file there and memory-mapped. None keeps them in memory (13 bytes per token).
 
     Returns:
-        A dataset with the columns input_ids, position_ids, document_ids (int32) and loss_mask (bool), each [R, T], and
-        pieces: per row a list of [document number, start in the document, length, offset in the row]. Document numbers
-        count from 0, empty documents included; document ids count the pieces of a row. Padding has the document id
-        ``NO_DOCUMENT`` and is not trained. Without a row a ``UserError`` is raised.
+        A dataset of R rows with the columns input_ids, position_ids, document_ids (int32) and loss_mask (bool), each
+        [R, T], and pieces: per row a list of [document number, start in the document, length, offset in the row].
+        Document numbers count all ``documents`` from 0, including empty ones. A token's document id is the number of
+        its piece in the row, from 0; padding has ``NO_DOCUMENT`` and is not trained. A ``UserError`` is raised if there
+        is no row.
     """
     rows = split_rows(documents, seq_len) if split else _whole_rows(documents, seq_len)
     if folder is None:
@@ -220,7 +221,7 @@ def _write_rows(sink: pa.NativeFile, rows: Iterator[PackedRow], seq_len: int) ->
 
 
 def _arrays(rows: list[PackedRow], seq_len: int) -> tuple[dict[str, _Array], list[list[list[int]]]]:
-    """Return the columns ``_ROW``, each [R, T], and the column pieces as ``pack`` documents it, for R rows."""
+    """Return the columns of ``_ROW``, each [R, T] for R ``rows``, and the column ``pieces`` that ``pack`` describes."""
     arrays = {name: np.zeros((len(rows), seq_len), kind.to_pandas_dtype()) for name, kind in _ROW.items()}
     arrays["document_ids"][:] = NO_DOCUMENT
     pieces: list[list[list[int]]] = [[] for _ in rows]

@@ -33,7 +33,7 @@ CONVERSATIONS = ("messages", "conversations", "conversation")
 """Names of columns that hold conversations."""
 AUTO = "auto"
 PROMPT_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "input_ids")
-"""Keys of a line of a suite or of ``data.prompts``, in the order in which they are searched."""
+"""Keys that may hold the prompt in a line of an evaluation suite or of ``data.prompts``, in the order of search."""
 T = TypeVar("T")
 
 
@@ -197,10 +197,10 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
 def column_value(
     row: dict[str, Any], source: SourceConfig, where: str, searched: Sequence[str] = PROMPT_COLUMNS
 ) -> tuple[Any, str]:
-    """Return the row's value in the source's column, and the value's name for messages.
+    """Return the row's value in the source's column, and the value's name for error messages.
 
-    For ``auto`` it is the first column of ``searched`` that is not None. ``where`` is the row's name in messages. A
-    missing column raises a ``UserError``.
+    If the source's column is ``auto``, the value is the first one in the columns ``searched`` that is not None.
+    ``where`` is the row's name for error messages. A missing column raises a ``UserError``.
     """
     columns = searched if source.column == AUTO else (source.column,)
     column = next((name for name in columns if row.get(name) is not None), None) or columns[0]
@@ -222,7 +222,7 @@ def as_text(value: Any, where: str) -> str:
 def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Message]:
     """Yield the messages of a conversation in any common form. Callers put the row's name before error messages.
 
-    ``roles`` maps names of roles in the data to ours; other roles are refused.
+    ``roles`` maps role names in the data to those in the result; a role that it does not have raises a ``UserError``.
     """
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise UserError(
@@ -276,9 +276,9 @@ def shown(value: Any) -> str:
 def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
     """Return the messages up to the first one to answer, and the texts of the user's later messages.
 
-    ``value``, from a line of a suite, is a text, a conversation, or a list of the user's texts. A conversation keeps
-    its own answers; only the user's messages after the last of them are answered, and what follows the last user
-    message is dropped. Callers put the line's name before error messages.
+    ``value``, from a line of a suite, is a text, a conversation, or a list of the user's texts. In a conversation, what
+    follows the last user message is dropped. Its answers before that are kept, and only the user's messages after the
+    last kept answer are to be answered. Callers put the line's name before error messages.
     """
     if isinstance(value, str):
         messages = user_turn(value)
@@ -317,10 +317,10 @@ def as_suite_prompt(value: Any, where: str) -> list[Message]:
 def iter_rows(
     source: SourceConfig, stream: bool = False, on_error: Callable[[UserError], None] | None = None
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (row, its name in messages) of a dataset or JSON lines.
+    """Yield (row, its name for error messages) of a dataset or JSON lines.
 
-    A dataset is downloaded, or read over the network with ``stream`` or a limit. ``on_error`` is called with the error
-    of a broken line; with None, the error is raised.
+    A dataset is downloaded or, with ``stream`` or if the source has a ``limit``, read over the network. ``on_error`` is
+    called with the error of a broken line; with None, the error is raised.
     """
     if source.kind == "hf":
         with open_source(source, stream or source.limit is not None) as rows:
@@ -400,7 +400,7 @@ def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> l
     """Return up to ``limit`` prompts (None: all) of all sources without near-duplicates, shuffled by ``seed``."""
 
     def read(source: SourceConfig, most: int | None) -> Iterator[list[Message]]:
-        """Yield the prompts of ``source``; only ``most`` of a large dataset or of a source with a weight."""
+        """Yield prompts of ``source``; only ``most`` (None: all) if it has a weight or is a dataset without limit."""
         # Datasets may be large, so no more than needed is read. Other sources are read whole and cut after the shuffle.
         if source.kind == "hf" and source.limit is None:
             source = replace(source, limit=most)

@@ -32,7 +32,8 @@ State = dict[str, Any]
 """A position in a stream, as JSON values."""
 WINDOW = 64
 KEPT_POSITIONS = 256
-"""Number of latest positions to store per shard. Earlier windows are found by reading the shard from its beginning."""
+"""Number of windows per shard, counted from the latest, whose start is stored. To find the start of an earlier window,
+the shard is read from its beginning."""
 _WRITING = threading.Lock()
 """Lock for writing positions, because two phases of a run may use the same shards."""
 
@@ -129,8 +130,9 @@ class Mixture:
 class StreamedRows:
     """An endless sequence of text rows of T tokens each.
 
-    ``shards`` and ``micro_batch_size`` determine the shard of each row, as the module describes. ``folder`` stores
-    the positions; every combination of settings needs its own folder. ``workers`` threads pack windows ahead.
+    ``shards`` and ``micro_batch_size`` determine the shard of each row, as the module describes. ``folder`` stores the
+    positions in the stream where windows (``WINDOW`` rows of a shard) start; every combination of settings needs its
+    own folder. ``workers`` threads pack the next windows ahead of time.
     """
 
     def __init__(

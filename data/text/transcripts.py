@@ -211,7 +211,7 @@ class TranscriptEncoder:
     def _check_answer(self, prompt: str, answer: str, message: Mapping[str, Any]) -> None:
         """Raise a ``UserError`` if ``answer``, the template's text for ``message``, changes more than white space.
 
-        ``prompt`` is the template's text before it, without white space.
+        ``prompt`` is the template's text before ``answer``, without white space.
         """
         written, position = _squeezed(answer), 0
         content, reasoning = _squeezed(message["content"]), _squeezed(message.get("reasoning_content", ""))
@@ -219,7 +219,7 @@ class TranscriptEncoder:
             if not prompt.endswith(EMPTY_REASONING):
                 raise UserError(
                     "(assistant) starts with an empty think block, which the base does not write in this mode; set "
-                    "base.chat_template_kwargs={enable_thinking: false} if the template has that switch, or remove it"
+                    "base.chat_template_kwargs={enable_thinking: false} if the template has it, or remove the block"
                 )
             content = content.removeprefix(EMPTY_REASONING)
         calls = [call["function"] for call in message.get("tool_calls", ())]

@@ -158,7 +158,7 @@ _NOISE = ("reference_type", "object_type", "full_key", "See https", "To append t
 
 
 def _one_line(error: BaseException) -> str:
-    """Return message and cause of an error of Hydra or OmegaConf in one line, without its lines about the library."""
+    """Return message and cause of an error of Hydra or OmegaConf in one line, without lines that do not help users."""
     lines = [line.strip() for line in str(error).splitlines()]
     message = " ".join(line for line in lines if line and not line.startswith(_NOISE))
     if isinstance(error, OverrideParseException):

@@ -56,7 +56,8 @@ def device_of(device: torch.device | str | None) -> torch.device:
 def reads_freely(device: torch.device) -> bool:
     """Return True if the host can read a tensor of ``device`` without waiting.
 
-    On other devices drafting never stops early, and unused nodes stay as padding, because a wait would cost more.
+    On other devices drafting never stops early and keeps unused tree nodes as padding, because waiting for the values
+    that decide this would cost more.
     """
     return device.type == "cpu"
 
@@ -128,7 +129,7 @@ def peak_memory() -> int:
 
 
 def memory() -> tuple[int, int]:
-    """Return the free and the total bytes of the device's memory."""
+    """Return the free and the total memory of the device ``device_of(None)``, in bytes."""
     if (device := device_of(None)).type in ("cpu", "mps"):  # MPS shares the host's memory
         host = psutil.virtual_memory()
         return host.available, host.total

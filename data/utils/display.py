@@ -22,7 +22,7 @@ LOG_WIDTH = 120
 
 
 class Display:
-    """The console of a run. It prints nothing unless ``enabled``, as only in the main process."""
+    """The console of a run. It prints only if ``enabled``, which is False in all processes but the main one."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.console = Console(quiet=not enabled, highlight=False)
@@ -56,7 +56,7 @@ class Display:
     def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
         """Show ``done`` of ``total`` in the progress bar ``label``.
 
-        Without a terminal, print a line every 10 s, starting ``after`` seconds after the label's first call.
+        Without a terminal, print a line every 10 s instead, but none in the first ``after`` seconds of ``label``.
         """
         if self.console.is_terminal:
             if self._bar is None:

@@ -73,7 +73,10 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def disk_errors(content: str, folder: Path) -> Iterator[None]:
-    """Turn errors of the disk (full, quota, read-only) while writing ``content`` to ``folder`` into one-line errors."""
+    """Turn disk errors in the block (full, quota, read-only) into a ``UserError``.
+
+    Its message says that ``content``, such as "the packed rows", could not be written to ``folder``.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -203,7 +206,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "") -> Path:
-    """Return the folder in ``parent`` with an equal ``manifest``, or else a new folder's name: ``prefix`` and a digest.
+    """Return the folder in ``parent`` with an equal ``manifest``, or else the path of a new one: prefix and digest.
 
     Folders are compared by manifest and not by name, because earlier versions used other digests. An entry ``cache`` in
     a folder's manifest is ignored.

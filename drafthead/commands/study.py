@@ -97,7 +97,7 @@ def main(config: StudyConfig) -> None:
     for name, head in heads.items():
         with display.stage(f"acceptance and latency of {name}"):
             rows.append({"name": name, **predicted(base, head, texts)})
-    with display.stage("decoding with all shapes in one run"):
+    with display.stage("measuring the speed of all draft models in one run"):
         timed = measure_speeds(base, heads, rows, texts, config.max_new_tokens)
     record = {"recipe": config.recipe, "suite": config.suite, "limit": config.limit, "rows": rows}
     measured_on = hardware() | {"other_processes_cores": timed.other_processes_cores}

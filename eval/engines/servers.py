@@ -68,8 +68,9 @@ class EngineServer(ABC):
     ) -> None:
         """Connect to the server at ``url``.
 
-        ``process`` is the server's, if we started it, to report its exit. ``drafts`` is the length of its chains; 0:
-        it does not draft.
+        ``process`` is the server's, if we started it, to report its exit. ``drafts`` is the number of tokens that the
+        server drafts per step; 0: it does not draft. An answer ends at one of ``eos_ids``. A request that takes longer
+        than ``timeout_s`` seconds fails.
         """
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
@@ -131,7 +132,7 @@ class EngineServer(ABC):
         return self._send(path, body), time.perf_counter() - started
 
     def _counters(self) -> dict[str, float]:
-        """Return the server's Prometheus counters, summed over labels; counters by position are named ``name[n]``."""
+        """Return the server's Prometheus counters, summed over labels; ``name[0]`` is ``name`` at draft position 0."""
         counters: dict[str, float] = {}
         for line in str(self._send("/metrics")).splitlines():
             if match := re.match(r"([\w:]+)(\{.*\})? ([\d.eE+-]+)$", line):
@@ -144,7 +145,8 @@ class EngineServer(ABC):
     def _complete(self, tokens: list[int], stopped: bool, token: object = None) -> list[int]:
         """Return the tokens up to and including the end-of-turn token, which is appended if the server omitted it.
 
-        ``stopped`` is true if the answer ended there, and ``token`` is the end-of-turn token, if the server names it.
+        ``stopped`` is true if the answer ended with an end-of-turn token, not at its length limit. ``token`` is that
+        token's id; anything else, such as None, if the server does not name it.
         """
         for index, candidate in enumerate(tokens):
             if candidate in self.eos_ids:

@@ -96,7 +96,8 @@ class _Choices(TorchFunctionMode):
     def _below(self, numbers: Any, limits: Any) -> Tensor:
         """Choose for each number whether it is below its limit; return the choices.
 
-        ``numbers`` are uniform in [low, high), the bounds that earlier comparisons left. A choice moves a bound.
+        ``numbers`` are random and stand for intervals: each is uniform in [``numbers.low``, ``numbers.high``). A choice
+        narrows its interval to the part below or above the limit.
         """
         limits = torch.as_tensor(limits, dtype=torch.float64)
         shape = (numbers.low + limits).shape
@@ -198,7 +199,7 @@ def _next_token(table: TabularLM) -> NextToken:
         for token in prefix:
             number = number * table.vocabulary + 1 + int(token)
         if number >= len(table.logits):
-            raise UserError(f"the sampler reads a prefix of {len(prefix)} tokens; draft at most `length` of them")
+            raise UserError(f"the sampler reads a prefix of {len(prefix)} tokens; it may have at most `length` tokens")
         return table.logits[number].softmax(-1)
 
     return probs

@@ -1,4 +1,4 @@
-"""Cases that ``drafthead certify`` enumerates (all rules, ways to draft, samplers and shapes), and cases to be refused.
+"""Cases that ``drafthead certify`` enumerates (rules, ways to draft, samplers, tree shapes) and cases to be refused.
 
 Vocabularies are chosen so that a case has some thousands of random outcomes.
 """
@@ -34,7 +34,7 @@ SAMPLERS = (
     Sampler(repetition_penalty=1.5),
 )
 OTHER_DRAFT_SAMPLERS = ((Sampler(temperature=1.0, top_p=0.8), RAW), (RAW, Sampler(temperature=0.7, top_k=2)))
-"""Pairs of the target's and the drafter's sampler: drafts may have any distribution."""
+"""Pairs (the target's sampler, another sampler for the drafts): the output must be exact with any draft sampler."""
 TOP_K, WITH, WITHOUT = DraftSampling.TOP_K, DraftSampling.WITH_REPLACEMENT, DraftSampling.WITHOUT_REPLACEMENT
 SAMPLED = (WITH, WITHOUT)
 EVERY = (TOP_K, *SAMPLED)
@@ -65,7 +65,7 @@ class Shape:
     vocabulary: int
     parts: tuple[Part, ...]
     kinds: tuple[DraftSampling, ...] = EVERY
-    """Ways to draw the drafts with which the shape is enumerated."""
+    """The shape is enumerated once for each of these ways to draw its drafts."""
     relay: bool = False
     """The drafters draft in turn along one path. Otherwise their trees are combined in one."""
 
@@ -173,7 +173,7 @@ def cases() -> Iterator[Case]:
 
 
 def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> Iterator[Case]:
-    """Yield a case per sampler, and with sampled drafts a case per pair of different samplers."""
+    """Yield a case per sampler and, if drafts are sampled, a case per pair of ``OTHER_DRAFT_SAMPLERS``."""
     for sampler in SAMPLERS:
         yield _case(rule, kind, shape, sampler)
     for sampler, draft_sampler in () if kind is TOP_K else OTHER_DRAFT_SAMPLERS:
@@ -181,7 +181,7 @@ def _with_samplers(rule: AcceptanceRule, kind: DraftSampling, shape: Shape) -> I
 
 
 def _case(rule: AcceptanceRule, kind: DraftSampling, shape: Shape, sampler: Sampler) -> Case:
-    """Return a case whose drafter samples like the target, without a penalty; for a greedy target, at temperature 1."""
+    """Return a case. Sampled drafts use ``sampler`` too, without its penalty; at temperature 1 if it is greedy."""
     sampler_of_drafts = RAW if sampler.greedy else replace(sampler, repetition_penalty=1.0)
     draft_sampler = None if kind is TOP_K else sampler_of_drafts
     return Case(rule=rule, draft_sampling=kind, shape=shape, sampler=sampler, draft_sampler=draft_sampler)
@@ -254,7 +254,7 @@ class Counterexample:
 
 
 def _table(*rows: tuple[float, float]) -> TabularLM:
-    """Return a table over two tokens from their probabilities after the root and after each longer prefix."""
+    """Return a table over two tokens; ``rows`` are their probabilities after the empty and each longer prefix."""
     return TabularLM(torch.tensor(rows, dtype=torch.float64).log())
 
 

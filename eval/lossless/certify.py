@@ -1,8 +1,9 @@
 """Exact check that every acceptance rule keeps the target's distribution (``drafthead certify``).
 
 Each case runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
-of the random choices (``enumerate.py``). The target completes the committed tokens to one token more than the tree is
-deep. These tokens must have the target's own distribution, up to a total variation of 1e-9 (rounding). A lossy rule is
+of the random choices (``enumerate.py``). A step commits at most one token more than the tree is deep. If it commits
+fewer, the target generates the missing ones. All these tokens together must have the target's own distribution, up to a
+total variation of 1e-9 (rounding). A lossy rule is
 reported with its total variation. Biased combinations must be refused, and published ways to draft that are biased
 must be found biased by the amount calculated by hand.
 """
@@ -41,7 +42,7 @@ class Row:
     outcomes: int = 0
     """Number of sequences of random choices. The bonus token is not enumerated; its distribution is added."""
     total_variation: float | None = None
-    """Total variation of depth + 1 committed tokens from the target's distribution; None if not enumerated."""
+    """Total variation of the next tokens, one more than the tree's depth, from the target's; None: not enumerated."""
     reason: str = ""
     """Reason of a refusal."""
 
@@ -136,7 +137,7 @@ def labels(case: Case | Refusal | Counterexample) -> dict[str, Any]:
 
 
 def settings_label(settings: Any, always: str) -> str:
-    """Return the field ``always`` and the fields that differ from their defaults: ``temperature 0, top_k 3``."""
+    """Describe a dataclass by its field ``always`` and all fields not at their defaults: ``temperature 0, top_k 3``."""
     first = getattr(settings, always)
     shown = [first if isinstance(first, str) else f"{always} {first:g}"]
     for item in fields(settings):

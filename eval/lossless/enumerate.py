@@ -46,7 +46,7 @@ class EnumeratedRng:
         """[B, V] distribution of the bonus token; None until (and unless) it is drawn."""
 
     def bernoulli(self, p: Tensor, q: Tensor, active: Tensor) -> Tensor:
-        """Return [B] true with probability ``min(1, p / q)`` in ``active`` rows, like ``RandomSource.bernoulli``."""
+        """Return a decision per row [B]: true with probability ``min(1, p / q)``, always false in inactive rows."""
         # The test is u * q < p for a uniform u: p = 0 never passes, and q = 0 passes whenever p > 0.
         prob = torch.where(p > 0, p / q.clamp(min=torch.finfo(torch.float64).tiny), 0.0).clamp(max=1.0)
         return active & (self._choose(torch.stack([1 - prob, prob], -1), active) == 1)
@@ -54,8 +54,8 @@ class EnumeratedRng:
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
         """Return [B, C] int64 draws from ``probs`` [B, C, V], like ``RandomSource.categorical``.
 
-        The bonus token is not chosen: its distribution is stored. A draw with an ``offset`` is never the bonus token,
-        but decides how far drafts are accepted.
+        While verifying, a draw without ``offset`` is the bonus token: no choice is made, its distribution is stored. A
+        draw with an ``offset`` (a later position of the answer) only decides how far drafts are accepted.
         """
         if not self.drafting and offset is None:
             self.bonus = probs[:, 0] / probs[:, 0].sum(-1, keepdim=True)
@@ -82,7 +82,7 @@ class EnumeratedRng:
         return choice
 
     def _fork(self, probs: Tensor, rows: Tensor, taken: Tensor) -> None:
-        """Add a script for every possible option but ``taken`` [B] of the rows where ``rows`` [B] is true."""
+        """Add a script per option that ``taken`` [B] is not and whose ``probs`` > 0, in rows where ``rows`` is true."""
         possible = (probs > 0) & rows[:, None]
         row, option = possible.scatter(1, taken[:, None], False).nonzero(as_tuple=True)
         if len(row):
@@ -119,7 +119,10 @@ class CommittedProbs:
                 sequence = (sequence * self.vocabulary + paths[:, length]) % self.by_length[length].numel()
 
     def completed(self, probs: Tensor) -> Tensor:
-        """Return the masses of all sequences of depth + 1 tokens; ``probs`` [prefixes, V] complete shorter ones."""
+        """Return the masses of all sequences of depth + 1 tokens; shorter ones are extended by draws from ``probs``.
+
+        ``probs`` [prefixes, V] are the target's next-token probabilities after every prefix.
+        """
         total = self.by_length[0]
         for n, masses in enumerate(self.by_length[1:], start=1):
             total = _extended(total, probs, n, self.vocabulary) + masses

@@ -132,7 +132,7 @@ def compare_outputs(
     ===========================  ===================  ==========================================================
     any, margin below tolerance  any                  tie
     the answer's                 any                  fault in autoregressive decoding: its cache or its forward
-    the expected one             the expected one     cache fault: a fresh cache gives the right tree
+    the expected one             the expected one     cache fault: with a fresh cache the step is right
     the expected one             anything else        mask or position fault: a fresh cache does not repair it
     another, or not recomputed   any                  unexplained
     the expected one             not recomputed       unexplained

@@ -2,8 +2,8 @@
 
 The original and the reloaded head draft along the same answers of the base. Their logits must be equal up to the
 rounding of the checkpoint's dtype, and so must be their simulated mean accepted length. If the log of the training run
-is there, the checkpoint's top-1 accuracy must also be near that of training on held-out answers. The most common
-complaint about draft heads is 98 % accuracy in training and 10 % in use.
+is there, the checkpoint's top-1 accuracy must not be much lower than the logged one on held-out answers. The most
+common complaint about draft heads is 98 % accuracy in training and 10 % in use.
 """
 
 import math
@@ -34,7 +34,7 @@ from drafthead.models.token_tree import TokenTree
 
 LOGIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest accepted difference between logits, as a share of the largest logit. Rounding to bfloat16 changes a weight by
-up to 2^-9 of its value, and the errors of products and layers add up.
+up to 2^-9 of its value, and these errors add up in matrix products and over layers.
 """
 LENGTH_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.05}
 """Largest accepted difference of the mean accepted length: rounding may swap two almost equally likely candidates."""
@@ -47,7 +47,7 @@ class DraftQuality:
     """Measurements of one head along the answers."""
 
     logits: Tensor
-    """[n, K, W] float32 logits of all draft positions at the first answer's n first positions."""
+    """[positions, K, draft vocabulary] float32 logits at the first (up to ``POSITIONS``) positions of an answer."""
     mean_accepted_length: float
     """Mean accepted length of greedy decoding with the original head's tree, or with a chain if it has none."""
     accuracy: float

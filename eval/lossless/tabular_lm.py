@@ -28,7 +28,11 @@ class TabularLM:
     """Next-token logits as a table over prefixes, which are numbered: 0 is empty, then ``V * prefix + 1 + token``."""
 
     def __init__(self, logits: Tensor, vocabulary: int | None = None) -> None:
-        """Take logits [prefixes, V] float64. A drafter's table may have fewer columns than ``vocabulary`` tokens."""
+        """Take float64 logits [prefixes, tokens that have logits].
+
+        ``vocabulary`` is the target's number of tokens, by which prefixes are numbered; None: the logits' columns. A
+        drafter with fewer tokens needs it.
+        """
         self.logits = logits
         self.vocabulary = vocabulary or logits.shape[1]
 
@@ -49,9 +53,9 @@ class TabularLM:
         return TabularLM(self.logits + spread * noise)
 
     def after(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
-        """Return the numbers of the prefixes extended by ``tokens``, of the same shape.
+        """Return the numbers of the prefixes that are longer by one token each; all tensors have the same shape.
 
-        A prefix too long for the table becomes 0: the distribution after it is then that of the empty prefix.
+        ``prefixes`` are prefix numbers. A result too long for the table becomes 0, the number of the empty prefix.
         """
         longer = prefixes * self.vocabulary + 1 + tokens
         return torch.where(longer < len(self.logits), longer, 0)
@@ -83,7 +87,7 @@ def any_confidence(prefixes: Tensor) -> Tensor:
 
 
 class _ByPrefix(LogitsSource):
-    """Source of a tree's logits with a distribution per node, as from a model that has read the path."""
+    """Source of a tree's logits: each node has its own distribution, as from a model that has read the path to it."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._root, self._prefixes = table, True, prefixes[:, None]
@@ -99,7 +103,7 @@ class _ByPrefix(LogitsSource):
 
 
 class _ByLevel(LogitsSource):
-    """Source of a tree's logits whose levels have one distribution and its samples each, as from Medusa's heads."""
+    """Source of a tree's logits: all nodes of a level share one distribution and its samples, as in Medusa."""
 
     def __init__(self, table: TabularLM, prefixes: Tensor) -> None:
         self._table, self._rows, self._level = table, len(prefixes), -1
@@ -121,7 +125,7 @@ class TableDraft:
     shared: bool = False
     """All nodes of a level share their candidates or samples."""
     draft_vocabulary: int | None = None
-    """Number of ids in the draft vocabulary, the last of the target's; None: all."""
+    """Number of ids that the drafter can draft: the last so many of the target's; None: all."""
 
     def __call__(self, last_token: Tensor, rng: RandomSource, prefixes: Tensor | None = None) -> Proposal:
         """Draft after ``last_token`` ([B]), which ends ``prefixes`` ([B]; None: the empty prefix)."""

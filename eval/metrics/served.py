@@ -58,7 +58,7 @@ def compare_engines(
 
 
 def _acceptance(rows: steps.Rows) -> dict[str, Any]:
-    """Return the numbers of "steps" that drafted and that "accepted" draft 1, 2, ..., and "mean_accepted_length"."""
+    """Return "steps" (how many drafted), "accepted" (how many accepted draft 1, 2, ...) and "mean_accepted_length"."""
     return {
         "steps": len(steps.drafting(rows)),
         "accepted": steps.accepted_by_depth(rows),
@@ -67,7 +67,10 @@ def _acceptance(rows: steps.Rows) -> dict[str, Any]:
 
 
 def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
-    """Return a line per acceptance that deviates by more than ``tolerance``, and one if answers differ beyond ties."""
+    """Return a line per acceptance that deviates by more than ``tolerance``, and one if answers differ beyond ties.
+
+    ``row`` is an engine's comparison with our decoder, as in ``compare_engines``.
+    """
     theirs, ours = row["acceptance"]["engine"], row["acceptance"]["ours"]
     name, texts, failures = row["engine"], row["texts"], []
     lengths = theirs["mean_accepted_length"], ours["mean_accepted_length"]

@@ -1,4 +1,4 @@
-"""Division of an answer into thinking, tool calls and the rest, by the marks that models write around them."""
+"""Division of an answer into thinking, tool calls and plain answer, by tags such as ``<think>`` in the text."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ MARKS = (
     ("tool call", "[TOOL_CALLS]", ""),  # Mistral
     ("tool call", "<|python_tag|>", ""),  # Llama 3.1
 )
-"""Name of a span, its opening mark and its closing mark. Without a closing mark the span ends with the answer."""
+"""Name of a span, its opening tag and its closing tag. If the closing tag is empty, the span ends with the answer."""
 PROMPT_TAIL = 16
-"""Number of a prompt's last tokens to search for an opening mark, because a chat template may add ``<think>``."""
+"""Number of a prompt's last tokens to search for an opening tag, because a chat template may add ``<think>``."""
 
 
 def answer_spans(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """Return the span of every answer token: ``thinking``, ``tool call`` or ``answer``. Marks belong to their span.
+    """Return the span of every answer token: ``thinking``, ``tool call`` or ``answer``. Tags belong to their span.
 
     ``prompt`` and ``tokens`` are the token ids of the prompt and of the answer.
     """

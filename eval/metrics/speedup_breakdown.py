@@ -30,8 +30,9 @@ def expected_tokens(rate: float, drafts: int) -> float:
 def expected_speedup(rate: float, draft_cost: float, drafts: int) -> float:
     """Return the walltime improvement (1 - alpha^(k+1)) / ((1 - alpha) (c k + 1)) of chains of k drafts.
 
-    The formula assumes that verifying k + 1 tokens takes as long as one autoregressive step. ``draft_cost`` is c, the
-    time of one draft position in such steps; ``drafts`` is k, the paper's gamma.
+    The formula assumes that verifying k + 1 tokens takes as long as one autoregressive step. ``rate`` is alpha, the
+    probability that a draft is accepted. ``draft_cost`` is c, the time to draft one token divided by the time of an
+    autoregressive step. ``drafts`` is k, the paper's gamma.
     """
     return expected_tokens(rate, drafts) / (draft_cost * drafts + 1)
 
@@ -104,11 +105,12 @@ def speedup_breakdown(
             and the best chain comes from the run's conditional acceptances, if the run drafted chains.
 
     Returns:
-        "autoregressive", "method": ``step_terms`` of both. "predicted": m (v1 + o1) / (d + v + o).
-        "predicted_from_costs": the same formula with ``costs``, at the run's mean tree size. "measured": tokens per
-        second divided by the baseline's. "waterfall": levels with "name", "speedup" and "change". "residual": the
-        measured speedup minus the waterfall's last level; it is not 0 if the methods' answers differ in length.
-        "closed_form": None if nothing was drafted. "best_chain", "best_tree": the fastest of ``options``.
+        "autoregressive", "method": ``step_terms`` of both. "predicted": committed tokens per step, times the seconds of
+        an autoregressive step, divided by the seconds of the method's step. "predicted_from_costs": the same formula
+        with ``costs``, at the run's mean tree size. "measured": tokens per second divided by the baseline's.
+        "waterfall": levels with "name", "speedup" and "change". "residual": the measured speedup minus the waterfall's
+        last level; it is not 0 if the methods' answers differ in length. "closed_form": the result of ``closed_form``;
+        None if nothing was drafted. "best_chain", "best_tree": the fastest of ``options``.
     """
     before, after = step_terms(baseline), step_terms(method)
     if not (step_s(before) > 0 and step_s(after) > 0):
@@ -136,8 +138,9 @@ def speedup_breakdown(
 
 
 def _waterfall(baseline: dict[str, float], method: dict[str, float]) -> list[dict[str, Any]]:
-    """Return speedups predicted with more and more of the measured costs, from none (m) to all, as levels of a figure.
+    """Return the speedups predicted if more and more of the measured costs count, as levels of a figure.
 
+    At the first level no cost counts: the speedup is the mean number of committed tokens per step. At the last all do.
     Both arguments are ``step_terms``. A level has "name", "speedup", and its "change" from the level before.
     """
     m, one = method["tokens"], step_s(baseline)

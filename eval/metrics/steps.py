@@ -38,7 +38,7 @@ tokenising it again. The columns from ``position`` on that are not named here ar
 QUESTION = ["task", "prompt"]
 """Columns that identify a question. All turns of a conversation are one question."""
 Spans = Callable[[Sequence[int], Sequence[int]], list[str]]
-"""Function from a prompt and an answer to the span of every answer token."""
+"""Function from the token ids of a prompt and of its answer to the name of the span of every answer token."""
 Retokenised = Callable[[list[int]], int]
 """Function that decodes an answer, tokenises the text again, and returns its number of tokens, without a BOS token."""
 
@@ -51,15 +51,17 @@ def step_table(
     retokenised: Retokenised = len,
     spans: Spans = lambda _, tokens: ["answer"] * len(tokens),
 ) -> Rows:
-    """Return the table of steps of all methods. Every list has one item per answer.
+    """Return the table of steps of all methods: per answer a row 0 for the prefill, then a row per decoding step.
+
+    Every list has one item per answer.
 
     Args:
         results: the answers of each method.
         prompts: the prompt of every answer; without it the answers are numbered.
         turns: the turn of every answer in its conversation; without it 0.
         ids: token ids of the prompts, to fill ``context``.
-        retokenised: function that fills ``text_tokens``.
-        spans: function that fills ``span``.
+        retokenised: counts an answer's tokens after decoding and tokenising it again, for ``text_tokens``.
+        spans: returns the span of each answer token, given the ids of prompt and answer, for ``span``.
     """
     import pandas as pd  # takes half a second, and only summaries need it
 
@@ -163,7 +165,7 @@ def tokens_per_second(rows: Rows) -> float:
 
 
 def decode_tokens_per_second(rows: Rows) -> float:
-    """Return tokens committed in steps per second after the prefill."""
+    """Return the tokens that decoding steps committed, divided by the seconds after the prefill."""
     return ratio(steps(rows).committed.sum(), rows.total_s.sum() - rows.verify_s[rows.step == 0].sum())
 
 
@@ -283,7 +285,10 @@ def by_context(rows: Rows) -> list[Bin]:
 
 
 def by_span(rows: Rows) -> list[Bin]:
-    """Return acceptance of the steps that begin in each "span" (thinking, answer, tool call), and their "tokens"."""
+    """Return acceptance of the steps that begin in each "span" (thinking, answer, tool call).
+
+    "tokens" is the number of tokens that these steps committed. There are no "low" and "high".
+    """
     groups = steps(rows).groupby("span", sort=False)
     return [{"span": name, "tokens": int(group.committed.sum()), **_acceptance(group)} for name, group in groups]
 

@@ -70,7 +70,7 @@ def summarise(
     machine = {"hardware": measured_on, "versions": versions()}
 
     def group(rows: steps.Rows, members: list[int]) -> dict[str, Any]:
-        """Return the metrics of ``rows``, the steps of the answers ``members``."""
+        """Return the metrics of the answers with the indices ``members``; ``rows`` are their steps with all methods."""
         outputs = {name: [(turns[n], equality[n]) for n in members] for name, equality in equalities.items()}
         return _group({name: rows[rows.method == name] for name in (*baselines, *methods)}, outputs) | machine
 

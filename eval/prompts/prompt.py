@@ -14,7 +14,7 @@ class EvalPrompt:
 
     task: str
     number: int
-    """Position in the whole suite, from 0, before ``tasks`` and ``limit``."""
+    """Position in the whole suite, from 0, before ``tasks`` and ``limit`` select prompts."""
     messages: list[Message]
     """The conversation up to the user's message that is answered first; empty if there are ``input_ids``."""
     later_turns: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Evaluation suites by name: packaged prompts, six prompts written here, or the user's own data."""
+"""Evaluation suites by name: packaged prompts, the six prompts in ``BUILTIN``, or the user's own data."""
 
 import random
 import re
@@ -73,7 +73,7 @@ def suite_label(name: str) -> str:
 
 
 def folder_beside(head: str) -> Path:
-    """Return the parent folder of a head's folder; for a Hub repository or a drafter, a folder below ``outputs``."""
+    """Return the parent of the folder ``head``; for a Hub id or drafter's name, a folder in ``outputs``."""
     return Path(head).parent if Path(head).is_dir() else Path("outputs") / suite_label(head)
 
 

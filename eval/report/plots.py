@@ -106,7 +106,7 @@ def save_training_plots(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 
 
 def short_name(spec: str) -> str:
-    """Shorten a drafter's expression: a head's folder becomes the name of its run, a corpus its last folder."""
+    """Shorten paths in a drafter's name: "head:outputs/run/head" becomes "head:run", "max_gram:a/b" "max_gram:b"."""
     spec = re.sub(r"head:(?:[^+@()]*/)?([^/+@()]+)/head\b", r"head:\1", spec)
     return re.sub(r"max_gram:(?:[^+@()]*/)?([^/+@()]+)", r"max_gram:\1", spec)
 
@@ -211,7 +211,8 @@ def acceptance(per_depth: Sequence[float | None], of_all: Sequence[float]) -> Fi
     """Draw P(draft i accepted | draft i-1 accepted) as bars, and the share of steps that accepted draft i as a line.
 
     ``per_depth`` has the probabilities for i = 1, 2, ... (None: never reached), and ``of_all`` the shares of all steps
-    that drafted. They are not products of the probabilities, which count only steps that drafted i tokens.
+    that drafted. A share is not the product of the probabilities up to i, because these leave out steps that drafted
+    fewer than i tokens.
     """
     figure, axes = new_axes()
     depths = np.arange(1, len(per_depth) + 1)
@@ -369,7 +370,7 @@ def _shades(count: int) -> list[Any]:
 
 
 def _with_speedup(rows: Iterable[tuple[str, float | None, dict[str, Any]]]) -> list[BarRow]:
-    """Return bars with intervals for those (name, speedup, numbers) that have a speedup."""
+    """Return bars with intervals for those ``rows`` (name, speedup, all results of this task or method) with one."""
     return [(name, value, *group["speedup"]["interval_95"]) for name, value, group in rows if value is not None]
 
 

@@ -269,7 +269,7 @@ def lossy(evaluation: dict[str, Any], method: str | None = None) -> str | None:
 
 
 def warning(evaluation: dict[str, Any]) -> str | None:
-    """Return the warning next to the headline speedup: a lossy rule, or a machine busy with others; None without."""
+    """Return the warning next to the headline speedup: a lossy rule, or a machine busy with other work; else None."""
     cores = evaluation["overall"]["hardware"].get("other_processes_cores")
     busy = "busy machine" if cores is not None and cores > BUSY_CORES else None
     return ", ".join(filter(None, (lossy(evaluation), busy))) or None

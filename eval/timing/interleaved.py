@@ -47,7 +47,7 @@ def run_interleaved(
     on_progress: Callable[[int, int], None],
     made_of: Mapping[str, str] | None = None,
 ) -> TimedResults:
-    """Decode every turn with every decoder in turn, so that a drift of the machine's speed affects all equally.
+    """Decode each conversation turn with all decoders before the next, so that drifting speed affects all equally.
 
     Prompts run in a random order, and decoders in a random order within each turn. Every decoder warms up on the first
     turn that the log lacks. Later turns follow the answers of "autoregressive" for every decoder, so that all decoders
@@ -62,7 +62,8 @@ def run_interleaved(
             from one process. The log does not record settings, so use one file per head, tree and settings.
         seed: seed of the random orders.
         on_progress: called with the number of finished (turn, decoder) pairs and the number of all pairs.
-        made_of: a mark per decoder, such as a hash of weights. Logged results with another mark are not used.
+        made_of: text per decoder that identifies its version, such as a hash of weights. Logged results with other text
+            are not used.
     """
     wait_for_huge_pages()
     order = list(range(len(prompts)))

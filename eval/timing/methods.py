@@ -61,7 +61,8 @@ def methods(
     """Return the autoregressive baselines, ``drafter``, ``candidates`` and the config's baselines, by name.
 
     ``head`` is the drafter that "head" means in ``config.baselines``. ``candidates`` are more drafters with the same
-    rule; baselines always have the rule ``exact``. Stock modules are left out without ``config.stock_baseline``.
+    rule; baselines always have the rule ``exact``. The baseline over transformers' unchanged modules is included only
+    if ``config.stock_baseline`` is true.
     """
     exact = replace(config, rule=EXACT)
     compared = {

@@ -32,7 +32,7 @@ def prompt_key(prompt: EvalPrompt, ids: list[int], turn: int = 0) -> str:
 class ResultLog:
     """Results by (prompt key, decoder name), stored as lines of a JSONL file; the last line of a pair counts.
 
-    Whatever changes a decoder's results (method, batch size, sampler) must change its name, its mark in ``made_of``
+    Whatever changes a decoder's results (method, batch size, sampler) must change its name, its text in ``made_of``
     (such as a hash of weights) or the file.
     """
 
@@ -40,7 +40,8 @@ class ResultLog:
         """Read the JSONL file ``path``; None keeps results in memory only.
 
         An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again.
-        ``made_of`` maps decoder names to marks, such as a hash of weights. Results with another mark are not read.
+        ``made_of`` maps each decoder's name to a text that identifies its version, such as a hash of weights. Results
+        with another text are not read.
         """
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}

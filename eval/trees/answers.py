@@ -195,7 +195,7 @@ def read_hidden_states(base: BaseModel, drafter: Drafter, text: FinishedAnswer) 
 
 
 def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
-    """Return per answer the ranks [T, K] of its tokens among the head's candidates, as ``answer_ranks`` does.
+    """Return per answer the ranks [T, K], from 0, of its tokens among the head's candidates (``answer_ranks``).
 
     Answers of one token, in which no step starts, are left out.
     """
@@ -207,9 +207,10 @@ def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
 
 
 def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sampler: Sampler) -> Tensor:
-    """Return the base's next-token probabilities [n, V] after ``sampler``, from its hidden states [n, D].
+    """Return the base's next-token probabilities [positions, V] with the settings of ``sampler``.
 
-    ``contexts`` are the token ids up to each state, for penalties.
+    ``hidden`` [positions, D] are the base's final hidden states. ``contexts`` are the token ids up to each, for
+    penalties.
     """
     logits = base.logits(hidden)
     if not sampler.reads_context:
@@ -318,9 +319,9 @@ def text_accept_probs(
 ) -> list[AcceptProbs]:
     """Return per answer the acceptance probabilities [T, K, S] from which any static tree can be simulated.
 
-    They are by position where a step may start, draft position and candidate; answers of one token are left out. If
-    siblings are sampled, pass a tree through ``trials_in_order`` before its simulation. A drafter that is not a
-    ``StepwiseDrafter`` raises a ``UserError``.
+    The axes are the positions where a step may start, the draft positions and the candidates; values are NaN beyond the
+    answer's end. Answers of one token are left out. If siblings are sampled, pass a tree through ``trials_in_order``
+    before its simulation. A drafter that is not a ``StepwiseDrafter`` raises a ``UserError``.
     """
     if not isinstance(drafter, StepwiseDrafter):
         raise UserError(
@@ -361,10 +362,10 @@ def text_accept_probs(
 
 
 def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int) -> list[Tensor]:
-    """Return the drafter's logits [B, W] at each of ``depth`` draft positions of a step from position ``t``.
+    """Return the drafter's logits [B, draft vocabulary] at each of ``depth`` draft positions of one step.
 
-    ``last`` [B] are the answers' tokens ``t``. At later draft positions the drafter reads the next tokens of the
-    answers instead of its own drafts.
+    The step starts after answer token ``t`` (from 0); ``last`` [B] are these tokens. At later draft positions the
+    drafter reads the next tokens of the answers instead of its own drafts.
     """
     assert isinstance(session, StepwiseSession)
     session.start(last, DraftConfig(tree=TokenTree.chain(depth)))
@@ -389,7 +390,7 @@ def _drafted_length_probs(
     """Draft at every position of each answer; return numbers of accepted drafts (one-hot [T, D+1]) and of nodes [T].
 
     A top-k draft is accepted exactly if it is the token that the target samples: the answer's next token. Answers of
-    one token are left out.
+    one token are left out. ``in_order``: draft one answer at a time, and let the drafter remember it before the next.
     """
     length_probs, sizes = [], []
     at_a_time = 1 if in_order else MAX_VALUES // (draft_config.depth * base.vocab_size + 1)
@@ -409,7 +410,7 @@ def _drafted_length_probs(
 
 
 def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) -> Tensor:
-    """Return the length [B] of the longest drafted path that agrees with each answer's tokens after token ``t``."""
+    """Return the length [B] of the longest drafted path that agrees with each answer after its token ``t`` (from 0)."""
     tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
     ahead = int(depths.max()) + 1
     starts = [text.boundary + t for text in texts]
@@ -425,9 +426,9 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
 def _batches(
     base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, size: int
 ) -> Iterator[tuple[list[FinishedAnswer], list[HiddenStates]]]:
-    """Yield up to ``size`` answers of at least two tokens at a time, with their hidden states.
+    """Yield batches of up to ``size`` answers with their hidden states, without the answers of one token.
 
-    After the last batch, all answers are rejected if ``sampler`` is very unlikely to have drawn them.
+    After the last batch, raise a UserError if ``sampler`` is very unlikely to have drawn the answers.
     """
     with_steps = [text for text in texts if text.positions]
     if not with_steps:

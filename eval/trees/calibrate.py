@@ -23,8 +23,8 @@ from drafthead.models.token_tree import TokenTree
 LARGEST_TREE = 64
 """Largest number of nodes, root included, of a calibrated tree: the size of Medusa's published trees."""
 VERSION = 2
-"""Version of the measurement. Raise it when the forward pass or the file changes, so that older measurements are not
-used.
+"""Version of the measurement. Raise it when the forward pass or the format of the saved file changes, so that older
+measurements are not used.
 """
 WIDTH = 10
 """Candidates per draft position that a tree may use, as in Medusa."""
@@ -43,7 +43,8 @@ class Calibration:
     expected_tokens: float
     """Mean accepted length of the chosen tree, simulated on the held-out answers."""
     expected_tokens_largest: float
-    """Mean accepted length of the fastest tree of ``LARGEST_TREE`` nodes, or of the most nodes that a tree has."""
+    """Mean accepted length of the largest tree compared (up to ``LARGEST_TREE`` nodes); of equally large ones, of the
+    fastest."""
     expected_speedup: float
     """Speedup over autoregressive decoding, as predicted by ``CostModel``."""
 
@@ -64,7 +65,7 @@ class Calibration:
 
 
 def measured_with(base: BaseModel, *measured: object) -> str:
-    """Return a hash of the representations of ``measured``, of the base and its kernels, this machine and libraries.
+    """Return a hash of ``measured`` (by ``repr``), the base, its kernels, this machine and the versions of libraries.
 
     A saved measurement is used again only if its hash is equal.
     """
@@ -125,9 +126,9 @@ def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) 
 def calibrate(answers: Sequence[Ranks], costs: CostModel, method: SearchMethod = "greedy") -> Calibration:
     """Return the tree with the highest expected speedup among the best trees of every size and depth.
 
-    A step with a tree of n nodes and depth d takes v(n) + c(d) + o seconds. The number of tokens it commits is
-    simulated exactly on the held-out answers. Autoregressive decoding takes v(1) + o per token. ``answers`` are the
-    ranks [T, K] of the true tokens among the head's candidates. Without answers a ``UserError`` is raised.
+    ``costs`` gives the seconds of a step: verification by the number of nodes, drafting by the depth, and overhead. The
+    number of tokens that a step commits is simulated exactly on the held-out answers. ``answers`` are the ranks [T, K]
+    of the true tokens among the head's candidates. Without answers a ``UserError`` is raised.
     """
     if not answers:
         raise UserError(

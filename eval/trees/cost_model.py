@@ -32,11 +32,11 @@ class CostModel:
     """Seconds of each part of a step, by ``measure_costs``."""
 
     verify: dict[int, float]
-    """v(n) by n: seconds of one verification pass over n tokens, logits and argmax included."""
+    """Number of tokens -> seconds of one verification pass over them, logits and argmax included."""
     draft: float
-    """c: seconds to draft a tree over all draft positions."""
+    """Seconds to draft a tree over all draft positions."""
     overhead: float
-    """o: seconds of a drafting step outside verification and drafting."""
+    """Seconds of a step with drafts outside verification and drafting."""
     context: int
     """Number of tokens in the cache while verification and drafting were timed."""
     prefill: float = 0.0
@@ -180,9 +180,10 @@ def _probes(
     depths: Sequence[int],
     rows: int,
 ) -> Probes:
-    """Return functions that verify each of ``sizes`` nodes, draft chains of ``depths``, the tree ``whole``, or prefill.
+    """Return one function per measurement: verify n nodes (each n of ``sizes``), draft a chain of each of ``depths``,
+    draft the tree ``whole``, and prefill.
 
-    All but the prefill have ``rows`` rows in the batch, each after the prompt ``ids`` [1, context].
+    All but the prefill run a batch of ``rows`` rows, each after the prompt ``ids`` [1, context].
     """
     room = ids.shape[1] + max(sizes) + 1
     decode_config = DecodeConfig(draft_config=whole, sampler=GREEDY, rule=EXACT)

@@ -28,7 +28,8 @@ from drafthead.models.token_tree import TokenTree
 PRIOR_WEIGHT = 20.0
 """Weight of a candidate's marginal accuracy, in observations, when it is averaged with the joint counts of its path."""
 ROUNDS = 3
-"""Number of searches. From the second on, a position's weight is how often decoding with the last tree starts there."""
+"""Number of searches for a tree. From the second on, a position's weight is the probability that decoding with the tree
+found before starts a step there."""
 SearchMethod = Literal["greedy", "sequoia"]
 
 
@@ -37,7 +38,7 @@ class TreeOrder:
     """Nodes in the order in which a growing tree adds them: the first m nodes are the best tree of m drafts."""
 
     paths: list[tuple[int, ...]]
-    """Each node's path: the candidates' ranks, from 0, from the root's child to the node."""
+    """Path to each node: the number (from 0) of the candidate at every depth, from the root's child to the node."""
     values: list[float]
     """Estimated probability that each node's whole path is accepted."""
 
@@ -117,14 +118,15 @@ def first_accepted(answers: Sequence[AcceptProbs], weights: Sequence[Floats] | N
 
 @dataclass(frozen=True)
 class SequoiaTrees:
-    """The best tree of every size, under acceptance by depth and candidate. A node at depth 0 is the root."""
+    """The best tree of every size if acceptance depends only on depth and candidate number. The root has depth 0."""
 
     expected: Floats
     """[M+1]: mean accepted length of the best tree of exactly m nodes (root included); ``-inf`` if no tree has m."""
     _children: npt.NDArray[np.int64] = field(repr=False)
-    """[K+1, M+1]: number of children of a node at depth d in its best subtree of m nodes."""
+    """[K+1, M+1], index [d, m]: number of children of a node at depth d in its best subtree of m nodes."""
     _kept: npt.NDArray[np.int64] = field(repr=False)
-    """[K+1, S+1, M+1]: nodes of a subtree of m nodes and b children that remain without its b-th branch."""
+    """[K+1, S+1, M+1], index [d, b, m]: in the best subtree of m nodes whose root is at depth d and has b children, the
+    number of nodes without the branch of the last child."""
 
     def tree(self, nodes: int) -> TokenTree:
         """Return the best tree of exactly ``nodes`` nodes, root included. A tree of this size must exist."""
@@ -146,7 +148,8 @@ def sequoia(acceptance: Floats, nodes: int) -> SequoiaTrees:
     ``acceptance`` [K, S] is P(candidate b is the first accepted one) at each depth; trees are at most K drafts deep.
 
     T is the mean accepted length of the best tree of m nodes and depth up to l whose root has b children. It consists
-    of a tree of y nodes whose root has b-1 children, and the b-th child's subtree of m-y nodes::
+    of a tree of y nodes whose root has b-1 children, and the b-th child's subtree of m-y nodes. P[b] is ``acceptance``
+    of the b-th child::
 
         T[m, l, b] = max_y T[y, l, b-1] + P[b] max_b' T[m-y, l-1, b'],    T[1, l, 0] = 1
 

@@ -2,13 +2,13 @@
 
 Under a lossless rule the distribution of the answer does not depend on the drafts. Given the answer, only the ends of
 steps are random, and they depend on each position alone. ``accept_probs[t, k, s]`` is the probability that a step
-starting at position t, with k drafts accepted, accepts the answer's next token as candidate s of its node. The product
-along the answer's path through a tree tells how far a step gets. A recursion along the answer then gives the expected
-number of steps, exactly. With greedy decoding all probabilities are 0 or 1.
+starting at position t, with k drafts accepted, accepts the answer's next token as candidate s of its node. Products of
+these along the answer's path through a tree tell how far a step gets. A recursion along the answer then gives the
+expected number of steps, exactly. With greedy decoding all probabilities are 0 or 1.
 
-A position is where a step may start: every answer token except the first, which the prefill yields. Positions are
-counted from 0. A step from t commits token t, and one more token per accepted draft. Example: if a step from t = 0
-accepts two drafts, it commits tokens 0, 1 and 2, and the next step starts at t = 3.
+A position is an answer token at which a step may start: any but the first, which the prefill yields. Positions are
+counted from 0, the answer's second token. A step from t commits the token at t, and one more per accepted draft.
+Example: if a step from t = 0 accepts two drafts, it commits the tokens at 0, 1 and 2. The next step starts at t = 3.
 
 Shape legend: T positions of one answer, n positions of any answers, K draft positions, S candidates at a node, D depth
 of a tree, W draft vocabulary, V vocabulary.
@@ -46,7 +46,7 @@ def accept_probs_of_ranks(ranks: Ranks, width: int) -> AcceptProbs:
 
 
 def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) -> Tensor:
-    """Return 1 if candidate s of n top-k drafts is the answer's token, else 0: [n, width] float64.
+    """Return [n, width] float64 for n nodes with ``width`` top-k candidates: 1 for the answer's token, else 0.
 
     ``logits`` [n, W] are the drafter's over its draft vocabulary, whose target ids are ``d2t`` [W]. ``tokens`` [n] are
     the answer's tokens, as target ids.
@@ -60,7 +60,7 @@ def top_k_accept_probs(logits: Tensor, tokens: Tensor, d2t: Tensor, width: int) 
 def candidate_accept_probs(
     target: Tensor, draft: Tensor, tokens: Tensor, draft_sampling: DraftSampling, width: int, generator: torch.Generator
 ) -> Tensor:
-    """Return P(the committed token was accepted as candidate s | it was committed) for n sampled nodes, [n, width].
+    """For n sampled nodes, return the probabilities [n, width] that the committed token was accepted as candidate s.
 
     ``tokens`` [n] are the committed tokens. ``target`` and ``draft`` are the probabilities [n, V] of both models after
     temperature, top-k and so on; below they are called P and q. ``generator`` draws rejected candidates.
@@ -175,7 +175,7 @@ class SimulatedAcceptance:
     steps: float
     """Expected number of steps over all answers."""
     tokens: int
-    """Number of tokens that all steps commit together. The end of an answer truncates its last step."""
+    """Total number of tokens that the steps commit. A step does not commit tokens after its answer's end."""
     nodes: dict[int, float] | None = None
     """Tree size (root included) -> share of the steps with this size: some drafters fill only a part of their tree.
     None if the sizes are unknown, as from ``simulate_acceptance``."""

@@ -31,9 +31,10 @@ DIGEST = "drafthead_adapter"
 def fingerprint(model: Any, digest: str | None = None) -> str:
     """Return a hash of sizes, final norm and 64 rows of the output head, which tell fine-tunes of a model apart.
 
-    ``digest`` stands for an adapter that counts as merged; None: the adapter that is merged, if any. With an adapter,
-    the digest replaces the rows of the output head, because an adapter may change them, and merging rounds them
-    differently in each dtype. Without one, the model must not be fused or prepacked yet.
+    ``digest``: digest of an adapter, to get the fingerprint of the model with this adapter merged; None: that of the
+    adapter merged already, if any. With an adapter, the digest replaces the rows of the output head, because an adapter
+    may change them, and merging rounds them differently in each dtype. Without one, the model must not be fused or
+    prepacked yet.
     """
     settings = model.config
     digest = digest or getattr(settings, DIGEST, None)

@@ -63,7 +63,7 @@ class BaseConfig:
     """Longest context, in tokens. With null, the model's own limit or, if shorter, the longest context that can be
     decoded exactly."""
     prepack: bool = True
-    """Fuse and repack float32 linear layers on a CPU, which speeds up products of a few rows."""
+    """Fuse and repack float32 linear layers on a CPU, which speeds up matrix products of a few rows."""
     kernels: Literal["auto", "packed"] = "auto"
     """Matrix products of 1 to 32 rows on a CPU. ``auto`` uses the fastest kernel, measured once per base and machine;
     ``packed`` uses oneDNN's packed product without measuring."""
@@ -114,7 +114,9 @@ class BaseConfig:
                 why = str(error).splitlines()[-1].strip()
                 raise UserError(f"base.shape does not describe a model: {why}; correct it") from None
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"base.shape.model_type {model_type!r} is not known to transformers: {error}") from None
+                raise UserError(
+                    f"base.shape.model_type {model_type!r} is not known to transformers: {error}; correct base.shape"
+                ) from None
         try:
             return self.stored_config(self.folder())
         except LOAD_ERRORS as error:
@@ -313,7 +315,7 @@ def save_merged(config: BaseConfig, folder: Path) -> None:
 
 @contextmanager
 def own_attention_code(kind: str) -> Iterator[None]:
-    """Replace the KeyError of a model of type ``kind`` that cannot use drafthead's attention by a UserError."""
+    """Turn transformers' KeyError for a model type ``kind`` that cannot use drafthead's attention into a UserError."""
     try:
         yield
     except KeyError as error:

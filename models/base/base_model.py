@@ -43,7 +43,7 @@ class PartialForward:
     """
 
     layers: int
-    """Number of layers that are computed."""
+    """Number of first layers that have been computed."""
     hidden: Tensor
     """Output [B, N, D] of the last one of these layers."""
 
@@ -108,7 +108,7 @@ class BaseModel:
         weight = self.output_layer.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.rounds_to = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
-        """Dtype that decides the rounding errors of products: bfloat16 with quantised weights, else ``dtype``."""
+        """Dtype whose rounding errors matrix products have: bfloat16 with quantised weights, else ``dtype``."""
         kv_heads, head_dim = attention_sizes(settings)
         sizes = ((kv_heads, head_dim), (kv_heads, head_dim))
         self.cache_shape = CacheShape(layers=(sizes,) * self.num_layers, dtype=self.dtype, device=self.device)
@@ -194,7 +194,7 @@ class BaseModel:
         return frozenset(i for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
     def ignored_settings(self, keys: Sequence[str] = CHANGE_TEXT) -> list[str]:
-        """Return the settings among ``keys`` that transformers would apply to this base, for callers that do not."""
+        """Return the base's generation settings among ``keys`` that transformers applies but the caller does not."""
         return changed_settings(self.model.generation_config, keys)
 
     @property
@@ -220,9 +220,9 @@ class BaseModel:
     def new_cache(self, capacity: int, nodes: int | None = None, rows: int = 1) -> TreeCache:
         """Return an empty cache for ``rows`` rows of up to ``capacity`` positions.
 
-        ``nodes`` is the largest number of pending tree nodes. If given, layers with a window store only the positions
-        that the window needs, and the cache cannot return to an earlier position. Caches for CUDA graphs, for one row,
-        store all positions, because a graph reads and writes fixed addresses.
+        ``nodes`` is the largest number of pending tree nodes. If given, sliding-window layers store only the positions
+        that the window needs, and the cache cannot return to an earlier position. None: they store all positions. The
+        same holds for a cache of one row with CUDA graphs, because a graph reads and writes fixed addresses.
         """
         if not self.uses_graphs or rows > 1:
             shape = self.cache_shape
@@ -309,7 +309,7 @@ class BaseModel:
         partial_forward: PartialForward | None,
         with_logits: bool = False,
     ) -> tuple[HiddenStates, Tensor | None]:
-        """Compute :meth:`verify`. A CUDA graph, if possible, adds logits for ``with_logits``; else these are None."""
+        """Compute :meth:`verify`; if ``with_logits`` and a CUDA graph runs the pass, add its logits, else None."""
         new = tokens_BN.shape[1]
         # A graph runs a whole tree through all layers, and returns no states of single layers.
         whole = new == len(shape) and not (spec.layers or partial_forward)

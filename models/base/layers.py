@@ -54,7 +54,7 @@ def first_layers(base: BaseModel, count: int) -> BaseModel:
 
 
 def reading_copy(base: BaseModel) -> BaseModel:
-    """Return ``base``, or a view with bfloat16 copies of its layers if these compute hidden states faster here."""
+    """Return ``base``, or a view with bfloat16 copies of its layers if they are measured to be faster on this CPU."""
     if base.kernels is None or not base.kernels.bfloat16_reads:
         return base
     layers = [inference_copy(layer, torch.bfloat16) for layer in base.model.model.layers]

@@ -34,7 +34,8 @@ TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (1, 0)])
 TOLERANCE = {torch.float32: 1e-3}
 """Largest accepted relative error. Wrong masks give 0.1 to 1."""
 HALF_TOLERANCE = 0.25
-"""Tolerance in 16 bits: with random weights, passes of different shapes differ by about 0.1."""
+"""Largest accepted relative error in 16-bit dtypes. With random weights, rounding makes passes over different numbers
+of tokens differ by about 0.1."""
 READING = "reading"
 PASSED: set[tuple[str, ...]] = set()
 
@@ -108,9 +109,9 @@ def measured_sizes(base: Base) -> tuple[LayerSizes | None, ...]:
 
 
 def logit_scale(base: Base, stock: StockResults) -> float:
-    """Return the factor by which the stock logits differ from the output layer's product: 1, or one from the config.
+    """Return the factor of the output layer's output that gives the stock logits (before a soft cap).
 
-    Raise a UserError if no such factor gives the stock logits.
+    It is 1 or comes from the config. Raise a UserError if no such factor gives the stock logits.
     """
     config = base.model.config
     with torch.inference_mode():

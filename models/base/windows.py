@@ -26,7 +26,10 @@ FULL = "full_attention"
 
 @dataclass(frozen=True)
 class Window:
-    """The positions that a query sees: the last ``size`` up to its own, or if ``chunked`` its chunk of ``size``."""
+    """The positions that a query sees: the last ``size`` up to its own.
+
+    ``chunked``: those up to its own in its chunk. Chunks are blocks of ``size`` positions, the first from 0.
+    """
 
     size: int
     chunked: bool
@@ -34,7 +37,8 @@ class Window:
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return a mask [R, T, K], true for keys that a query sees, from positions of queries [R, T] and keys [R, K].
 
-        Keys after the query are not excluded. For size 3, the query at 7 sees 5, 6, 7; chunked, it sees 6, 7.
+        Keys after the query are not excluded; the caller masks them. For size 3, the query at 7 then sees 5, 6, 7;
+        chunked, it sees 6, 7.
         """
         # One comparison, without temporaries of the result's size, which is large for long prompts.
         if self.chunked:

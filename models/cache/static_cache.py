@@ -27,7 +27,8 @@ MAX_STATIC_NODES = 128
 """Largest number of nodes of a pass with fixed shapes. Larger passes run eagerly, because launching kernels is a small
 part of their time."""
 MAX_CAPTURED_PASSES = 64
-"""Largest number of captured passes per memory, one per combination of shapes. Another replaces the oldest."""
+"""Largest number of captured passes per memory. There is one per number of nodes, size of the window, and with or
+without logits. If there are this many, a new one replaces the oldest."""
 MAX_SPARE_BUFFERS = 2
 """Largest number of unused memories that are kept for later caches; the largest stay."""
 
@@ -112,9 +113,10 @@ class StaticModel:
         del self._spare[:-MAX_SPARE_BUFFERS]
 
     def prepare(self, memory: _Memory, size: int, with_logits: bool, inputs: tuple[Tensor, ...]) -> StaticCall:
-        """Return a tree pass over the first ``size`` positions of ``memory``, for ``inputs`` of these shapes.
+        """Return a tree pass over the first ``size`` positions of ``memory``.
 
-        The inputs are tokens, depths and ancestors. ``with_logits``: it also returns the logits.
+        ``inputs`` are tokens, depths and ancestors; later inputs must have the same shapes. ``with_logits``: the pass
+        returns hidden states and logits, else only hidden states.
         """
         window = _Memory(tuple(stack[:, :, :, :size] for stack in memory.stacks), memory.places, memory.length)
         logits = self._logits if with_logits else None

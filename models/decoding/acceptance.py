@@ -4,7 +4,8 @@
 candidates (children with the distributions from which they were drawn) were chosen:
 
 - a chain: speculative sampling (Leviathan et al., 2211.17192);
-- with replacement: SpecInfer's multi-step sampling (2305.09781), whose random order is here the order of drawing;
+- with replacement: SpecInfer's multi-step sampling (2305.09781), but candidates are tried in the order in which they
+  were drawn, not in random order;
 - without replacement: Sequoia (2402.12374);
 - top-k: EAGLE.
 
@@ -256,8 +257,8 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
 
     Let w_0 = 1 and w_i = min(1, w_{i-1} p_i(x_i) / q_i(x_i)), and s_i the sum of the positive part of
     w_i p_{i+1} - q_{i+1}. The prefix of i drafts passes with probability s_i / (s_i + 1 - w_i), the whole chain of n
-    drafts with probability w_n. The longest prefix that passes is accepted. The bonus is drawn from that positive part,
-    or from p after the whole chain.
+    drafts with probability w_n. The longest prefix that passes is accepted. If it has i < n drafts, the bonus is drawn
+    from the positive part of w_i p_{i+1} - q_{i+1}, normalised; else from p_{n+1}.
     """
     tokens = proposal.tokens
     rows = torch.arange(tokens.shape[0], device=tokens.device)

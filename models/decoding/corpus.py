@@ -25,8 +25,8 @@ lose less work in an interruption."""
 LOGIT_ROWS = 512
 """Number of positions whose logits are in memory at once."""
 SEED_STRIDE = 1_000_003
-"""Factor of a corpus's seed; the number of a prompt is added. Corpora with other seeds then share no random
-numbers, unless they have more prompts than this."""
+"""An answer's seed is the corpus's seed times this, plus the prompt's number. Corpora with other seeds then share no
+random numbers, unless they have more prompts than this."""
 
 
 def generate_answers(
@@ -48,7 +48,8 @@ def generate_answers(
         batch_size: number of prompts that are decoded at once.
         keep_hidden_states: add the final hidden states, float16 [len(input_ids) - 1, width]. The last token has none,
             because the base does not read it.
-        max_prompt_tokens: most tokens of a prompt; the cache has room for them and ``sampler.max_new_tokens``.
+        max_prompt_tokens: largest number of tokens of a prompt. The cache has room for this number and
+            ``sampler.max_new_tokens``.
     """
     config = DecodeConfig(
         draft_config=ROOT_ONLY,
@@ -199,7 +200,7 @@ def agreement(base: BaseModel, answers: Iterable[Answer]) -> Agreement:
 
 MARKER = "\u0001"
 MIN_CHARS = 12
-"""Least characters of a prompt that the base writes; shorter ones are mostly greetings."""
+"""Smallest number of characters of a prompt that the base writes. Shorter ones, mostly greetings, are dropped."""
 MAX_TURN_TOKENS = 60
 EXPECTED_YIELD = 0.6
 """Expected share of the base's own prompts that end within the limit and are not duplicates."""
@@ -216,9 +217,9 @@ def self_prompted_prompts(
 ) -> list[str]:
     """Return ``wanted`` different prompts that the base writes at temperature 1 and top-p 0.95.
 
-    ``answer`` is a backend's method of this name, called with at least ``batch_size`` prompts to write, each of up to
-    ``max_tokens`` or ``MAX_TURN_TOKENS`` tokens. ``progress`` is called with a description, the number of prompts so
-    far, and ``wanted``. Raise a ``UserError`` if too few prompts are usable.
+    ``answer`` is the method of a backend that generates texts. Each call asks it for at least ``batch_size`` prompts,
+    none longer than ``max_tokens`` or ``MAX_TURN_TOKENS`` tokens. ``progress`` is called with a description, the number
+    of prompts so far, and ``wanted``. Raise a ``UserError`` if too few prompts are usable.
     """
     opening = _user_opening(base)
     turns: dict[str, None] = {}

@@ -4,6 +4,8 @@
     DSpark also: markov_head.markov_w1.weight [V, r]   markov_head.markov_w2.weight [W, r]   confidence_head.proj.*
     with a draft vocabulary: lm_head.weight [W, D]   d2t [W], offsets: target = draft id + d2t[draft id]
 
+n is the number of base layers that the head reads, r the Markov head's rank, and W the size of the draft vocabulary.
+
 to=dspark is DeepSpec's layout (``Qwen3DSparkModel``), to=dflash z-lab's (``DFlashDraftModel``). The base's embedding is
 never written, and its output head only as the rows of a draft vocabulary, because engines share the target's.
 ``target_layer_ids`` counts layer outputs from 0. ``dflash_config.causal`` is always written, because engines have
@@ -72,7 +74,7 @@ class BlockFormat(Format):
         return tensors
 
     def derived_tensors(self, head: DSparkHead) -> dict[str, Tensor]:
-        """Return a tied Markov head's table and, with a draft vocabulary, its offsets and rows of the output head."""
+        """Return a tied Markov head's table; with a draft vocabulary also ``d2t`` and its rows of the output head."""
         tensors = {}
         if head.config.markov_rank and head.config.tied_markov:
             tensors[W1] = cast(TiedMarkov, head.markov_in).inference().weight
@@ -232,7 +234,7 @@ class DFlashFormat(BlockFormat):
 
 
 class TransformersFormat(DFlashFormat):
-    """DFlash as an ``assistant_model`` of transformers, which loads it with the class of Muse Glimmer's assistant."""
+    """DFlash as an ``assistant_model`` of transformers, whose class for it is ``MuseGlimmerAssistantModel``."""
 
     name = "transformers"
     title = "DFlash (assistant_model of transformers)"
@@ -261,7 +263,7 @@ def _unknown(source: str, what: str) -> UserError:
 
 
 def unsupported_markov(head: DSparkHead) -> Unsupported:
-    """Yield the features of ``head`` that DFlash cannot express: a Markov or confidence head, a draft at the anchor."""
+    """Yield what DFlash cannot express, if ``head`` has it: a Markov or confidence head, or ``anchor_predicts``."""
     if head.config.markov_rank or head.config.confidence:
         other = "; or to=dspark" if head.config.markov_rank else ""
         yield "it has a Markov or a confidence head", f"head.markov_rank=0 head.confidence=false{other}"

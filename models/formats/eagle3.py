@@ -83,7 +83,7 @@ class Eagle3Format(Format):
     vocabulary_advice = None
 
     def derived_tensors(self, head: Eagle3Head) -> dict[str, Tensor]:
-        """Return the draft vocabulary as offsets ``d2t`` and as marks ``t2d``, and the output head."""
+        """Return the output head, the offsets ``d2t``, and ``t2d`` ([V] bool: True if a target id can be drafted)."""
         output = head.output_head(0)
         return {
             "lm_head.weight": output.weight * output.scale,

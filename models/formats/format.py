@@ -27,7 +27,7 @@ BASE_NAME = "base_model_name_or_path"
 
 
 Unsupported = Iterator[tuple[str, str]]
-"""Pairs: a feature of a head that a format cannot express (``it reads ...``), and the settings that avoid it."""
+"""Pairs of texts for a message: what a format cannot express (``it has a Markov head``), and settings to avoid it."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Engine:
     current: bool = False
     """True if the newest version that was examined loads the format."""
     serve: str = ""
-    """Command that serves an exported folder: a format string with ``base``, ``folder``, ``drafts``, ``nodes`` (drafts
-    + 1) and ``base_file``."""
+    """Command that serves an exported folder: a format string in which :meth:`command` replaces ``base``, ``folder``,
+    ``drafts``, ``nodes`` (drafts + 1, with the root) and ``base_file``."""
     ignores: Mapping[str, str] = field(default_factory=dict)
     """Settings of a head that the engine ignores without an error -> the consequence."""
 
     def of(self, config: DraftHeadConfig) -> "Engine":
-        """Return this engine, or, if it would silently ignore a setting of ``config``, an entry that warns of that."""
+        """Return this engine; if it silently ignores a setting of ``config``, one whose ``support`` warns of that."""
         for key, effect in self.ignores.items():
             if getattr(config, key):
                 why = f"ignores {key} silently: {effect}, and drafts are bad; train with head.{key}=false"
@@ -67,7 +67,7 @@ class Engine:
 
 
 def vllm(method: str) -> Engine:
-    """Return the engine vLLM, which serves a format; ``method`` is vLLM's name for the type of head."""
+    """Return the entry of vLLM for a format that it serves; ``method`` is vLLM's name for the type of head."""
     serve = "vllm serve {base} --speculative-config "
     serve += f"""'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
     support = "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)"
@@ -122,7 +122,7 @@ class Format:
     parts: ClassVar[frozenset[str]] = frozenset()
     """Settings of optional modules that the format can store: ``markov_rank``, ``confidence``."""
     vocabulary_advice: ClassVar[str | None] = "head.draft_vocab_size=null"
-    """Setting without a draft vocabulary, for formats that cannot store one; None for formats that can."""
+    """What to set if the format cannot store a head's draft vocabulary, for messages; None if it can."""
 
     # Extended by formats that the tables do not describe completely ------------------------------------------------
 
@@ -156,7 +156,10 @@ class Format:
         return settings
 
     def matches(self, config: dict[str, Any]) -> bool:
-        """Return True if ``config``, a published config.json, has this format; always False if imports must name it."""
+        """Return True if ``config``, a published config.json, has this format.
+
+        By default always False: an import cannot recognise the format and needs ``format=NAME``.
+        """
         return False
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
@@ -185,9 +188,9 @@ class Format:
     def unsupported_logits(
         self, head: DraftHead, scaled: bool = False, instead: str = "another base; no setting avoids it"
     ) -> Unsupported:
-        """Yield an obstacle if the base soft-caps its logits, or with ``scaled`` also if it scales them.
+        """Yield a pair for :meth:`unsupported` if the base soft-caps its logits or, with ``scaled``, scales them.
 
-        ``instead`` is the advice of the message.
+        ``instead`` is the pair's second text: what to use instead.
         """
         output = head.target_lm_head
         if output.softcap is not None or (scaled and output.scale != 1.0):
@@ -216,7 +219,10 @@ class Format:
         yield what, f"head.layers={instead}" if count > 1 else "a base with at least two layers"
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Any) -> None:
-        """Reject a checkpoint that differs from the base in what ``head`` takes from it; by default accept all."""
+        """Reject a checkpoint that was made for a base with other values; by default accept all.
+
+        Only values that ``head`` takes from its base are compared, such as the rotary embedding.
+        """
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
         """Return the draft vocabulary's target ids [W] int64; None, the default, for the whole vocabulary."""
@@ -341,7 +347,7 @@ def unsupported_adapter(base: dict[str, Any]) -> Unsupported:
 
 
 def published_name(base: BaseModel) -> str:
-    """Return the name by which engines download the base: the Hub id of the embedded one, else ``base.name``."""
+    """Return the name by which engines download the base: ``base.name``; for the embedded SmolLM2, its Hub id."""
     return SMOLLM2_NAME if base.name == EMBEDDED else base.name
 
 

@@ -76,7 +76,7 @@ class HydraFormat(Format):
         return tensors
 
     def derived_tensors(self, head: HydraHead) -> dict[str, Tensor]:
-        """Return the base's output layer with a zero bias for every head; a head's own layers override it."""
+        """Return the base's output weight and a zero bias for every head; a head's own weight or bias replaces it."""
         weight = head.target_lm_head.weight
         layer = {"weight": weight, "bias": torch.zeros_like(weight[:, 0])}
         return {f"hydra_lm_head.{k}.{key}": value for k in range(head.depth) for key, value in layer.items()}
@@ -86,7 +86,7 @@ class HydraFormat(Format):
         return {**super().config(head), "hydra_head_arch": architecture}
 
     def checkpoint(self, head: DraftHead, dtype: torch.dtype | None, base_name: str | None) -> PublishedCheckpoint:
-        """Return config and tensors to publish; with a prefix layer, the numbers of modules count dropouts too."""
+        """Return config and tensors to publish; with a prefix layer, dropouts are numbered as modules too."""
         checkpoint = super().checkpoint(head, dtype, base_name)
         if checkpoint.config["hydra_head_arch"] == "mlp":
             return checkpoint
@@ -96,14 +96,14 @@ class HydraFormat(Format):
         return "hydra_num_heads" in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Remove dropouts from the numbers of modules, drop the embedding, and add zero biases to output layers."""
+        """Number modules without dropouts, drop the prefix layer's embedding, and add missing output biases (zeros)."""
         checkpoint = super().normalize(checkpoint)
         config, tensors = checkpoint.config, dict(checkpoint.tensors)
         architecture, grounded = config.get("hydra_head_arch", "mlp"), config.get("grounded_heads", True)
         if architecture not in ("mlp", "prefix-mlp") or not grounded:
             raise UserError(
-                f"{checkpoint.source} has hydra_head_arch {architecture!r} and grounded_heads {grounded!r}; expected "
-                "mlp or prefix-mlp, with grounded heads"
+                f"{checkpoint.source} has hydra_head_arch {architecture!r} and grounded_heads {grounded!r}; only "
+                "mlp and prefix-mlp with grounded_heads true can be imported"
             )
         if "hydra_mlp.0.1.res_connection.weight" in tensors:  # the file counts dropouts
             tensors = {_without_dropouts(name): tensor for name, tensor in tensors.items()}

@@ -193,7 +193,7 @@ class VllmMedusaFormat(MedusaFormat):
         return config.get("model_type") == "medusa" and "medusa_num_heads" not in config
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Rename keys as vLLM does, add zero biases, and keep only the rows of ``token_map`` in output layers."""
+        """Rename keys as vLLM does, add zero biases, and keep only the output rows of the tokens in ``token_map``."""
         checkpoint = Format.normalize(self, checkpoint)
         config, tensors = {"logit_scale": 1.0, **checkpoint.config}, dict(checkpoint.tensors)
         for key in [k for k in config if "num" in k]:  # as vLLM's config class does
@@ -236,8 +236,9 @@ class VllmMedusaFormat(MedusaFormat):
 
 
 def with_full_vocabulary(head: DraftHead) -> DraftHead:
-    """Return a Medusa head with the same blocks and the base's whole output head; old ids keep their logits.
+    """Return a Medusa head with the same blocks and the base's whole output head.
 
+    Tokens of the draft vocabulary keep their logits.
     A head over the full vocabulary is returned unchanged. Heads of other types, heads with own output layers and heads
     with an induction head are rejected.
     """

@@ -3,9 +3,9 @@
     speculator.emb.{i}.weight [V, E]    speculator.proj.{i}.weight [E, D], then [E, E]
     speculator.ln.{i}.weight|bias [E]   speculator.head.{i}.weight [V, E]
 
-In a tied speculator, all positions share one tensor of each kind, except for projections: proj.0 is applied to the
-base's state, and proj.1 to the head's own states. A file then has emb.0, proj.0, proj.1, ln.0 and head.0, as vLLM and
-TGI expect.
+E is the inner width. In a tied speculator, all positions share one tensor of each kind, except for projections: proj.0
+is applied to the base's state, and proj.1 to the head's own states. A file then has emb.0, proj.0, proj.1, ln.0 and
+head.0, as vLLM and TGI expect.
 """
 
 import re
@@ -106,5 +106,5 @@ def _without_copies(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor
             continue
         original = tensors.get(f"{PREFIX}{match[1]}.{SHARED_FROM[match[1]] - 1}{match[3]}")
         if original is None or not torch.equal(original, value):
-            raise UserError(f"{source} says tie_weights, but {name} differs from the position before; copy it again")
+            raise UserError(f"{source} says tie_weights, but {name} differs from the shared tensor; copy it again")
     return shared

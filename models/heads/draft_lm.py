@@ -44,8 +44,8 @@ class DraftLMConfig(DraftHeadConfig):
     layer: the first)."""
     intermediate_size: Annotated[int, Field(ge=16)] | None = None
     """Inner width of each layer's MLP. A smaller width than the base's keeps its channels with the largest weights. A
-    larger width adds channels that have no effect at first. With null, the base's. ``drafthead study`` compares shapes
-    with equal numbers of parameters (2402.01528)."""
+    larger width adds channels that have no effect at first. With null, the base's. ``drafthead study`` compares depths
+    and widths of equal total size (2402.01528)."""
 
     def __post_init__(self) -> None:
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:
@@ -111,7 +111,10 @@ class DraftLM(DraftHead):
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
-        """Return the induction head's sink states: for all draft positions, the draft LM's state at ``x_{t+1}``."""
+        """Return, for each draft position, the states from which the induction head decides not to copy, [B, T, D].
+
+        All positions use the draft LM's state at ``x_{t+1}``.
+        """
         return [draft_targets.to_anchors(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
 
 

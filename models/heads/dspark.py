@@ -8,9 +8,10 @@ therefore one pass over P slots, whatever the depth::
     context  h_0 .. h_t  |  slot 0: x_{t+1}   slot 1: mask   slot 2: mask
     drafts               |  x_{t+2}           x_{t+3}        x_{t+4}
 
-A slot does not know which tokens were drafted before it. The Markov head therefore adds ``W2 W1[x_{t+k}]`` to its
-logits, a product of rank r that depends on the previous token, so every node of a tree has its own distribution. A
-confidence head reads the slot's output and ``W1[x_{t+k}]``, and predicts how likely the draft is accepted.
+A slot does not know which tokens were drafted before it. The Markov head therefore adds ``W2 W1[x]`` to the slot's
+logits, where x is the token before the draft, ``W1[x]`` a vector of ``markov_rank`` numbers, and W2 a matrix. Every
+node of a tree thus has its own distribution. A confidence head reads the slot's output and ``W1[x]``, and predicts how
+likely the draft is accepted.
 
 Related heads: ``markov_rank: 0`` gives DFlash, and ``causal: true`` JetSpec's block. Both set ``anchor_predicts:
 false``, so that slot 0 drafts nothing. Weights have the names of DeepSpec's checkpoints, except for the Markov head.
@@ -61,7 +62,7 @@ class DSparkConfig(DraftHeadConfig):
     """Decoder layers of the head."""
     layers: list[int] | None = None
     """Layers of the base whose outputs form the context; 1 is the first. With null, as published: as many as the head
-    has layers, spread from the second to the third last (one layer: the middle one)."""
+    has layers, spread from layer 2 to layer L - 2 of L (one layer: the middle one)."""
     markov_rank: Annotated[int, Field(ge=0, le=1024)] = 64
     """Rank of the Markov head's correction by the previous token. 0 turns it off, as in DFlash. DeepSpec uses 256."""
     causal: bool = False
@@ -213,15 +214,19 @@ class DSparkHead(DraftHead):
     def sink_states(
         self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
     ) -> list[Tensor]:
-        """Return what the induction head decides from: each draft position's own output, [B, T, D], at its anchors."""
+        """Return, for each draft position, the states from which the induction head decides not to copy, [B, T, D].
+
+        They are the position's own outputs, moved from the targets to the anchors.
+        """
         return [draft_targets.to_anchors(hidden[k], k, batch.input_ids.shape) for k in range(len(hidden))]
 
 
 def context_reader(layers: list[HeadDecoderLayer], dtype: torch.dtype | None) -> Layer:
     """Return a function that computes the context's keys and values for all ``layers`` and writes them into the cache.
 
-    It takes one product, because keys and values depend only on the context and not on lower layers. It returns the
-    context [B, T, D] unchanged. ``dtype`` is that of the packed weights; None keeps the trained dtype.
+    One matrix product computes them, because keys and values depend only on the context and not on lower layers. The
+    function returns the context [B, T, D] unchanged. ``dtype`` is that of the packed weights; None keeps the trained
+    dtype.
     """
     attentions = [layer.self_attn for layer in layers]
     product = joined_linear([linear for a in attentions for linear in (a.k_proj, a.v_proj)], dtype)
@@ -271,7 +276,8 @@ class DSparkSession(HeadSession):
 def copy_layer(stock: Any, layer: HeadDecoderLayer) -> None:
     """Copy the weights of a base's decoder layer ``stock`` into ``layer``, in float32 and without biases.
 
-    If the base has no query and key norms, those of ``layer`` start with the average size of its queries and keys.
+    If the base has no query and key norms, the norms of ``layer`` start with the average size of the base's queries and
+    keys as their scale.
 
     Raises:
         UserError: the base's layer is not like Llama's.

@@ -44,8 +44,8 @@ class EagleLayer(HeadDecoderLayer):
     """Decoder layer that reads a token's embedding and a feature, and adds its output to the feature.
 
     Its inputs [..., 2 D] are the embedding and the feature, concatenated; each is normalised. With
-    ``norm_before_residual``, the output is added to the normalised feature. The untrained layer returns the feature
-    that it would add to. Weights have the names of published checkpoints.
+    ``norm_before_residual``, the output is added to the normalised feature. The untrained layer adds zero. Weights have
+    the names of published checkpoints.
     """
 
     def __init__(self, base: BaseModel, config: "Eagle3Config") -> None:
@@ -86,8 +86,8 @@ class Eagle3Config(DraftHeadConfig):
     qk_norm: bool = False
     """Normalise queries and keys of each attention head before rotation, as Qwen3 does."""
     norm_output: bool = False
-    """Normalise the output that the next step reads by the final norm, as later checkpoints do. As published, the next
-    step reads it before the norm."""
+    """Let the next step read the layer's output after the final norm, as in later checkpoints. With false, it reads the
+    output before the norm, as published."""
 
     parallel: bool = False
     """Draft all positions in one pass (P-EAGLE). ``ttt_steps`` of them are trained."""
@@ -218,9 +218,10 @@ class Eagle3Head(DraftHead):
     def _at_once(self, context: AnchorContext, pairs: Tensor, steps: int) -> Tensor:
         """Return the last layer's outputs for K = ``steps`` draft positions at all anchors, [B, S, K, D].
 
-        Position 0 stands in the context and is computed with it, by causal attention. Position i reads the mask input,
-        i tokens after its anchor. It sees the context up to its anchor and the positions 1 to i of the same anchor.
-        Every layer therefore runs twice: over the context [B, T], and over the K - 1 masked positions of all anchors.
+        Position 0 is part of the context, whose inputs are ``pairs`` [B, T, 2 D], and is computed with it, by causal
+        attention. Position i > 0 stands i tokens after its anchor. Its input is that of ``masked``. It sees the
+        context up to its anchor and the positions 1 to i of the same anchor. Every layer therefore runs twice: over
+        the context, and over the K - 1 masked positions of all anchors.
         """
         anchors = context.anchors
         masked = self.masked(steps - 1).expand(*anchors.shape, -1, -1).flatten(1, 2)  # [B, S (K - 1), 2 D]
@@ -238,9 +239,8 @@ class Eagle3Head(DraftHead):
 def published_layers(count: int) -> tuple[int, int, int]:
     """Return the layers of a base with L = ``count`` layers whose outputs EAGLE-3 reads: 2, L // 2 and L - 3, from 1.
 
-    In small bases they are limited to [0, L], where 0 is the embedding. The reference code stores the inputs of the
-    layers with these numbers, counted from 0. The input of layer n counted from 0 is the output of layer n counted from
-    1, transformers' ``hidden_states[n]``.
+    In small bases they are limited to [0, L], where 0 is the embedding. Number n is transformers' ``hidden_states[n]``.
+    The reference code counts layers from 0 and stores the input of layer n, which is the same state.
     """
     return min(2, count), count // 2, max(0, count - 3)
 
@@ -263,7 +263,8 @@ class EagleSession(HeadSession):
 
         self.context: LayerCache = LayerCache(layers, shape, rows)
         self._feature = weight.new_full((rows, width), torch.nan)
-        """[B, D] feature of the last token that the base has read. It is read with the next token, the root."""
+        """[B, D] feature of the last token that the base has read (NaN: none yet). The head reads it together with the
+        embedding of the next token, the tree's root."""
 
     def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
         head = self.inference_head

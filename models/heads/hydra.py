@@ -119,7 +119,7 @@ class PrefixLayer(HeadDecoderLayer):
 
 
 class HydraHead(DraftHead):
-    """K Hydra heads. Their state concatenates ``h``, or the prefix layer's output, and the embeddings of the path."""
+    """K Hydra heads. Each reads the base's (or the prefix layer's) state, joined with the embeddings of its path."""
 
     config: HydraConfig
 

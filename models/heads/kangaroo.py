@@ -50,7 +50,7 @@ class ExitStates:
         self._level = self._count = 0  # number of the first node of the last level; nodes read so far
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Run the layers over the nodes of the next tree level; return the last layer's outputs [B, F, D].
+        """Run the layers over the F nodes of the next tree level; return the last layer's outputs [B, F, D].
 
         ``tokens`` [B, F] are the nodes' tokens, and ``parents`` [B, F] their parents' indices on the level above.
         """
@@ -128,8 +128,8 @@ class KangarooConfig(DraftHeadConfig):
     """Number of the base's first layers that draft. The paper uses 2 of 32 (7B) and 3 of 40 (13B)."""
     num_draft_tokens: DraftPositions = 6
     confidence_threshold: BelowOne = 0.6
-    """Stop drafting after a draft with a lower probability, if the tree is static and drafts are ``top_k``. 0 never
-    stops. The evaluation's ``confidence_threshold`` overrides this default; its ``grid`` may save another one."""
+    """Stop drafting after a draft less probable than this. Only for static trees with ``draft_sampling=top_k``. 0 turns
+    it off. ``eval.confidence_threshold`` overrides this default, and ``eval.grid`` may replace it by a faster one."""
 
     def check_layers(self, num_layers: int) -> None:
         if self.exit_layer >= num_layers:
@@ -187,7 +187,7 @@ class KangarooHead(DraftHead):
 class KangarooSession(HeadSession):
     """A session that runs, for each tree level, the base's first layers, the adapter, and the base's output head.
 
-    The first layers write into the target's cache, whose rows the decoder selects. Without a target's cache (replay,
+    The first layers write into the target's cache, which belongs to the decoder. Without a target's cache (replay,
     calibration), they have a cache of their own, in ``lm``.
     """
 

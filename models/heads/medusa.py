@@ -115,7 +115,7 @@ class MedusaHead(DraftHead):
     def all_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Return the projections' inputs of positions 0 to K - 1, [B, K, D], as ``DraftHead.all_inputs`` does.
 
-        K is ``depth``. Joined and packed layers make the products fewer and larger.
+        K is ``depth``. Joined and packed layers need fewer and larger matrix products than calls of ``advance``.
         """
         # The first blocks of several heads are packed together: as many heads as the longest draft so far had. Shorter
         # drafts, at the end of an answer, use a part of the outputs. An inference copy leaves blocks unpacked for this.
@@ -129,10 +129,10 @@ class MedusaHead(DraftHead):
         return x
 
     def _packed_blocks(self, heads: int) -> tuple[nn.Module, list[list[nn.Module]]]:
-        """Return packed linear layers of the first ``heads`` heads' blocks.
+        """Return packed linear layers of the first ``heads`` heads: those of the first blocks, and of later blocks.
 
-        The first blocks are joined to one layer, because they read the same input. The deeper blocks follow, as a list
-        for each block number with one layer per head.
+        The first blocks of all heads are joined into one layer, because they read the same input. The later blocks are
+        a list for each block number, with one layer per head.
         """
         dtype = self.config.inference_dtype(self.base)
         by_head = [[block.linear for block in cast(Blocks, blocks).in_order()] for blocks in self.blocks]

@@ -5,10 +5,11 @@ close to the original. In phases with ``train_base`` the loss is::
 
     L = L_base + heads_weight * s(share_done) * sum_k decay^k L_k
 
-where s is ``heads_schedule`` and L_k the loss of head k, over the tuned base's hidden states. L_base is the cross-
-entropy of the corpus, or with self-distillation KL(p || q) from the original base's distribution p to the tuned base's
-q. Every batch has the original base's hidden states, so p costs no second pass. Earlier phases train the heads on the
-original base (Medusa-1), because untrained heads would pull the base towards noise.
+where s is ``heads_schedule``, share_done the share of the phase that is done, decay ``loss.decay``, and L_k the loss of
+head k, over the tuned base's hidden states. L_base is the cross-entropy of the corpus, or with self-distillation
+KL(p || q) from the original base's distribution p to the tuned base's q. Every batch has the original base's hidden
+states, so p costs no second pass. Earlier phases train the heads on the original base (Medusa-1), because untrained
+heads would pull the base towards noise.
 
 Differences from the reference code: L_base covers the trained tokens only (there, prompts and padding too), and is
 computed in chunks like the heads' loss. A saved head has the adapter in its folder. It is loaded with the adapter
@@ -180,7 +181,7 @@ class Medusa2Head(MedusaHead):
     def _base_loss(
         self, batch: TrainBatch, tuned_hidden: HiddenStates, original: HiddenStates
     ) -> tuple[Tensor, Tensor]:
-        """Return the base's own loss, summed over the trained tokens, and its ``STATS`` [1, len(STATS)].
+        """Return the base's own loss and the sums for its metrics (``STATS``), [1, len(STATS)], over trained tokens.
 
         ``tuned_hidden`` and ``original`` are the final states of the tuned and of the original base.
         """

@@ -6,8 +6,8 @@ result. ``cell: rnn`` is the published MLPSpeculator, tied or untied; ``cell: ls
 Beyond the papers: projections to a reduced draft vocabulary (input tokens are always target ids), targets that stay in
 their document, and all kinds of trees. Two options train fewer parameters, for small data and few cores.
 ``own_embedding: false`` reads the base's embedding through a trained matrix. ``own_lm_head: false`` adds a linear map
-of the state to ``h`` and projects the sum with the base's frozen projection. Untrained, such a head equals the base's
-next-token head.
+of the head's state to the base's last hidden state and projects the sum with the base's frozen projection. Untrained,
+such a head equals the base's next-token head.
 
 Shape legend: K draft positions, D base width, E inner width.
 """
@@ -31,9 +31,10 @@ from drafthead.models.kernels.linear import reads_in
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")
 CellState = tuple[Tensor, ...]
-"""The state that the projections read, [..., E] (at first the base's, [..., D]), and for an LSTM its cell, [..., E]."""
+"""The state that the projections read, [..., E] (E: inner width), and for an LSTM its cell, [..., E]. Before the first
+position, the state is the base's, [..., D]."""
 Embed = Callable[[], nn.Module]
-"""Creates an embedding: a module that maps tokens [...] int64 to [..., E]."""
+"""Creates an embedding: a module that maps tokens [...] int64 to [..., E] (E: inner width)."""
 
 
 class ScaledShiftedRMSNorm(nn.Module):
@@ -78,7 +79,8 @@ def embedding_weight(positions: int, width: int) -> float:
 class RNNCells(nn.Module):
     """The MLPSpeculator's cells: position k maps state and token x to ``GELU(norm(P_k state + e/s E_k[x]))``.
 
-    ``tied`` cells share all weights except P_0. The factor e/s is ``embedding_weight``.
+    P_k is a projection and E_k an embedding. ``tied`` cells share all weights except P_0. The factor e/s is
+    ``embedding_weight``.
     """
 
     def __init__(self, embed: Embed, hidden_size: int, width: int, positions: int, tied: bool) -> None:
@@ -148,8 +150,9 @@ class MLPSpeculatorConfig(DraftHeadConfig):
 
     num_draft_tokens: Annotated[int, Field(ge=1, le=8)] = 3
     own_lm_head: bool = True
-    """Train a projection from the state to the vocabulary for each position. With false, all positions share the base's
-    frozen projection, which reads ``h`` plus a trained linear map of the state (our addition)."""
+    """Train a projection from the head's state to the vocabulary for each position. With false, all positions share the
+    base's frozen projection, which reads the sum of the base's last hidden state and a trained linear map of the head's
+    state (our addition)."""
     inner_dim: NonNegative = 0
     """Width of the state. 0 takes the base's hidden size."""
     tie_weights: bool = False

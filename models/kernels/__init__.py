@@ -1,1 +1,1 @@
-"""Faster implementations of the same arithmetic: grouped attention, packed and fused linears, CUDA graphs."""
+"""Faster implementations of models' operations: grouped attention, packed and fused linear layers, CUDA graphs."""

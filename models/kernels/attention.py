@@ -29,7 +29,7 @@ HARMLESS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits"),
     )
 )
-"""Keywords without effect here, such as ``sliding_window``: the mask already applies the window."""
+"""Keywords that ``grouped_sdpa`` ignores, such as ``sliding_window``: the mask already applies the window."""
 MAX_SCORES = 2**26
 """Largest number of attention scores in memory at once when they are computed explicitly."""
 _captured: list[Tensor] | None = None
@@ -37,7 +37,10 @@ _captured: list[Tensor] | None = None
 
 @contextmanager
 def captured_queries() -> Iterator[list[Tensor]]:
-    """Yield a list that gets the queries [B, H, T, E], after rotary embedding, of each call in the ``with`` block."""
+    """Yield a list that gets the queries [B, H, T, E], after rotary embedding, of each attention call.
+
+    This covers all calls of ``grouped_sdpa`` in the ``with`` block.
+    """
     global _captured
     _captured = []
     try:
@@ -62,11 +65,11 @@ def grouped_sdpa(
     """Return (attention [B, T, H, F] of queries over keys and values, None), as transformers expects.
 
     Args:
-        module: the attention layer, whose model type messages name.
+        module: the attention layer; error messages name its model type.
         query: [B, H, T, E].
         key: [B, G, S, E].
         value: [B, G, S, F].
-        attention_mask: additive, [B or 1, 1, T, S]; None: causal, for T = S; a single query (T = 1) sees all keys.
+        attention_mask: additive, [B or 1, 1, T, S]. None: causal attention if T = S, and all keys seen if T = 1.
         dropout: probability of dropping an attention weight.
         scaling: factor that multiplies the scores; None: 1 / sqrt(E).
         s_aux: [H] sinks: a logit per head that takes part in the softmax and has no value (gpt-oss).

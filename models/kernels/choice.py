@@ -1,4 +1,4 @@
-"""Choice of the fastest kernel for products of 1 to 32 rows on this CPU, and of smaller dtypes for some products.
+"""Choice of the fastest kernel for matrix products of 1 to 32 rows on this CPU, and of smaller dtypes for some of them.
 
 Everything is measured at the first load of a base and stored for later loads.
 """
@@ -30,13 +30,14 @@ from drafthead.models.kernels.linear import (
 WORTH_MEASURING = 2**23
 """Smallest number of weights of a base for which kernels are measured. Smaller bases fit into the CPU's caches."""
 REPEATS, LONG_SECONDS = 3, 20.0
-"""Measurements of every pass after one to warm up. Once they took ``LONG_SECONDS`` in all, two are enough."""
+"""Number of times that each combination of kernel and rows is timed, after one run to warm up; only 2 times if the runs
+so far have taken ``LONG_SECONDS`` in all."""
 COPY_SHARE = 1 / 8
 """If only compiled kernels were chosen, packed copies of the weights are still kept, as long as all copies together
 take less than this share of the machine's memory. For hundreds of rows, the packed product is up to a tenth faster."""
 PLAIN_ROWS = 4
-"""Largest number of rows for which the plain product is measured, if there is no compiled one. For more rows, it is
-never the fastest."""
+"""Largest number of rows for which ``F.linear`` is timed, if there is no compiled kernel. For more rows, it is never
+the fastest."""
 MARGIN = 0.97
 """Another kernel must take less than this share of the default kernel's time, so that noise does not decide.
 
@@ -45,9 +46,9 @@ The default is the compiled kernel if there is one.
 READ_ROWS, DRAFT_ROWS = 256, 4
 """Rows with which smaller dtypes are timed: for computing hidden states to train on, and for drafting."""
 ROUNDING_MARGIN = 0.8
-"""A product in a smaller dtype, which rounds, must take less than this share of the time of the one it replaces."""
+"""A matrix product in a smaller, rounding dtype must take less than this share of the time of the one it replaces."""
 Pass = Callable[[int], object]
-"""A function that runs the base on this number of tokens (rows of its products)."""
+"""A function that runs the base on this number of tokens (rows of its matrix products)."""
 
 
 def worth_measuring(model: nn.Module) -> bool:
@@ -60,7 +61,7 @@ def choose_kernels(table: KernelTable, module: nn.Module, run: Pass, shape: obje
 
     Also choose a smaller dtype, if clearly faster: bfloat16 for hidden states to train on, bfloat16 or int8 for copies
     of a head's weights to draft with. ``run`` runs ``module``, the base's model; ``shape`` identifies the sizes of its
-    products. The choice is stored on this machine, so that a resumed run computes what it did before.
+    matrices. The choice is stored on this machine, so that a resumed run computes what it did before.
     """
     compiles = skinny_library() is not None
     key = hashlib.sha256(repr((shape, compiles, hardware(), versions())).encode()).hexdigest()[:16]
@@ -95,7 +96,7 @@ def _restore(table: KernelTable, path: Path) -> bool:
 
 
 def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
-    """Fill ``table`` by timing passes of the base (``run``) and products of one layer of ``module``."""
+    """Fill ``table`` by timing passes of the base (``run``) and matrix products of one layer of ``module``."""
     wait_for_huge_pages()
     before, compiles = table.by_rows, skinny_library() is not None
     default = dict.fromkeys(MEASURED_ROWS, Kernel.COMPILED) if compiles else before
@@ -130,7 +131,7 @@ def _measure(table: KernelTable, module: nn.Module, run: Pass) -> None:
 def _fastest(
     module: nn.Module, rows: int, dtypes: Iterable[torch.dtype], before: Callable[[], object] = lambda: None
 ) -> torch.dtype | None:
-    """Return the fastest of ``dtypes`` for products, or None if none is clearly faster than float32.
+    """Return the fastest of ``dtypes`` for matrix products, or None if none is clearly faster than float32.
 
     In their order, a dtype is chosen if it takes less than ``ROUNDING_MARGIN`` of the time of the choice so far. The
     largest layer of ``module``, except the LM head, is timed with ``rows`` input rows. ``before`` is called before

@@ -95,7 +95,7 @@ class CompiledWeight:
 
 @cache
 def skinny_library() -> ctypes.CDLL | None:
-    """Return the library of ``skinny.cpp``, compiled or from disk; None if it cannot be built or gives wrong products.
+    """Return the library of ``skinny.cpp``, compiled or from disk; None if it cannot be built or gives wrong results.
 
     It needs Linux and a C++ compiler. It is stored on disk for later processes on the same CPU.
     """

@@ -45,10 +45,10 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))`` with gate and up as one product, packed if possible."""
+    """``down(act(gate(x)) * up(x))`` with gate and up as one matrix product, packed if possible."""
 
     def __init__(self, mlp: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
-        """Copy the weights of ``mlp`` as ``dtype`` (None: unchanged); ``table`` has the kernels to use."""
+        """Copy the weights of ``mlp`` as ``dtype`` (None: as they are), for kernels of ``table`` (None: oneDNN's)."""
         super().__init__()
         self._gate_up = joined_linear([mlp.gate_proj, mlp.up_proj], dtype, table)
         self._down = joined_linear([mlp.down_proj], dtype, table)
@@ -62,10 +62,13 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Grouped-query attention with one product for queries, keys and values; queries and keys are rotated together."""
+    """Grouped-query attention with one matrix product for queries, keys and values.
+
+    Queries and keys are rotated together.
+    """
 
     def __init__(self, stock: Any, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> None:
-        """Copy the weights of ``stock`` as ``dtype`` (None: unchanged); ``table`` has the kernels to use."""
+        """Copy the weights of ``stock`` as ``dtype`` (None: as they are), for kernels of ``table`` (None: oneDNN's)."""
         super().__init__()
         self.layer_idx: int = stock.layer_idx
         self.scaling: float = stock.scaling
@@ -157,7 +160,7 @@ def fuse_modules(module: nn.Module, dtype: torch.dtype | None = None, table: Ker
 
 
 def fresh_copy(layer: nn.Module, config: Any, layer_idx: int, source: int | None = None) -> nn.Module:
-    """Return a trainable float32 stock decoder layer with the weights of a base's ``layer``, fused or not.
+    """Return a trainable float32 stock decoder layer with the weights of ``layer`` of a base, which may be fused.
 
     ``layer_idx`` is the new layer's index, under which it uses a cache. ``source`` is the index of ``layer`` in the
     base (None: ``layer_idx``), by which the config chooses the kind of layer, such as sliding-window attention.
@@ -198,7 +201,7 @@ def copy_weights(source: nn.Module, stock: Any) -> None:
 
 
 def _fill(linears: list[Any], packed: nn.Module) -> None:
-    """Copy weight and bias of ``packed``, whose outputs are those of all ``linears`` in turn, into ``linears``."""
+    """Copy weight and bias of ``packed``, whose outputs are those of all ``linears`` concatenated, into ``linears``."""
     assert isinstance(packed, PrepackedLinear)
     bias = torch.zeros(packed.out_features) if packed._bias is None else packed._bias
     rows, start = packed.dense(), 0

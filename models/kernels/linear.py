@@ -86,7 +86,7 @@ class KernelTable:
     def __init__(self) -> None:
         self.by_rows: dict[int, Kernel] = dict.fromkeys(MEASURED_ROWS, Kernel.PACKED)
         self.bfloat16_reads = False
-        """True if hidden states to train on, which need not be exact, are computed by bfloat16 products."""
+        """True if hidden states to train on, which need not be exact, are computed by bfloat16 matrix products."""
         self.drafts_in: torch.dtype | None = None
         """Dtype of the copies of a head's weights for drafting (``head.draft_dtype=auto``); None: their own."""
 
@@ -182,7 +182,7 @@ class PrepackedLinear(nn.Module):
 
 
 def can_prepack(weight: Tensor) -> bool:
-    """Return True if oneDNN can prepack this weight here: a plain dense float32 matrix on a CPU."""
+    """Return True if ``weight`` is a plain dense float32 matrix on a CPU, and this torch has oneDNN's packing."""
     return (
         weight.device.type == "cpu"
         and type(weight) in (Tensor, nn.Parameter)  # quantised weights of torchao report float32, too
@@ -200,14 +200,14 @@ def _onednn(operator: str) -> Any:
 
 
 class DtypeLinear(nn.Module):
-    """An inference-only linear layer that casts inputs to the dtype of its ``product``, and outputs back."""
+    """An inference-only linear layer that casts inputs to ``dtype``, applies ``product``, and casts outputs back."""
 
     def __init__(self, product: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
         super().__init__()
         self.product, self._dtype = product, dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product: [..., in] -> [..., out], in the dtype of ``x``."""
+        """Return the layer's output: [..., in] -> [..., out], in the dtype of ``x``."""
         return self.product(x.to(self._dtype)).to(x.dtype)
 
 
@@ -217,8 +217,8 @@ def inference_linear(
     """Return an inference-only layer with this weight [out, in], packed for few rows if possible.
 
     It computes in ``dtype``, by default the weight's. int8 has one scale per output and errors of about one percent;
-    inputs are not rounded, so the result of a row does not depend on its batch. If int8 cannot be used here, the
-    weight's dtype is used. ``table`` chooses the kernel by the number of rows; None: oneDNN's.
+    inputs are not rounded, so the result of a row does not depend on its batch. If int8 is not available for this
+    weight, the weight's dtype is used. ``table`` chooses the kernel by the number of rows; None: oneDNN's.
     """
     if dtype == torch.int8:
         if can_prepack(weight) and (library := skinny_library()):
@@ -232,7 +232,7 @@ def inference_linear(
 
 
 def packs_bfloat16() -> bool:
-    """Return True if oneDNN has bfloat16 products on this CPU."""
+    """Return True if oneDNN has bfloat16 matrix products on this CPU."""
     supported = _onednn("_is_mkldnn_bf16_supported")
     return supported is not None and bool(supported())
 
@@ -254,10 +254,10 @@ def joined_linear(
 
 
 def prepack_linears(module: nn.Module, dtype: torch.dtype | None = None, table: KernelTable | None = None) -> int:
-    """Prepack each ``nn.Linear`` below ``module``, in place, if possible and not in a router; return their number.
+    """Prepack each ``nn.Linear`` below ``module`` that can be, in place, and return the number of packed layers.
 
-    The layers compute in ``dtype`` (None: float32), with the kernel that ``table`` chooses. Original weights are
-    released unless something else holds them, such as a tied embedding.
+    Routers of experts stay unpacked. The layers compute in ``dtype`` (None: float32), with the kernel that ``table``
+    chooses (None: oneDNN's). Original weights are released unless something else holds them, such as a tied embedding.
     """
     replaced = 0
     if type(module).__name__.endswith(("Router", "Gate")):

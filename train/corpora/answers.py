@@ -74,7 +74,7 @@ class PromptTable:
         return self.config.sampler.temperature if temperature is None else temperature
 
     def _draw(self, purpose: str, number: int, options: Sequence[T]) -> T | None:
-        """Return a random one of ``options`` for conversation ``number``, always the same; None without options."""
+        """Return a random option, fixed by ``purpose``, seed and conversation ``number``; None without ``options``."""
         return random.Random(f"{purpose} {self.seed} {number}").choice(options) if options else None
 
     def missing(self, store: AnswerStore) -> list[Prompt]:
@@ -98,7 +98,8 @@ class AnswerGenerator:
     progress: Progress
     log: Log = lambda line: None
     store_states: bool = False
-    """Store final hidden states with the built-in decoding. If the folder has answers already, they decide instead."""
+    """Store final hidden states with the answers (built-in decoding only). If ``folder`` already has answers, new ones
+    get hidden states only if those have them."""
 
     def complete(self) -> AnswerStore:
         """Generate the answers that ``folder`` lacks and return the corpus. No answer at all is a ``UserError``."""
@@ -257,7 +258,7 @@ class AnswerGenerator:
             files.write_json(self.folder / COMPLETE, {"answers": len(store.done)})
 
     def _new_conversations(self) -> list[list[Message]]:
-        """Return prompts from the sources, mixed with prompts that the base writes, without those of evaluations."""
+        """Return prompts from the sources and from the base, mixed; leave out near duplicates of evaluation prompts."""
         config = self.config
         prompts = load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
         if config.self_prompted:

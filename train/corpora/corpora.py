@@ -1,4 +1,4 @@
-"""The corpora of a run: packed text for pretraining, the base's own answers for distillation, and hidden states.
+"""The corpora of a run: packed text for pretraining, answers for distillation, and the base's hidden states of both.
 
 All files are in ``data.folder`` with a manifest. Later runs use them again, and an interrupted run continues.
 """

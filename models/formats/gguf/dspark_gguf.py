@@ -6,6 +6,8 @@ Names, shapes and meanings are those of llama.cpp's ``dflash`` architecture (bui
     DSpark also: markov_w1.weight [V, r]   markov_w2.weight [W, r]   conf_proj.weight [1, D + r], conf_proj.bias
     with a draft vocabulary: output.weight [W, D]   d2t [W], target ids
 
+n is the number of base layers that the head reads, r the Markov head's rank, and W the size of the draft vocabulary.
+
 ``target_layers`` numbers the inputs of layers, so its ids are one larger than config.json's ``target_layer_ids``, which
 number outputs. The file contains the base's tokenizer, which defines the mask token.
 """

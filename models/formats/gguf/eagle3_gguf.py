@@ -5,9 +5,9 @@ Names, shapes and meanings are those of llama.cpp's ``eagle3`` architecture and 
     fc.weight [D, 3 D]   enc.output_norm.weight [3 D]: norm_before_fc   output_norm.weight [D]   output.weight [W, D]
     blk.0.attn_norm (embedding), attn_norm_2 (feature), ffn_norm   attn_q, attn_k, attn_v, attn_output   ffn_*   d2t [W]
 
-Here ``d2t`` holds target ids, whereas to=eagle3 writes offsets. Rows of queries and keys are in rotated pairs
-(``to_pairs``). llama.cpp silently ignores ``norm_output`` and then drafts badly, so heads with this setting are
-refused.
+``d2t`` holds target ids in GGUF files, whereas to=eagle3 writes offsets. The rows of query and key weights are
+reordered for llama.cpp's rotation (``to_pairs``). llama.cpp silently ignores ``norm_output`` and then drafts badly, so
+heads with this setting are refused.
 """
 
 from typing import Any

@@ -74,8 +74,8 @@ SPLITS = {_CONTRACTIONS + r"\p{N}{1,3}" + _REST: "llama-bpe", _CONTRACTIONS + r"
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
     """Reorder the rows of a query or key projection for llama.cpp's rotation, [heads x E, D] -> the same shape.
 
-    transformers rotates row i of a head together with row i + E / 2, llama.cpp's Llama rotates neighbouring rows. For
-    E = 4 the rows 0 1 2 3 become 0 2 1 3.
+    E is the width of an attention head. transformers rotates row i of a head together with row i + E / 2, llama.cpp's
+    Llama rotates neighbouring rows. For E = 4 the rows 0 1 2 3 become 0 2 1 3.
     """
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
@@ -110,7 +110,7 @@ class GgufFile:
         self.writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
     def add_key(self, key: str, value: bool | int | float | list[int]) -> None:
-        """Add a key with its value's type; the architecture is its prefix unless it begins as in ``OTHER_KEYS``."""
+        """Add a key of ``value``'s type, prefixed with the architecture unless it begins with one of ``OTHER_KEYS``."""
         writer = self.writer
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
         add[type(value)](key if key.startswith(OTHER_KEYS) else f"{writer.arch}.{key}", value)
@@ -164,16 +164,16 @@ def _values(entry: Any) -> npt.NDArray[Any]:
 
 
 def rope_factors(config: dict[str, Any]) -> Tensor | None:
-    """Return the divisors [E / 2] of the rotary frequencies, as llama.cpp reads them; None without scaling.
+    """Return the divisors of the rotary frequencies, half the head width, as llama.cpp reads them; None: no scaling.
 
     ``config`` is a Llama config, as from ``layer_config``. Only Llama-3's scaling is a tensor in GGUF. Other scalings
-    are metadata, which is not written here; they raise a UserError.
+    are metadata, which drafthead does not write; they raise a UserError.
     """
     scaling = config.get("rope_scaling")
     if not scaling:
         return None
     if (kind := scaling.get("rope_type")) != "llama3":
-        raise UserError(f"rotary scaling of type {kind} cannot be written as GGUF here; use {CONVERTER}")
+        raise UserError(f"drafthead cannot write rotary scaling of type {kind} as GGUF; use {CONVERTER}")
     return llama3_factors(scaling, config["rope_theta"], config["head_dim"])
 
 
@@ -288,7 +288,7 @@ def check_base(base: BaseModel, kind: str) -> None:
         hint = "; llama.cpp's llama-quantize makes one from f16" if kind.startswith("q") else ""
         raise UserError(f"base_gguf must be one of {', '.join(KINDS)}, got {kind!r}{hint}")
     if (model_type := base.model.config.model_type) not in ARCHITECTURES:
-        raise UserError(f"a base of type {model_type} cannot be written as GGUF here; use {CONVERTER}")
+        raise UserError(f"drafthead cannot write a base of type {model_type} as GGUF; use {CONVERTER}")
     split_name(base.tokenizer)
 
 

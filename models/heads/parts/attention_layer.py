@@ -29,8 +29,8 @@ from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNor
 from drafthead.models.kernels.linear import can_prepack
 
 Layer = Callable[[Tensor, Tensor, Tensor | None, TreeCache], Tensor]
-"""Runs a layer in drafting. Maps inputs [B, T, I], positions [B, T], an additive mask and a cache to outputs [B, T, D],
-and writes keys and values into the cache."""
+"""Runs a layer in drafting. Maps inputs [B, T, I] (I: input width), positions [B, T], an additive mask (None: every
+query sees all keys) and a cache to outputs [B, T, D], and writes keys and values into the cache."""
 
 
 class HeadAttention(nn.Module):
@@ -178,7 +178,7 @@ class HeadMLP(nn.Module):
         return down
 
     def inference(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return an equal MLP that computes gate and up in one product, with weights packed in ``dtype``."""
+        """Return an equal MLP that computes gate and up in one matrix product, with weights packed in ``dtype``."""
         return FusedMLP(self, dtype)
 
 
@@ -242,7 +242,7 @@ class HeadDecoderLayer(nn.Module):
         layer_idx: int = 0,
         input_width: int | None = None,
     ) -> None:
-        """Create a layer; ``inner`` is the MLP's inner width (None: the base's), the rest is for ``HeadAttention``."""
+        """Create a layer; ``inner`` is the argument of ``HeadMLP``, and the others are those of ``HeadAttention``."""
         super().__init__()
         self.input_layernorm = HeadRMSNorm(base)
         self.self_attn = HeadAttention(base, input_width, qk_norm, layer_idx)
@@ -278,9 +278,9 @@ class HeadDecoderLayer(nn.Module):
 class AnchorContext:
     """Attention of the draft positions of all anchors at once, in training; drafting uses ``LayerCache``.
 
-    A draft position sees the context up to its anchor, and draft positions of the same anchor: with ``start`` those up
-    to itself, with ``read_block`` those in ``seen``. The context sees itself causally. An example with ``start``, for
-    the anchor t = 1, with draft positions a0 (at the anchor itself), a1 and a2::
+    A draft position sees the context up to its anchor, and draft positions of the same anchor: in ``start`` those up to
+    itself, in ``read_block`` those that its argument ``seen`` allows. The context sees itself causally. An example of
+    ``start`` (x: seen), for the anchor t = 1, with draft positions a0 (at the anchor itself), a1 and a2::
 
         keys:   context 0  1  2  3    a1 a2
         a0              x  x  .  .    .  .
@@ -362,7 +362,7 @@ def attend_block(
     """Return the attention of draft positions over the context and over the draft positions of the same anchor.
 
     Each query has T + Q keys, those of the context and those of its own block, and one softmax over all of them. The
-    two products are computed apart, because all anchors share the context's keys, while a block's keys serve one
+    scores of both are computed separately, because all anchors share the context's keys, while a block's keys serve one
     anchor. Example: T = 3, anchors t = 0 and t = 1, blocks of Q = 2, causal ``seen``. The second block's queries see::
 
         context  block of t = 0   block of t = 1
@@ -398,7 +398,7 @@ def attend_block(
 
 
 def norm_scale(base: BaseModel) -> Tensor:
-    """Return the scale [D] of the base's final norm: its output for ones, because Gemma stores the scale minus 1."""
+    """Return the scale [D] of the base's final norm: its output for a vector of ones. (Gemma stores scale - 1.)"""
     scale: Tensor = base.model.model.norm(torch.ones_like(base.embedding[0])).float()
     return scale
 

@@ -57,9 +57,9 @@ class DraftHeadConfig:
     null, the base's whole vocabulary."""
     draft_dtype: Literal["auto", "bfloat16", "int8"] | None = "auto"
     """Dtype of the weights for drafting. With ``bfloat16`` or ``int8``, drafting reads copies of half or a quarter of
-    the size. Verification does not, so exact rules stay exact; near-ties may be drafted differently. With null,
-    drafting uses the trained weights, in float32. ``auto`` takes the dtype that was fastest on this CPU when the base
-    was loaded; on an accelerator, it equals null."""
+    the size. Verification does not, so exact acceptance rules stay exact; near-ties may be drafted differently. With
+    null, drafting uses the trained weights, in float32. ``auto`` takes the dtype that was fastest on this CPU when the
+    base was loaded; on an accelerator, it equals null."""
     induction_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of an induction head, which copies what followed earlier occurrences of the last two tokens. All draft
     positions share it. It is our addition, which no export format has. 0 turns it off."""
@@ -67,12 +67,13 @@ class DraftHeadConfig:
     """Rank of a correction of the logits by the previous token (DSpark's Markov head). It is for heads that do not
     read their drafts. 0 turns it off."""
     tied_markov: bool = True
-    """Compute the Markov table [V, r] from the base's embedding by a trained matrix [D, r]. With false, train the whole
-    table."""
+    """Compute the Markov table [V, markov_rank] from the base's embedding by a trained matrix. With false, train the
+    whole table."""
     confidence: bool = False
-    """Train a confidence head (DSpark), which predicts how likely each draft is accepted, for ``prefix_threshold``."""
+    """Train a confidence head (DSpark), which predicts how likely each draft is accepted. ``eval.prefix_threshold`` can
+    then stop drafting after unlikely ones."""
     one_prediction: ClassVar[bool] = False
-    """True: all draft positions predict a token by equal logits (draft LM, Kangaroo), so the loss has one position."""
+    """True: a token's logits do not depend on its draft position (draft LM, Kangaroo), so the loss has one position."""
     trains_base: ClassVar[bool] = False
     """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
 
@@ -129,19 +130,20 @@ class DraftHeadConfig:
 
 
 States = tuple[Tensor, ...]
-"""The recurrent state after a token, which the next draft position reads: tensors [..., width], one vector per path.
-Drafting has paths [B, F] (F nodes of a tree level), or [B] in ``all_inputs``."""
+"""A head's recurrent state, which ``advance`` gets for one draft position and returns for the next: tensors
+[..., width]. ``advance`` computes several paths at once, and [...] is their shape: [B, F] for the F nodes of a tree
+level, [B] in the method ``all_inputs`` (one path per row), and the shape of the anchors in training."""
 Attend = Callable[[Tensor], Tensor]
 """Runs the head's own attention layers over one more token per path. The token attends to the committed tokens and to
-its path. Maps inputs [..., I] to outputs [..., D]."""
+its path. Maps inputs [..., I] (I: the layers' input width) to outputs [..., D]."""
 
 
 class DraftHead(nn.Module, Drafter):
     """Base class of draft heads. A head is attached to the frozen base that it drafts for.
 
-    A subclass sets ``session_class`` and defines ``advance`` and ``__init__``, which sets ``projections``. A head whose
-    layers attend to the context instead defines ``hidden_at_positions`` and ``open``, with a session of its own. It
-    needs ``advance`` only if these call it.
+    A subclass defines ``__init__``, which sets ``projections``. It also sets ``session_class`` and defines ``advance``.
+    If its layers attend to the context, it instead defines ``hidden_at_positions`` and ``open``, with a session of its
+    own, and needs ``advance`` only if these call it.
     """
 
     config: DraftHeadConfig
@@ -159,7 +161,7 @@ class DraftHead(nn.Module, Drafter):
     attends = False
     """True: draft positions attend to the context, by ``attend`` or by the session's ``block_inputs``."""
     low_rank_name = "induction_out"
-    """Name in saved heads of the projection of Markov correction and induction head."""
+    """Name that the layer ``low_rank`` has in saved heads."""
 
     def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__()
@@ -273,8 +275,8 @@ class DraftHead(nn.Module, Drafter):
         Args:
             hidden: [..., D] inputs of ``first_states`` at the anchors.
             anchors: [...] int64 position of each anchor in the flattened batch [B * T].
-            index: [B * T] int64, the inverse of ``anchors``: for each position of the flattened batch, its index in the
-                flattened ``anchors``. Other positions may have any index.
+            index: [B * T] int64, the inverse of ``anchors``: at each anchor's position in the flattened batch, its
+                index in the flattened ``anchors``; at other positions any valid index.
             batch: packed rows.
             draft_targets: targets of the batch.
             attend: runs the head's own attention layers at the anchors.
@@ -298,9 +300,9 @@ class DraftHead(nn.Module, Drafter):
     ) -> list[Tensor]:
         """Return, for each draft position, the states [B, T, D] from which the induction head decides not to copy.
 
-        At each anchor, ``InductionHead`` computes the score of copying nothing (the sink) from the state. By default it
-        is the base's final state. ``hidden`` [K, n, D] is the result of ``hidden_at_positions``. In drafting, the
-        session's ``draft_sinks`` is used instead.
+        At each anchor, ``InductionHead`` computes the score of copying nothing (the sink) from the state. By default,
+        the states are the base's final ones. ``hidden`` is the result of ``hidden_at_positions``, [K, n, D] for n
+        targets. In drafting, the session's ``draft_sinks`` is used instead.
         """
         return [base_hidden.final] * len(hidden)
 
@@ -387,7 +389,7 @@ class DraftHead(nn.Module, Drafter):
 
     @property
     def low_rank(self) -> nn.Linear | None:
-        """The one layer that maps the joined inputs of Markov correction and induction head to logits, [..., r] ->
+        """The one layer that maps the r joined inputs of Markov correction and induction head to logits, [..., r] ->
         [..., W] (draft vocabulary); None if the head has neither."""
         return cast(nn.Linear | None, getattr(self, self.low_rank_name, None))
 
@@ -397,9 +399,10 @@ class DraftHead(nn.Module, Drafter):
         return head if self.low_rank is None else replace(head, low_rank=self.low_rank.weight)
 
     def projection_inputs(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        """Return ``hidden_at_positions`` with the inputs of Markov correction and induction head, [K, n, width + r].
+        """Return the inputs of ``output_head`` at all n targets, [K, n, width + r].
 
-        These are the inputs of ``output_head``.
+        They are the result of ``hidden_at_positions`` and, appended, the r inputs of Markov correction and induction
+        head.
         """
         hidden = self.hidden_at_positions(batch, base_hidden, draft_targets)
         inputs = [hidden]
@@ -412,7 +415,7 @@ class DraftHead(nn.Module, Drafter):
         return hidden if len(inputs) == 1 else torch.cat(inputs, -1)
 
     def confidence_logits(self, hidden: Tensor) -> Tensor | None:
-        """Map ``projection_inputs`` to logits [K, n] of the drafts' acceptance; None without a confidence head."""
+        """Map ``projection_inputs`` of n targets to logits [K, n] of acceptance; None without a confidence head."""
         # Detached, so that the confidence loss cannot change the drafts.
         return None if self.confidence is None else self.confidence(hidden.detach())[..., 0]
 

@@ -35,9 +35,9 @@ CUSTOM_GENERATE = {
     "from drafthead import generate_with_head as generate\n",
     "custom_generate/requirements.txt": "drafthead\n",
 }
-"""Files by which transformers finds the head: ``model.generate(..., custom_generate="user/head")``."""
+"""Path -> text of files in a head's folder for transformers: ``model.generate(..., custom_generate="user/head")``."""
 MAX_NODES, MAX_RANKS = 4096, 1 << 16
-"""Limits for trees read from a file: number of nodes, and ranks. No pass verifies and no head drafts as many."""
+"""Limits for trees read from a file: nodes of a tree, and ranks of candidates. Useful trees are far smaller."""
 
 
 def resolve_folder(name: str | Path, revision: str | None = None) -> Path:
@@ -79,10 +79,10 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 
 def check_parameters(folder: Path, described: Callable[[], int], weights: dict[str, Tensor]) -> None:
-    """Reject a head whose settings describe far more parameters than its file has, before memory is allocated.
+    """Reject a head whose settings describe far more parameters than ``weights`` has, before memory is allocated.
 
     ``described`` returns the number of parameters that the settings in ``config.json`` describe; ``weights`` are the
-    tensors of the file.
+    tensors of ``model.safetensors``.
     """
     try:
         count = described()
@@ -111,7 +111,7 @@ def write_trees(folder: Path, drafter: Drafter) -> None:
 def write_head(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
     """Write ``model.safetensors``, ``config.json`` and the files of ``CUSTOM_GENERATE`` into a head's folder.
 
-    To ``config``, ``config.json`` adds the version of the format and the checksum of the weights.
+    ``config.json`` holds the entries of ``config``, the version of the format and the checksum of the weights.
     """
     with disk_errors("the head", folder):
         with new_file(folder / "model.safetensors") as tmp_path:
@@ -164,7 +164,9 @@ def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
             raise ValueError(f"it has {len(choices)} nodes, at most {MAX_NODES} are allowed")
         tree = TokenTree.from_paths([tuple(c) for c in choices])
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not a tree.json ({error}); give it the key choices, a list of rank paths") from None
+        raise UserError(
+            f"{path} is not a tree.json ({error}); give it the key 'choices' with a list of paths, each a list of ranks"
+        ) from None
     if tree.depth > depth:
         raise UserError(
             f"the tree in {path} is {tree.depth} deep, but the head drafts {depth} positions; give a shallower tree"
@@ -223,7 +225,7 @@ def check_draft_ids(ids: Tensor, vocab_size: int, name: str = "the draft vocabul
 
 
 def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
-    """Reject ``base`` unless the head in ``folder``, whose config has the base ``trained``, was trained for it."""
+    """Reject ``base`` if the head in ``folder`` was trained for another one: ``trained``, from the head's config."""
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         if trained.get(key) != actual[key]:

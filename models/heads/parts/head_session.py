@@ -29,7 +29,7 @@ class LayerCache(NodeCache):
         """Create an empty cache.
 
         Args:
-            layer: runs the attention layers, one or several, over inputs [B, F, I].
+            layer: function that runs all attention layers of the head over their inputs [B, F, input width].
             shape: number of layers and sizes of their keys and values.
             rows: number of rows B.
         """
@@ -83,10 +83,10 @@ class HeadSession(StepwiseSession):
     def __init__(self, head: DraftHead, rows: int) -> None:
         self.drafter, self.lengths = head, [0] * rows
         self.inference_head = head.inference()
-        """The head's inference copy: all computations use it. Linear layers are packed copies; other weights, and the
-        store ``packed`` of all copies (see ``PackedCopies``), are shared with the trained head."""
+        """The head's inference copy, which all computations use. Its linear layers are packed copies. It shares its
+        other weights with the trained head, and also ``packed``, where such copies are stored (``PackedCopies``)."""
         self.hidden: Tensor = head.target_lm_head.weight.new_full((rows, head.base.hidden_size), torch.nan)
-        """[B, D] the base's ``h`` after the last token that the base has read; nan before the first ``commit``."""
+        """[B, D] the base's final hidden state at the last token that it has read; nan before the first ``commit``."""
         induction = self.inference_head.induction
         self.copied = None if induction is None else InductionContext(induction, rows)
         """The induction head's context; None without an induction head."""
@@ -132,9 +132,9 @@ class HeadSession(StepwiseSession):
                 part.rollback(lengths)
 
     def draft_hidden(self) -> Tensor:
-        """Return each row's input of the head's ``first_states`` or ``all_inputs``, [B, D].
+        """Return the hidden state [B, D] from which the head drafts in each row: the input of its first computation.
 
-        By default it is the base's final hidden state after the last token that the base has read.
+        By default it is the base's final hidden state at the last token that the base has read.
         """
         return self.hidden
 
@@ -145,10 +145,10 @@ class HeadSession(StepwiseSession):
             self.copied.start(sinks.to(self.inference_head.dtype))
 
     def draft_sinks(self) -> Tensor | None:
-        """Return the states from which the induction head decides not to copy, for each tree level: [B, levels, D].
+        """Return the states from which the induction head decides whether to copy, for each tree level: [B, levels, D].
 
-        With [B, 1, D], all levels share one state. None: they are known only in ``level``, which calls
-        ``copied.start`` itself.
+        With [B, 1, D], all levels share one state. With None, the method ``level`` computes the states later and passes
+        them to ``copied.start`` itself.
         """
         return self.hidden[:, None]
 
@@ -170,10 +170,11 @@ class HeadSession(StepwiseSession):
         self._inputs, self._logits = self._graph(depth, read, hidden, last_token)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
-        """Return the inputs of the projections of ``depth`` = K positions, [B, K, D].
+        """Return the inputs of the vocabulary projections of ``depth`` = K draft positions, [B, K, D].
 
-        Sessions of heads that attend but do not read their drafts define this method. It replaces the head's
-        ``all_inputs``, whose arguments it has, because it attends to the session's ``context``.
+        ``hidden`` [B, D] is ``draft_hidden()``, and ``last_token`` [B] the last committed token. Sessions of heads that
+        attend but do not read their drafts define this method. It is called instead of the head's ``all_inputs``, which
+        cannot attend to the session's ``context``.
         """
         raise NotImplementedError
 
@@ -195,7 +196,8 @@ class HeadSession(StepwiseSession):
         """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W].
 
         ``tokens`` [B, F] and ``parents`` [B, F] are those of ``expand``. If the head does not read its drafts, all
-        nodes of a level share one distribution, and the results have F = 1. Optional parts are added later.
+        nodes of a level share one distribution, and the results have F = 1. A Markov correction and an induction head
+        are not included: ``expand`` adds them.
         """
         if not self.inference_head.reads_drafts:
             return self._inputs[:, k, None], self._logits[:, k, None]

@@ -1,4 +1,4 @@
-"""An induction head (Olsson et al., 2209.11895): drafts the token that followed earlier occurrences of the last two.
+"""An induction head (Olsson et al., 2209.11895): drafts what followed earlier occurrences of the last two tokens.
 
 A path is the committed text followed by drafts. From the last two tokens of a path, the head attends to every
 pair of neighbours in the context and copies the code (a vector of r numbers) of the token after the pair. A low-rank
@@ -6,7 +6,7 @@ projection adds that code to the draft logits. In the context ``a b c ... a b``,
 so ``c`` gets the highest score.
 
 An attention layer learns to copy late (``docs/dev/log.md``), while this head copies from the start: codes are random
-projections of the base's embeddings, so the code of a token matches itself and hardly any other code. The output
+projections of the base's embeddings, so the code of a token matches itself and hardly any other code. The low-rank
 projection starts as the codes of the draft vocabulary. If nothing matches, the attention goes to a sink, which copies
 nothing; only its score depends on a hidden state. Everything else depends on token ids only, so the context needs no
 forward pass, and every node of a tree has a prediction of its own.
@@ -35,7 +35,7 @@ SINK = 10.0
 BOOST = 8.0
 """Initial increase of the logit of a copied token."""
 INITIAL_ROOM = 256
-"""The enlarged cache has room for twice its tokens and this number of positions more."""
+"""A full cache is enlarged to twice its number of tokens plus this number of positions."""
 LAST, BEFORE, COPIED = range(3)
 """Indices of a token's three codes: as the last token of a path, as the token before it, and as the copied token."""
 
@@ -85,9 +85,10 @@ class InductionHead(nn.Module):
 
     @torch.no_grad()
     def start_projection(self, d2t: Tensor, scale: float) -> Tensor:
-        """Return the initial low-rank projection [W, r]: the codes of the draft tokens ``d2t`` [W].
+        """Return the initial weight [W, r] of the low-rank projection: the scaled codes of the draft tokens.
 
-        Its product is later multiplied by the base's logit ``scale``, which the result compensates.
+        ``d2t`` [W] has the base's ids of the draft tokens. The weight is divided by ``scale``, by which the base's
+        logits, and so the projection's outputs, are multiplied later.
         """
         return self.codes(d2t)[:, COPIED] * (BOOST / (self.rank * scale))
 

@@ -24,7 +24,7 @@ class DraftLMHeads(nn.Module):
         """Create the projections.
 
         Args:
-            target_lm_head: usually the base's; trained ones start as its weight and have its scale and soft-cap.
+            target_lm_head: projection, usually the base's. Trained ones start with its weight, scale and soft-cap.
             count: number of trained projections; with 0, all positions share ``target_lm_head``.
             draft_dtype: dtype of the packed copies for drafting; None: the trained dtype.
             scaled: True if ``logits`` applies scale and soft-cap. False if the session first adds other terms.
@@ -59,7 +59,7 @@ class DraftLMHeads(nn.Module):
 
 
 class TiedMarkov(nn.Linear):
-    """The Markov correction's input: the base's embedding, scaled to RMS 1 and projected to r numbers (trained).
+    """The Markov correction's input: a trained projection to r numbers of the base's embedding, scaled to RMS 1.
 
     Drafting uses the table [V, r] of all tokens, computed once.
     """

@@ -60,8 +60,9 @@ def load_base_and_head(
 ) -> tuple[BaseModel, DraftHead]:
     """Load a head from a folder or a Hub repository, and its base, onto ``device``; return (base, head).
 
-    ``base`` has settings of the base, which override those saved with the head. If they name no base, the base that the
-    head was trained for is loaded. ``device`` None is the machine's accelerator, else the CPU.
+    ``base`` has settings of the base; None: all defaults. If they name no base, the base that the head was trained for
+    is loaded, and settings saved with the head replace defaults. ``device`` None is the machine's accelerator, else the
+    CPU.
     """
     folder = resolve_folder(name)
     trained = read_head_config(folder)["base"]

@@ -23,28 +23,33 @@ from drafthead.data.utils.settings import NonNegativeFloat, settings
 from drafthead.models.base.lm_head import LMHead
 
 SHARPNESS = 3.0
-"""eta of the loss ``lk_adaptive``: the best value in the LK paper (2602.23881)."""
+"""Factor eta in the share exp(-eta alpha) of the loss ``lk_adaptive``; the best value in the LK paper (2602.23881)."""
 FLOOR = 1e-30
-"""Lower bound of alpha, and of probabilities in logarithms. If base and head are sure of different tokens, alpha is 0
-in float32."""
+"""Lower bound of the acceptance alpha = sum_v min(p_v, q_v), and of probabilities in logarithms. If base and head are
+sure of different tokens, alpha is 0 in float32."""
 STATS = ("accept", "ce", "count", "overlap", "known")
 """Sums over the targets of a draft position: ``accept``, targets that are the head's likeliest token; ``ce``,
-cross-entropies of the targets in the draft vocabulary; ``count``, targets; ``overlap``, alpha; ``known``, targets in
-the draft vocabulary. ``overlap`` is nan in training, because it would cost two more passes over the logits."""
+cross-entropies of the targets in the draft vocabulary; ``count``, targets; ``overlap``, alpha = sum_v min(p_v, q_v);
+``known``, targets in the draft vocabulary. ``overlap`` is nan in training, because it would cost two more passes over
+the logits."""
 TERMS = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk", "lk_adaptive")
 DPACE = "dpace"
 DPACE_FLOOR = 0.5
-"""D-PACE maps a true token's probability p to (1 - floor) p + floor, so that later positions have weight early."""
+"""D-PACE maps a true token's probability p to (1 - floor) p + floor, with this floor. Otherwise later draft positions
+would have almost no weight early in training."""
 
 
 CHUNK_BYTES = {"cpu": 4 * 2**20, "accelerator": 64 * 2**20}
-"""Size of one chunk's float32 logits: within a CPU's last-level cache, or large enough to fill a GPU. The peak memory
-is about three such matrices."""
+"""Size of one chunk's float32 logits: within a CPU's last-level cache, or large enough to keep a GPU busy. The peak
+memory is about three such matrices."""
 
 
 @settings(kw_only=True)
 class LossConfig:
-    """Loss of a phase: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens."""
+    """Loss of a phase: ``sum_k w_k (ce CE_k + kl KL_k + tv TV_k + ...)``, over trained tokens.
+
+    k counts the draft positions, and ``decay`` or ``depth_weights`` gives their weights w_k.
+    """
 
     ce: NonNegativeFloat = 1.0
     """Weight of the cross-entropy against the corpus token. Targets outside the draft vocabulary add nothing."""
@@ -61,10 +66,11 @@ class LossConfig:
     draft sampled from q is accepted. The gradient vanishes if alpha is small, so this loss does not suit an untrained
     head."""
     lk: NonNegativeFloat = 0.0
-    """Weight of -log(alpha) (LK, 2602.23881). Its gradient is that of ``tv`` divided by alpha and does not vanish."""
+    """Weight of -log(alpha) (LK, 2602.23881), with the alpha of ``tv``. Its gradient is that of ``tv`` divided by alpha
+    and does not vanish."""
     lk_adaptive: NonNegativeFloat = 0.0
-    """Weight of s KL(p || q) + (1 - s) TV, with s = exp(-3 alpha) not differentiated. The share s is
-    computed for each target; the authors' code (2602.23881) uses the mean alpha of the batch."""
+    """Weight of s KL(p || q) + (1 - s) (1 - alpha), with the alpha of ``tv`` and s = exp(-3 alpha), not differentiated.
+    The share s is computed for each target; the authors' code (2602.23881) uses the mean alpha of the batch."""
     confidence: NonNegativeFloat = 1.0
     """Weight of a confidence head's cross-entropy (DSpark). Its label is alpha, the probability that the draft is
     accepted. Heads without a confidence head ignore it."""
@@ -118,7 +124,10 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """The base's probabilities of the draft vocabulary, renormalised, for c target tokens; for every draft position."""
+    """The base's probabilities of the draft vocabulary, renormalised, at c target tokens.
+
+    They are the same for all draft positions.
+    """
 
     probs: Tensor
     """[c, W] probabilities p of W draft tokens, float32 or wider; rows sum to 1."""
@@ -287,13 +296,15 @@ class Labels:
     weights: Tensor | None = None
     """[K, n] float weight of each prediction in the loss; None: all 1."""
     anchor_idx: Tensor | None = None
-    """[K, n] int64 flat index of the anchor from which position k predicts each target; only D-PACE needs it."""
+    """[K, n] int64 anchor of each prediction: flat index (row * T + t) of the token from whose hidden state the head
+    drafts; only D-PACE needs it."""
     positions: int = 0
     """Number of tokens in the batch (all of ``anchor_idx`` are below it); only D-PACE needs it."""
     target_hidden: Tensor | None
-    """[n, D] the base's ``h`` one token before each target, which gives p; None if no term needs p."""
+    """[n, D] the base's final hidden state one token before each target, which gives the base's distribution p of the
+    target; None if no term of the loss needs p."""
     target_lm_head: LMHead | None
-    """The base's output head over the draft vocabulary; None if no term needs p."""
+    """The base's output head over the draft vocabulary; None if no term needs the base's distribution p."""
 
     def distribution(self, rows: slice) -> TargetDistribution | None:
         """Return the base's distribution at the slice ``rows`` of the targets; None if these labels cannot give it."""
@@ -468,7 +479,7 @@ def loss_output(loss_sum: Tensor, stats: Tensor, training: bool) -> LossOutput:
     """Return the loss with metrics per draft position from ``STATS`` [K, len(STATS)].
 
     For each position k (from 1): ``loss_k``, the mean cross-entropy; ``accept_k``, the share of targets that are the
-    head's likeliest token; and, except in training, ``overlap_k``, the mean alpha.
+    head's likeliest token; and, except in training, ``overlap_k``, the mean acceptance alpha = sum_v min(p_v, q_v).
     """
     column = dict(zip(STATS, wide(stats).unbind(1), strict=True))
     metrics = {

@@ -27,11 +27,12 @@ class DraftTargets:
     """
 
     target_idx: Tensor
-    """[n] int64 flat index of each target ``x_{t+1+k}``."""
+    """[n] int64 flat index of each target token."""
     valid: Tensor
-    """[K, n] bool: position k is trained on this target, in row k - 1."""
+    """[K, n] bool: entry [k - 1, i] is True if draft position k (from 1) is trained on target i."""
     anchor_idx: Tensor
-    """[K, n] int64 flat index of the anchor t. Where ``valid`` is false, it is an arbitrary index within the batch."""
+    """[K, n] int64 flat index of the anchor of each prediction. Where ``valid`` is false, it is an arbitrary index
+    within the batch."""
     weights: Tensor | None = None
     """[K, n] float weight of each prediction; None: all 1."""
     host: "DraftTargets | None" = None
@@ -43,8 +44,8 @@ class DraftTargets:
         """Return as targets all tokens of the batch that at least one of ``depth`` draft positions is trained on.
 
         If the batch has weights, predictions with weight 0 are left out, and so are draft positions that it has no
-        weights for. With ``one_prediction`` (as in ``DraftHeadConfig``; ``depth`` is 1), a token has the largest of its
-        weights.
+        weights for. ``one_prediction``: all draft positions predict a token by equal logits, so ``depth`` is 1, and the
+        weight of a token is its largest one at any draft position.
         """
         if batch.host is not None:
             return cls.of(batch.host, depth, one_prediction).to(batch.input_ids.device)
