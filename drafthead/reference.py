@@ -66,7 +66,10 @@ def settings_page() -> str:
 
 
 def recipes_page() -> str:
-    """Return the page of recipes, with the expected result from each header, and the choices of every other group."""
+    """Return the page of recipes, with the expected result that the comment at each file's head gives.
+
+    It also lists the choices of the other folders of recipes/, such as ``base`` and ``data``.
+    """
     lines = [
         "# Recipes",
         "`drafthead train recipe=NAME` runs a recipe; `mode=estimate` prints its memory, tokens and disk first. "
@@ -158,7 +161,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _heads() -> list[str]:
-    """Return the head types of this checkout, from its files, because tests add modules."""
+    """Return the head types of this checkout, by its files: imported modules could include heads that tests add."""
     return sorted(path.stem for path in (ROOT / "models" / "heads").glob("[a-z]*.py"))
 
 

@@ -56,8 +56,8 @@ class EnginesConfig:
     """Largest accepted deviation of an engine's acceptance from our decoder's. For the mean accepted length it is
     relative, and for each draft position it is a share of the steps."""
     tie: PositiveFloat = 0.01
-    """Logit difference of our base below which an engine may choose the other token. Engines sum in another order in
-    every layer."""
+    """If our base's logits of two tokens differ by less than this, an engine may choose either token. Engines sum in
+    another order in every layer."""
     threads: int | None = None
     """CPU threads of each engine. With null, as many as torch uses."""
     start_timeout_s: PositiveFloat = 300.0
@@ -94,8 +94,8 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     reported on ``test``."""
     tree: str = "head"
     """Draft tree: head, chain[:K], expansion:1-1-3, dynamic:NODES[:WIDTH] or a tree.json. ``head`` is the head's own
-    tree, calibrated in training, or else a chain. ``expansion`` lists the children per level (SpecInfer); ``dynamic``
-    grows a tree in each step (EAGLE-2)."""
+    tree, calibrated in training, or else a chain. ``expansion`` lists the children of a node per level (SpecInfer);
+    ``dynamic`` grows a tree of NODES nodes in each step, and expands WIDTH nodes per level (EAGLE-2)."""
     draft_sampling: Literal["top_k", "with_replacement", "without_replacement"] = "top_k"
     """Selection of the drafted tokens at each node. ``top_k`` takes the most likely tokens; the other two sample."""
     draft_temperature: PositiveFloat = 1.0
@@ -116,10 +116,10 @@ class EvalConfig(SuiteConfig, DrafterConfig):
     baselines: list[str] = field(default_factory=list)
     """Other methods to time in the same interleaved run, such as ``prompt_lookup:3``. They are drafters as in
     ``drafter`` (``head`` is the head alone), and transformers' own ``hf_prompt_lookup[:TOKENS]`` and
-    ``hf_assisted:NAME``. Three kinds of autoregressive decoding are included by default: our loop, and transformers'
-    ``generate`` over our modules and over the stock modules."""
+    ``hf_assisted:NAME``. Three kinds of autoregressive decoding are included by default: our loop, transformers'
+    ``generate`` over our modules of the base, and ``generate`` over transformers' own modules."""
     stock_baseline: bool = True
-    """Also time transformers' ``generate`` over the stock modules. This loads the base a second time."""
+    """Also time ``generate`` over transformers' own modules, not ours. This loads the base a second time."""
     engines: list[str] = field(default_factory=list)
     """Serving engines to measure with the exported head: ``vllm``, ``llamacpp``, ``sglang``. Each answers the same
     prompts with and without drafts, in the same interleaved run, and is compared with our decoder, which drafts an
@@ -133,7 +133,8 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         require(set(self.engines) <= set(ENGINES), "engines", f"of {', '.join(ENGINES)}", self.engines)
         if self.engines and not (self.sampler.greedy and self.rule.lossless and self.drafter == "head"):
             raise ValueError(
-                "eval.engines needs greedy decoding, a lossless rule and drafter=head; remove sampler, rule and drafter"
+                "engines=[...] needs greedy decoding, a lossless rule and drafter=head; remove sampler, rule "
+                "and drafter"
             )
         if parse_tree(self.tree, depth=1) is None and self.tree != "head":
             read_json(Path(self.tree))
@@ -191,11 +192,12 @@ def parse_tree(spec: str, depth: int) -> TokenTree | DynamicTree | None:
 
 @settings(kw_only=True)
 class GridConfig:
-    """Combinations that ``drafthead eval`` times in one interleaved run, to choose a head's default (see ``heads``)."""
+    """Heads, thresholds and chain lengths whose combinations ``drafthead eval`` times in one interleaved run."""
 
     heads: list[str] = field(default_factory=list)
     """Folders of more heads for the same base to compare with ``head``, for example with other exit layers. The fastest
-    combination becomes its head's default if the whole interval of its speedup is above the default's speedup."""
+    combination's tree and threshold become its head's default if the whole 95 % interval of its speedup is above the
+    speedup of the head's present default."""
     confidence_threshold: list[BelowOne] = field(default_factory=list)
     """Confidence thresholds to compare. Empty: each head's own threshold."""
     drafts: list[NonNegative] = field(default_factory=list)

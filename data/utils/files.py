@@ -265,7 +265,8 @@ def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str
 def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
     """Create ``folder`` unless it exists, and hold its lock during the block. A killed process releases the lock.
 
-    ``progress`` is called once, with a description, 0 and 1, before waiting for another process. Readers do not wait.
+    If another process holds the lock, ``progress`` is called once with a description, 0 (done) and 1 (total), before
+    waiting. Code that only reads the folder takes no lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")

@@ -22,9 +22,10 @@ def finite(value: Any) -> Any:
 def bootstrap_interval(
     rows: Floats, statistic: Callable[[Floats], Floats], seed: int = 0, resamples: int = 2000
 ) -> tuple[float, float]:
-    """Return the bounds of the 95 % percentile bootstrap interval over whole ``rows`` [n, C]; NaN below two rows.
+    """Return the bounds of the 95 % percentile bootstrap interval of a statistic of ``rows`` [rows, columns].
 
-    ``statistic`` maps the column sums of all resamples [resamples, C] to one value each.
+    Whole rows are drawn. ``statistic`` gets the column sums of every resample, [resamples, columns], and returns one
+    value per resample. With fewer than two rows, both bounds are NaN.
     """
     if len(rows) < 2:
         return math.nan, math.nan

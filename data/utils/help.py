@@ -33,7 +33,10 @@ class Setting:
 
 
 def describe(cls: Any, prefix: str = "") -> Iterator[Setting]:
-    """Yield every setting of ``cls`` and of nested settings classes, in order of definition, with ``prefix`` + key."""
+    """Yield every setting of ``cls`` and of nested settings classes, in order of definition.
+
+    ``prefix`` is put before every key.
+    """
     for f in fields(cls):
         kind, key = types_of(cls)[f.name], f"{prefix}{f.name.rstrip('_')}"  # the field `from_` is the key `from`
         inner = without_none(kind)
@@ -74,7 +77,7 @@ def docstrings(cls: Any) -> dict[str, str]:
 
 
 def help_text(usage: str, cls: Any) -> str:
-    """Return a command's help: ``usage``, then one line for every setting of ``cls``, grouped by settings class."""
+    """Return a command's help: ``usage``, then all settings of ``cls`` with explanations, grouped by settings class."""
     lines = [usage.rstrip("\n"), "", "settings (key=default):"]
     for section, group in _sections(describe(cls)).items():
         lines += ["", f"{section}:"] if section else []

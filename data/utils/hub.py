@@ -25,7 +25,7 @@ UPLOADED = (
     "config.json", "model.safetensors", "tree.json", "adapter/*.json", "adapter/*.safetensors",
     "README.md", "eval.json", "training_loss.png", "custom_generate/generate.py", "custom_generate/requirements.txt",
 )  # fmt: skip
-"""The files of a head, as patterns. Only these are uploaded; files that a new version lacks leave the Hub."""
+"""Patterns of a head's files. Only these are uploaded; those that the uploaded folder lacks are deleted on the Hub."""
 REPOSITORY = "<this repository or folder>"
 """Placeholder for the repository's name in a model card."""
 RETRY_WAITS = (2.0, 10.0, 60.0)
@@ -53,7 +53,7 @@ class HubConfig:
 
 
 def require_login(purpose: str) -> None:
-    """Raise a ``UserError`` if there is no token or, if the Hub can be reached, if the token may not write.
+    """Raise a ``UserError`` if there is no token, or if the Hub answers that it is invalid or may only read.
 
     An unreachable Hub is not an error, because it may be available at the time of the upload. ``purpose`` starts the
     message.
@@ -81,10 +81,11 @@ def push(
     log: Callable[[str], None] = lambda line: None,
     waits: Sequence[float] = RETRY_WAITS,
 ) -> str:
-    """Upload a saved head, whose README.md gets the repository's name first; return the repository's address.
+    """Upload the saved head in ``folder``, and return the repository's address.
 
-    ``repo`` and ``private`` are settings of ``HubConfig``; ``waits`` are the seconds before each further attempt. After
-    the last failed attempt a ``UserError`` gives the command for a later upload.
+    First the repository's name is written into the head's README.md. ``repo`` and ``private`` are settings of
+    ``HubConfig``. After a temporary failure, ``log`` gets a line and the upload is tried again; ``waits`` are the
+    seconds before each further attempt. If none succeeds, a ``UserError`` gives the command for a later upload.
     """
     for wait in (*waits, None):
         try:
@@ -134,7 +135,10 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """Download a head's repository or take it from the Hub client's cache; return its folder. Pickles are refused."""
+    """Return the folder of a head's repository, downloaded unless the Hub client's cache has it.
+
+    ``revision`` None is the default branch. A repository that has pickles but no safetensors raises a ``UserError``.
+    """
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOADED)))
         if any(folder.rglob("*.safetensors")):

@@ -81,7 +81,7 @@ def cores_used(cpu_s: float, wall_s: float) -> float | None:
 
 
 def other_processes_line(cores: float | None) -> str:
-    """Return a line that reports the ``cores`` used by other processes, with a warning above ``BUSY_CORES``."""
+    """Return a line with the ``cores`` used by other processes (None: unknown), and a warning above ``BUSY_CORES``."""
     if cores is None:
         return "CPU use of other processes: unknown"
     warning = "; times are not comparable" if cores > BUSY_CORES else ""

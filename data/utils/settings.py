@@ -72,9 +72,10 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
 class SettingError(UserError):
-    """Error for a value that the type of its field cannot reject, for example because it depends on another field.
+    """Error for a value that the field's type allows, but that is wrong, for example because of another field.
 
-    ``message`` puts the dotted key of the settings class before the field's name.
+    Its text is "``key`` must be ``limit``, got ``value``", where ``key`` is the field's name. When a settings class
+    raises it, the user sees the dotted key of the class before the field's name.
     """
 
     def __init__(self, key: str, limit: str, value: Any) -> None:
@@ -101,9 +102,9 @@ def check(values: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
 
 
 def message(error: ValidationError, cls: type[Any], prefix: str = "") -> str:
-    """Return the first fault that pydantic found in values for the settings class ``cls``, in one line.
+    """Return one line about what pydantic found wrong in values for the settings class ``cls``.
 
-    ``prefix`` is put before the dotted key of the wrong value.
+    It is about an unknown key if there is one, else about pydantic's first error. ``prefix`` is put before the key.
     """
     faults = error.errors()
     # A misspelt key is the cause when the key that it should be is missing too.
@@ -135,10 +136,10 @@ def _type_name(kind: Any) -> str:
 
 
 def unknown_key(key: str, location: Sequence[int | str], cls: Any, siblings: Sequence[str] = ()) -> str:
-    """Return the message for an unknown ``key`` at ``location`` in ``cls``, with settings of similar names.
+    """Return the message for an unknown key in values for the settings class ``cls``, with settings of similar names.
 
-    ``siblings`` are the keys next to the unknown one, such as the names of phases. They are used if the parent of the
-    key is not a settings class.
+    ``key`` is the dotted key for the message, and ``location`` lists the keys that lead from ``cls`` to it, its own
+    name last. ``siblings`` are the valid keys in its place if its parent is not a settings class: names of phases.
     """
     name, parent = str(location[-1]), without_none(locate(cls, location[:-1])[1])
     near = get_close_matches(name, [f.name for f in fields(parent)] if is_settings(parent) else siblings)
@@ -212,9 +213,9 @@ def default_of(f: dataclasses.Field[Any]) -> Any:
 
 
 def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], Any]:
-    """Return the part of pydantic's ``location`` in ``cls`` that users can type, and the type of the value there.
+    """Return the keys in ``location`` that users can type, and the type of the value to which they lead in ``cls``.
 
-    pydantic's locations also contain members of unions and tuples, which are left out.
+    ``location`` is the ``loc`` of a pydantic error. It also contains members of unions and tuples, which are left out.
     """
     typed: list[int | str] = []
     kind = cls

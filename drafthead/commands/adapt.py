@@ -6,9 +6,9 @@ drafthead adapt head=outputs/hydra_smollm2/head suite=code limit=40
 drafthead adapt head=outputs/hydra_smollm2/head suite=my.jsonl interval=8 objective=kl positions=all
 
 The head is updated after every `interval` answers, by default with one optimiser step on the positions where its
-drafts were rejected. Decoding has computed the target distributions there. The output is exactly the base's own: the
-acceptance rule is lossless, and weights change only between answers. Prompts are answered in the suite's order, first
-turns only. An interrupted stream resumes after its last update.
+drafts were rejected, because decoding has already computed the base's distributions at these positions. The output is
+exactly the base's own: the acceptance rule is lossless, and weights change only between answers. Prompts are answered
+in the suite's order, first turns only. An interrupted stream resumes after its last update.
 
 Files in out: head/ is the adapted head; answers.jsonl has one line per answer; stream.png shows the mean accepted
 length along the stream. With greedy decoding it also shows the original head, simulated on the same answers.
@@ -103,13 +103,13 @@ def main(config: AdaptConfig) -> None:
     for line in summary(rows, learner):
         display.line(line)
     draw(rows, folder / "stream.png", config.interval)
-    display.line(f"the adapted head: {folder / 'head'}   the stream: {log}, {folder / 'stream.png'}")
+    display.line(f"adapted head: {folder / 'head'}   log and figure of the stream: {log}, {folder / 'stream.png'}")
 
 
 def stream_identity(config: AdaptConfig, base: dict[str, Any], ids: Sequence[list[int]]) -> dict[str, Any]:
     """Return the settings and inputs that must be equal to resume a stream, as JSON values.
 
-    ``base`` is the base's identity, and ``ids`` are the token ids of each prompt.
+    ``base`` has the "fingerprint" of the base, and ``ids`` has the token ids of each prompt.
     """
     online = {key: getattr(config, key) for key in ("interval", "positions", "objective", "steps", "max_tokens")}
     return {

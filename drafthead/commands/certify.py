@@ -7,9 +7,9 @@ drafthead certify each=true only=block
 drafthead certify json=rows.json
 drafthead certify callable=my_rules:leviathan length=3
 
-Each row runs the decoder's own drafting and verification on a small random target and drafter, once for every outcome
-of every random draw. Results of a row:
-  exact    the total variation between the committed tokens and the target's distribution is below 1e-9
+Each row of the table runs the decoder's own drafting and verification on a small random target and drafter, once for
+every outcome of every random draw. Results of a row:
+  exact    the committed tokens have the target's distribution: the total variation is below 1e-9
   lossy    the rule is documented as lossy
   refused  the combination would bias the output, and cannot be built
   biased   a published way of drafting that is known to bias the output, and is found to do so
@@ -48,9 +48,10 @@ class CertifyConfig:
     """Settings of ``drafthead certify``."""
 
     each: bool = False
-    """Print a row per sampler. With false, a row shows the worst of all samplers."""
+    """Print a row per sampler of the target (temperature, top-p, ...). With false, a row has the largest total
+    variation of all samplers."""
     only: str = ""
-    """Run only the rows in which this text occurs, as the table prints it."""
+    """Run only the rows whose rule, draft_sampling, sampler or shape, as printed, contains this text. Empty: all."""
     json: str | None = None
     """JSON file to write all rows to."""
     callable: str = ""
@@ -60,9 +61,9 @@ class CertifyConfig:
     vocabulary: Annotated[int, Field(ge=2, le=127)] = 3
     """Number of tokens in the vocabulary of the random targets for ``callable``."""
     target: list[PositiveFloat] = field(default_factory=list)
-    """Next-token probabilities, equal after every prefix, of one target for ``callable`` instead of random targets."""
+    """Next-token probabilities of a target for ``callable``, the same after every prefix. Empty: random targets."""
     draft: list[PositiveFloat] = field(default_factory=list)
-    """Next-token probabilities of the draft model, equal after every prefix. Required with ``target``."""
+    """Next-token probabilities of the draft model, the same after every prefix. Required with ``target``."""
 
     def __post_init__(self) -> None:
         same = len(self.target) == len(self.draft)
@@ -80,7 +81,7 @@ def main(config: CertifyConfig) -> None:
     if config.callable:
         check_callable(config, display)
         return
-    with display.stage("enumerating"):
+    with display.stage("enumerating all outcomes"):
         rows = certify(config.only, lambda done, total: display.progress("rows", done, total))
     if config.json:
         write_json(Path(config.json), [asdict(row) for row in rows])
@@ -116,7 +117,7 @@ def check_callable(config: CertifyConfig, display: Display) -> None:
     """Enumerate the user's sampler and print its distance from the target; exit with code 1 if it is biased."""
     sampler = load_sampler(config.callable)
     probs = (config.target, config.draft) if config.target else None
-    with display.stage("enumerating"):
+    with display.stage("enumerating all outcomes"):
         distances, outcomes = sampler_distances(sampler, config.length, config.vocabulary, probs)
     worst, mean = max(distances), sum(distances) / len(distances)
     result = "exact" if worst < ROUNDING else "biased"

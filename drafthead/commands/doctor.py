@@ -58,7 +58,7 @@ Step = tuple[str, str, Callable[[], Any]]
 """A step of the checklist: its name, the reason to skip it (or an empty string), and the function that runs it."""
 SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(temperature=0.8, top_p=0.9)}
 ANSWER = 32
-"""Number of tokens of each answer."""
+"""Number of tokens per answer that is compared with plain decoding or profiled."""
 CONTEXTS, ROWS = (200, 1000, 8000), (16, 64, 256, 1024)
 """Context lengths after which forward passes are timed; batch sizes of the timed generation."""
 LIMIT_S = 110
@@ -92,7 +92,10 @@ def main(config: DoctorConfig) -> None:
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Stop the block with a ``TimeoutError`` after ``seconds``, or at once if <= 0. On Windows, only the latter."""
+    """Stop the block with a ``TimeoutError`` after ``seconds``, or raise it before the block if ``seconds`` <= 0.
+
+    On Windows, a block that has started is not stopped.
+    """
 
     def stop(*_: object) -> None:
         raise TimeoutError("time ran out; choose smaller models with train= or recipes=")
@@ -112,7 +115,10 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
-    """Return the lines of the page. A part that fails or takes too long is replaced by a line with the error."""
+    """Return the lines of the page. A part that fails is replaced by a line with the error.
+
+    All parts together have ``limit_s`` seconds: the part that exceeds them fails, and so do the later parts.
+    """
     started, host, device = perf_counter(), hardware(), device_of(None)
     free, total = memory()
 
@@ -129,7 +135,7 @@ def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
         ]
 
     def exactness_lines() -> list[str]:
-        """Return lines with the number of answers that equal decoding without drafts, per way to decode."""
+        """Return a line per way to decode, with the number of answers that equal those without drafts."""
         result = exactness("eagle3_smollm2", "auto")
         title = f"exactness of a tiny eagle3 head on this device, {result['accepted']:.0%} of its drafts accepted"
         rates = result["ways"].items()
@@ -167,7 +173,7 @@ def page(config: DoctorConfig, limit_s: float = LIMIT_S) -> list[str]:
 def loaded(overrides: Sequence[str], graphs: Graphs = "auto") -> tuple[RunConfig, BaseModel, DraftHead]:
     """Return settings, base and an untrained head of a recipe, which ``overrides`` choose as for ``drafthead train``.
 
-    If the recipe gives the base's ``shape``, the base is not downloaded but gets random weights. SmolLM2 is loaded if
+    If the recipe gives the base's ``shape``, the base is not downloaded but gets random weights, except for SmolLM2 if
     it is on disk. ``graphs`` is the base's setting for CUDA graphs.
     """
     run = composed(overrides)
@@ -194,8 +200,12 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
 def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
     """Train the head of ``recipe`` on a tiny random base, and compare answers with and without its drafts.
 
-    Return "ways", the ``equality_rate`` of greedy and sampled answers with a chain, a tree and a batch of trees, and
-    "accepted", the share of drafts that were accepted.
+    ``graphs`` is the base's setting for CUDA graphs.
+
+    Returns:
+        "ways": for greedy and sampled answers, each with a chain ("alone"), a tree and a batch of trees: the number of
+            equal answers and the causes of differences, from ``equality_rate``.
+        "accepted": the share of drafts that were accepted.
     """
     run, base, head = loaded([f"recipe={recipe}", "debug=tiny", "head.draft_vocab_size=null"], graphs)
     text = list(range(10, 19))
@@ -225,7 +235,7 @@ def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
 
 
 def checklist(config: DoctorConfig) -> list[Step]:
-    """Return the steps of ``full=true`` in order. The numbers in their names are those of the GPU checklist."""
+    """Return the steps of ``full=true`` in order. Each name starts with the number of what it checks, from 0 to 9."""
     device = device_of(None)
     gpu = "" if device.type != "cpu" else "needs a GPU; this machine computes on its CPU"
     source = "" if (CHECKOUT / "benchmarks").exists() else "needs a checkout of the repository"
@@ -307,9 +317,11 @@ def python(*arguments: str) -> str:
 def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
     """Time a decoding step with a chain after ``context`` tokens, for the recipe that ``overrides`` choose.
 
-    Return "costs"; "draft_share" and "loop_share", the shares of the step's time that drafting and the code outside
-    the models take; and "bandwidth_share", the share of the device's memory bandwidth that a forward pass reaches, by
-    its number of tokens (None on devices that ``BANDWIDTH`` lacks).
+    Returns:
+        "costs": the fields of the ``CostModel``.
+        "draft_share", "loop_share": the shares of the step's time that drafting and the code outside the models take.
+        "bandwidth_share": for each number of tokens of a forward pass, the share of the device's memory bandwidth that
+            the pass reaches. None on devices that ``BANDWIDTH`` lacks.
     """
     _, base, head = loaded(overrides)
     costs = measure_costs(base, head, context)

@@ -44,7 +44,7 @@ class ImportConfig:
     """Values for keys that are missing or wrong in the published config.json. For example ``config.exit_layer=2`` for
     Kangaroo."""
     revision: str | None = None
-    """Commit, tag or branch of the Hub repository."""
+    """Commit, tag or branch of the Hub repository. With null, the newest commit of its main branch."""
 
     def __post_init__(self) -> None:
         if not self.base.name and not self.base.random:

@@ -7,7 +7,7 @@ drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl
 drafthead replay head=outputs/medusa_smollm2/head texts=answers.jsonl sampler.temperature=0.7 sampler.top_p=0.9
 drafthead replay head=outputs/medusa_smollm2/head drafters=[prompt_lookup@6,head+prompt_lookup:4]
 
-The base can answer here only with sampler.temperature. For other samplers, give answers with texts=FILE.
+The base's answers are generated with sampler.temperature only. For other samplers, give answers with texts=FILE.
 """
 
 from collections.abc import Sequence
@@ -78,8 +78,8 @@ class ReplayConfig(SuiteConfig):
     """More drafters to simulate, such as ``[prompt_lookup@6,head+prompt_lookup:4]``. Write them as in ``drafthead eval
     drafter=...``; ``head`` is this head. A suffix memory also searches earlier answers."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
-    """Size in nodes, root included, up to which A's drafts fill the tree of ``A+B`` (in ``drafters``) after B's drafts.
-    B is never cut. With null, the size of A's own tree."""
+    """Number of nodes, root included, up to which A's drafts fill the tree of ``A+B`` in ``drafters``. B's drafts come
+    first and are never cut. With null, as many as A's own tree has. On a GPU, both draft their whole trees."""
     plot: str | None = None
     """PNG file for a figure of the mean accepted lengths."""
 
@@ -88,7 +88,7 @@ class ReplayConfig(SuiteConfig):
             raise ValueError("drafters are simulated with draft_sampling=top_k only; leave one of the two out")
         if self.texts is None and self.sampler != Sampler(temperature=self.sampler.temperature):
             raise ValueError(
-                "sampler: the base answers here only with sampler.temperature; give texts=FILE for other samplers"
+                "sampler: replay generates answers with sampler.temperature only; for others, give answers (texts=FILE)"
             )
         for spec in self.drafters:
             parse_drafter(spec)
@@ -137,7 +137,7 @@ def main(config: ReplayConfig) -> None:
 
 
 def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float | None = None) -> dict[str, Any]:
-    """Return a row of the printed table, for the drafts called ``name``; ``speedup`` None means unknown costs."""
+    """Return a row of the printed table, for the drafts called ``name``; ``speedup`` is predicted (None: unknown)."""
     numbers = {"mean accepted length": simulated.mean_accepted_length, "95 %": simulated.interval}
     return {"draft": name, "nodes": nodes} | numbers | {"predicted speedup": speedup}
 
@@ -145,10 +145,9 @@ def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float
 def head_rows(
     base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
 ) -> list[dict[str, Any]]:
-    """Return the table's rows for ``head``: chains, trees of ``config.nodes`` and the head's own tree.
+    """Return the table's rows for ``head``: chains and, unless ``rule=block``, trees of ``config.nodes``.
 
-    With ``rule=block`` there are only chains. The own tree has a row only with top-k drafts and the exact rule, if the
-    head has a confidence threshold.
+    If the head has a confidence threshold, its own tree has a row too, with top-k drafts and the exact rule only.
     """
     probs_config = AcceptProbsConfig(
         draft_sampling=DraftSampling(config.draft_sampling),
@@ -165,7 +164,7 @@ def head_rows(
     table = rows(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
     top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"
     if head.confidence_threshold and top_k:
-        with display.stage("the head's own tree, drafted at every position for its threshold"):
+        with display.stage("the head's own tree with its confidence threshold, drafted at every position"):
             table.append(own_row(base, head, texts, config.sampler, config.seed))
     return table
 

@@ -57,7 +57,7 @@ class StudyConfig(SuiteConfig):
     recipe: str = "draft_lm_smollm2"
     """Recipe that trains each draft model."""
     depths: Annotated[list[Positive], Field(min_length=1)] = field(default_factory=lambda: [1, 2, 4])
-    """Number of decoder layers of each draft model."""
+    """Numbers of decoder layers; one draft model is trained for each number."""
     widths: list[int] = field(default_factory=list)
     """MLP channels of each draft model. Empty: chosen so that all models have equal numbers of parameters."""
     reference: Positive = 2
@@ -143,10 +143,11 @@ def train(config: StudyConfig, depth: int, width: int, folder: Path) -> None:
 
 
 def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer]) -> dict[str, Any]:
-    """Return simulated acceptance, measured latencies in seconds, and the best chain with its predicted tokens/s.
+    """Return simulated acceptance, measured latencies in seconds, and the best chain of a draft model.
 
-    "draft_tokens" is the length of the best chain, and "tokens" its mean accepted length. "verify_s" has the seconds of
-    a pass of the base over 1, 2, ... tokens.
+    "acceptance" is that of the first draft. "draft_s" is the latency of a draft token, "verify_s" has those of a pass
+    of the base over 1, 2, ... tokens, and "overhead_s" is the time of a step outside both models. "draft_tokens" is the
+    length of the best chain, "tokens" its mean accepted length, and "predicted" its tokens per second.
     """
     ranks = [accept_probs_of_ranks(answer, 1) for answer in text_ranks(head, texts)]
     costs = measure_costs(base, head)

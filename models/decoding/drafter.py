@@ -53,10 +53,12 @@ class Proposal:
     """[B, Q, V] float: the Q distributions, after warping, from which candidates were sampled; None: all candidates are
     top-k."""
     prob_index: Tensor | None = None
-    """[B or 1, N, S] int64: index in ``probs`` of the distribution from which each child was drawn; -1: top-k."""
+    """[B or 1, N, S] int64: for each of the up to S children of a node, the index in ``probs`` of the distribution from
+    which the child was drawn; -1: top-k."""
     slots: Tensor | None = None
-    """[B or 1, N] int64: the number of each node in the order in which the drafter's model ran over them: 0 for the
-    root, -1 for nodes that it did not run over. ``NodeCache`` finds their keys and values by it. None: no model ran."""
+    """[B or 1, N] int64: each node's number in the order in which the drafter's model ran over the nodes: 0 for the
+    root, -1 for nodes that it did not run over. ``NodeCache`` finds the keys and values of accepted nodes by these
+    numbers. None: no model ran."""
     partial_forward: "PartialForward | None" = None
     """The target's first layers over these nodes, if the drafter has already run them (early exit)."""
 
@@ -193,7 +195,7 @@ class Session(ABC):
                 there is no base (a drafter used without one).
             nodes: [B, T] int64: the node of the session's latest proposal that became each token, root first; -1 for
                 tokens that it did not propose. None: -1 for all tokens. To be ignored if ``draft`` was not called since
-                the last commit. Only sessions whose cache has read drafted nodes need them.
+                the last commit. Only sessions that can keep the keys and values of drafted nodes need it.
         """
 
     @abstractmethod
@@ -236,7 +238,7 @@ class Drafter(ABC):
     """Number of the target's first layers that the drafter runs itself, in the target's cache. Verification then runs
     only the other layers."""
     depth: int
-    """The most drafts on a path."""
+    """Largest number of drafts on a path."""
     says_confidence: bool = False
     """True if ``StepwiseSession.confidence`` predicts the probability that a single child of a node is accepted."""
     vocab_size: int | None = None

@@ -48,7 +48,7 @@ def generate(
         base: the target model, from ``drafthead.load_base`` or ``BaseModel.wrap`` (for a model that is loaded already).
         drafter: a head that was loaded for ``base``, another drafter, or None for plain decoding.
         prompt: a user's message, to which the chat template is applied, or token ids, [T] or [1, T], used unchanged.
-        max_new_tokens: most tokens of the answer; EOS may end it earlier.
+        max_new_tokens: largest number of tokens in the answer; EOS may end it earlier.
         draft_config: the tree to draft; by default the drafter's calibrated tree, or a chain over all its positions.
         sampler: temperature, top-p and so on; by default greedy decoding.
         rule: the acceptance rule; by default the exact one.
@@ -89,7 +89,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TextStream:
-    """An answer that is decoded while a caller iterates over its pieces, once. Its statistics are those so far."""
+    """An answer that is decoded while a caller iterates over its pieces, which works only once.
+
+    The statistics (``accepted`` and so on) count the tokens and steps so far.
+    """
 
     base: BaseModel
     sequence: DecodingSequence

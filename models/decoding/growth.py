@@ -54,16 +54,16 @@ class TreeLevel:
     width: int
     """Number of candidates that are drawn for each parent."""
     taken: Tensor
-    """[M] the candidate that each node is, as an index into the candidates of all parents [F * width]."""
+    """[M] for each node, the index of its candidate in the joined list of all parents' candidates, [F * width]."""
     taken_shared: Tensor
-    """[M] the candidate that each node is if all parents share one distribution: an index into [width]."""
+    """[M] as ``taken``, if all parents share one distribution: an index in a single list of candidates, [width]."""
     inner: Tensor
     """[F] the next frontier: indices into ``nodes`` of the nodes that have children."""
     above: Tensor
-    """[F] the index, in the previous frontier, of the parent of each node of the next frontier."""
+    """[F] for each node of ``inner``, the index of its parent in the previous frontier."""
     slots: Tensor
-    """[N] the number of each tree node in the drafter's order of reading, up to the parents of this level; -1
-    for nodes that it has not read by then."""
+    """[N] each tree node's number in the order in which the drafter runs over nodes. -1 for nodes that it has not run
+    over when this level is drafted; it has then run over the level's parents."""
 
     def taken_from(self, width: int) -> Tensor:
         """Return ``taken``, or ``taken_shared`` if ``width``, the number of distributions of the level, is 1."""
@@ -115,7 +115,7 @@ class StepwiseDrafter(Protocol):
     d2t: Tensor
     """[W] int64: the target's token id of every draft id."""
     depth: int
-    """The most drafts on a path."""
+    """Largest number of drafts on a path."""
     vocab_size: int
     """Size V of the target's vocabulary, the width of ``Proposal.probs``."""
 
@@ -241,10 +241,11 @@ def grow(
 
 
 def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
-    """Return the index, [N] int64, of the distribution that the children of each node of ``tree`` were drawn from.
+    """Return, for each node of ``tree``, the index of the distribution from which its children were drawn, [N] int64.
 
-    ``probs`` has a tensor per level: [B, F, V] in the order ``slots`` in which the drafter ran over the nodes, or
-    [B, 1, V] if all nodes of a level share one distribution. The index of a node without children is not used.
+    It is an index in the tensors of ``probs``, one per level, joined on axis 1: [B, F, V] in the order ``slots`` in
+    which the drafter ran over the nodes, or [B, 1, V] each if all nodes of a level share one distribution. The index
+    of a node without children is not used.
     """
     count = sum(level.shape[1] for level in probs)
     order = slots if count > len(probs) else tree.shape_on(slots.device).depths[0]
@@ -282,8 +283,8 @@ def _sampled(
 class _Stopping:
     """Decides where drafting stops: the nodes that exist in each row, and the frontier nodes that may get children.
 
-    Without thresholds, and unless candidates are sampled without replacement, ``cuts`` is false and this class does
-    nothing: every node exists, and drafting never stops early.
+    ``cuts`` is true if there is a threshold, or if candidates are sampled without replacement. If it is false, this
+    class does nothing: every node exists, and drafting never stops early.
     """
 
     def __init__(self, draft_config: DraftConfig, tokens: Tensor) -> None:
@@ -299,7 +300,10 @@ class _Stopping:
         self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
 
     def has_parents(self, source: LogitsSource) -> bool:
-        """Apply ``prefix_threshold`` to the nodes expanded last; return False if none of them may get children."""
+        """Apply ``prefix_threshold`` to the nodes expanded last; return False if none of them may get children.
+
+        Except on a CPU, the result is always True, because reading the nodes from the device would wait.
+        """
         if self._prefix == 0:
             return True
         self._path_confidence = self._path_confidence * source.confidence()
@@ -307,7 +311,7 @@ class _Stopping:
         return self._any_expandable()
 
     def drawing(self, width: int) -> Tensor | None:
-        """Return a mask, [B, width] bool, of the distributions from which any node's children are sampled; None: all.
+        """Return a mask, [B, width] bool: True for distributions from which children are sampled; None: for all.
 
         ``width`` is the number of distributions of the level: one per parent, or 1 if all parents share one.
         """
@@ -319,7 +323,7 @@ class _Stopping:
         """Add a level's nodes, apply ``confidence_threshold``, and return False if it leaves no node to draft after.
 
         ``exists`` marks the sampled nodes that exist, and ``likelihood`` has the drafter's probabilities of top-k
-        nodes, [B, M] each. Without ``likelihood`` the result is always True.
+        nodes, [B, M] each. Without ``likelihood``, and on devices other than CPUs, the result is always True.
         """
         if not self.cuts:
             return True
@@ -334,9 +338,9 @@ class _Stopping:
     def kept_nodes(self, tree: TokenTree, sampled: bool) -> tuple[Tensor | slice, TreeShape]:
         """Return an index of the nodes of ``tree`` that exist in at least one row, and the shape of the trees.
 
-        A node that does not exist in a row is padding there. On a device, the index has all nodes, because reading
-        ``active`` would wait. With ``sampled``, the shape's ``children`` have as many columns as those of ``tree``,
-        which is the width of ``Proposal.prob_index``.
+        A node that does not exist in a row is padding in that row. Except on a CPU, the index has all nodes, because
+        reading ``active`` from the device would wait. With ``sampled``, the shape's ``children`` have as many columns
+        as those of ``tree``, which is the width of ``Proposal.prob_index``.
         """
         active, device = self.active, self.active.device
         shape = tree.shape_on(device)
@@ -354,7 +358,7 @@ class _Stopping:
         return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
     def _any_expandable(self) -> bool:
-        """Return False if no frontier node may get children; on a device True, because reading it would wait."""
+        """Return False if no frontier node may get children; True except on a CPU, because reading would wait."""
         return not reads_freely(self._expandable.device) or bool(self._expandable.any())
 
 

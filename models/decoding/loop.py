@@ -54,10 +54,11 @@ class DecodingSequence:
     answer: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-    """The base's logits [V] for every token of the answer, with ``keep_logits``."""
+    """The base's logits [V] for every token of the answer; empty without ``DecodeLoop.keep_logits``."""
     hidden: list[Tensor] = field(default_factory=list)
-    """The base's final hidden states of prompt and answer, float16, in pieces [T, D], with ``keep_hidden_states``. The
-    answer's last token has none, because the base does not read it."""
+    """The base's final hidden states of prompt and answer, float16: a piece [T, D] of the prompt, then one per step.
+    The answer's last token has none, because the base does not read it. Empty without
+    ``DecodeLoop.keep_hidden_states``."""
     ended: bool = False
     started: float = 0.0
     prefill_s: float = 0.0
@@ -218,15 +219,15 @@ def decode_batch(
 ) -> list[DecodeResult]:
     """Decode ``prompts`` of token ids at once; results have their order.
 
-    Most arguments are those of ``drafthead.generate``, with a list of ``seeds`` (default: the number of each prompt)
-    and of ``on_tokens``. ``ignore_eos``: do not end answers at EOS, but continue to ``max_new_tokens``, to time a fixed
+    Most arguments are those of ``drafthead.generate``, but ``seeds`` (default: 0, 1, 2, ...) and ``on_tokens`` have an
+    entry per prompt. ``ignore_eos``: do not end answers at EOS, but continue to ``max_new_tokens``, to time a fixed
     length. ``timed``: wait for the device after drafting and after verification, so that the ``draft_s`` and
     ``verify_s`` of each step are exact.
 
     Random numbers depend only on a row's seed and length. Up to rounding, an answer therefore equals that of its prompt
     alone with the same seed. Sampled answers may differ near the end of the base's or a draft model's context, because
     the longest row limits the drafts of all rows. The times of a step and of the prefill are those of the whole batch;
-    the ``total_s`` of a result ends with its row.
+    the ``total_s`` of a result is the time until its own answer ended.
     """
     seeds = list(seeds) if seeds is not None else list(range(len(prompts)))
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)

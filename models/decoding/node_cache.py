@@ -25,8 +25,8 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TreeShape
 
 ROW_BY_ROW = 32
-"""Largest number of unread positions that the rows of a batch read together, padded. If there are more, rows are read
-one by one, because the masks of a padded pass would cost more."""
+"""Rows of a batch are read together, in one padded pass, if each has at most this many unread positions. Otherwise they
+are read one by one, because the masks of a padded pass would cost more."""
 INITIAL_CAPACITY = 256
 """Spare positions of a new cache; capacity doubles when they are used up."""
 

@@ -72,7 +72,7 @@ class ProcessedSampler:
         ]
 
     def probs_after(self, logits: Tensor, contexts: Contexts | None) -> Tensor:
-        """Return the distributions [n, V] of the tokens after ``contexts``, computed from ``logits`` [n, V].
+        """Return the distributions of the tokens after the n rows of ``contexts``, from their ``logits``: both [n, V].
 
         In greedy decoding they are one-hot at the first argmax. ``contexts`` is None if no processor reads tokens.
         """

@@ -30,7 +30,7 @@ class RandomSource(Protocol):
         ...
 
     def categorical(self, probs: Tensor, offset: int | None = None) -> Tensor:
-        """Return a sample of each unnormalised distribution in ``probs`` [B, C, V], [B, C] int64.
+        """Return a sample of each unnormalised distribution: ``probs`` [B, C, V] -> [B, C] int64.
 
         A distribution of zeros gives an arbitrary token. With ``offset``, the samples are those of a step that starts
         this many tokens later in the answer; None: of this step.
@@ -63,9 +63,10 @@ class PerRowRng:
         self._calls = 0
 
     def uniform(self, samples: bool, count: int, offset: int) -> Tensor:
-        """Return the next [B, count] numbers in [0, 1) for decisions, or if ``samples`` for samples of distributions.
+        """Return the next ``count`` random numbers in [0, 1) of each row, [B, count].
 
-        The numbers are those of a step that starts ``offset`` tokens later in the answer.
+        ``bernoulli`` and ``categorical`` use separate numbers: ``samples`` is True for those of ``categorical``. The
+        numbers are those of a step that starts ``offset`` tokens later in the answer.
         """
         key = samples, offset
         if key not in self._generators:
@@ -99,7 +100,10 @@ class PerRowRng:
 
 
 def sampling_point(seed: int, position: int) -> float:
-    """Return the number in [0, 1) by which ``naive_sampling`` draws an answer's token at ``position`` (from 0)."""
+    """Return the random number in [0, 1) that draws the token at ``position`` (from 0) of an answer.
+
+    It is the number used without drafts, and with top-k drafts and the exact rule (``acceptance.naive_sampling``).
+    """
     return float(_generator(seed, 4 * position + 2 * VERIFY + 1).random())
 
 

@@ -40,7 +40,7 @@ class Contexts:
     lengths: Tensor
     """[B] int64 number of tokens of each row, without padding."""
     rows: list[int]
-    """Number of each row in the whole batch, which also counts the rows that have ended."""
+    """Each row's number in the batch as it was at first, when it still had the rows that have ended since."""
 
 
 class TargetSampler(Protocol):

@@ -175,8 +175,8 @@ class DecodeState:
             drafter: the drafter, or None for decoding without drafts.
             config: settings of the steps.
             rows: number of rows.
-            capacity: most tokens of a row, including the nodes of one tree.
-            nodes: most nodes of a tree, if later trees may be larger than that of ``config``.
+            capacity: largest number of tokens in a row, including the nodes of one tree.
+            nodes: largest number of nodes in a tree; None: that of the tree of ``config``.
         """
         extra = 0 if drafter is None else drafter.cache_slots(config.draft_config)
         capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
@@ -265,8 +265,8 @@ class DecodeState:
         Args:
             seeds: seed of each row's random numbers.
             positions: number of tokens in each row's answer; with the seed, it decides the random numbers of the step.
-            depth: most levels to draft; None: all levels of the tree.
-            most_tokens: most tokens to commit in each row; None: no limit.
+            depth: largest number of levels to draft; None: all levels of the tree.
+            most_tokens: largest number of tokens to commit in each row; None: no limit.
         """
         config = self.config
         started = perf_counter()
@@ -339,7 +339,10 @@ class DecodeState:
         )
 
     def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
-        """Return ``counts`` [B] of each row's ``tokens``, limited to ``most_tokens`` and to the first EOS, included."""
+        """Return each row's number of tokens to commit, [B]: at most ``counts`` and ``most_tokens`` (None: no limit).
+
+        It is cut further to end with the first EOS in the row's ``tokens``, if there is one.
+        """
         if most_tokens is not None:
             counts = counts.clamp(max=on_device(most_tokens, counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:

@@ -55,8 +55,8 @@ class CompositeDrafter(Drafter):
 
 
 class CompositeSession(Session):
-    """Base class of sessions of ``CompositeDrafter``; a subclass defines ``draft``. It opens one session per drafter.
-    All of them get the same committed tokens, and none uses the target's cache."""
+    """Base class of sessions of ``CompositeDrafter``, which open one session per drafter; a subclass defines ``draft``.
+    The drafters' sessions all get the same committed tokens, and none uses the target's cache."""
 
     def __init__(self, drafter: CompositeDrafter, rows: int) -> None:
         self.drafter = drafter
@@ -79,8 +79,8 @@ class CompositeSession(Session):
     def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
         """Return the numbers that committed nodes have in the tree that ``session`` itself drafted.
 
-        ``nodes`` [B, T] are their numbers in the combined tree. The result is -1 for nodes that ``session`` did not
-        draft. With None (the default), ``session`` discards all nodes that it drafted.
+        ``nodes`` [B, T] are their numbers in the combined tree; None: unknown. The result, for ``Session.commit``, is
+        -1 for nodes that ``session`` did not draft. This base class returns None: ``session`` keeps none of its nodes.
         """
         return None
 
@@ -98,9 +98,9 @@ class CompositeSession(Session):
 class CombinedDrafter(CompositeDrafter):
     """A drafter whose tree is the union of several drafters' trees.
 
-    Draft sampling, sampler, threshold and depth of a ``DraftConfig`` apply to all drafters. The nodes of a dynamic tree
-    are divided equally. No drafter uses the target's cache: the target reads the whole union, while an early exit would
-    have read only the nodes that it drafted itself.
+    Draft sampling, sampler, confidence threshold and depth of a ``DraftConfig`` apply to all drafters. The nodes of a
+    dynamic tree are divided equally. No drafter uses the target's cache: the target reads the whole union, while an
+    early exit would have read only the nodes that it drafted itself.
 
     Up to some number of nodes, verification takes as long as for one token; every further node costs time. ``nodes`` is
     the size up to which the first drafter fills the union. The other drafters draft first and are never cut, so the
@@ -143,9 +143,10 @@ class CombinedDrafter(CompositeDrafter):
         return CombinedSession(self, rows)
 
     def draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
-        """Return each drafter's draft config: ``draft_config`` with this drafter's own tree, truncated to its depth.
+        """Return a draft config for each drafter: ``draft_config`` with the drafter's own tree.
 
-        A dynamic tree is kept, with an equal share of its nodes. Raise a UserError if there are too few nodes.
+        The tree is truncated to the depth of ``draft_config``. If ``draft_config`` has a dynamic tree, each drafter
+        instead gets this tree with an equal share of the nodes. Raise a UserError if there are too few nodes.
         """
         if isinstance(draft_config.tree, DynamicTree):
             share = 1 + (draft_config.nodes - 1) // len(self.drafters)
@@ -160,7 +161,7 @@ class CombinedDrafter(CompositeDrafter):
         if draft_config.nodes < needed:
             raise UserError(
                 f"the tree has room for {draft_config.nodes} nodes, but the combined drafters' trees have {needed}; "
-                "use their own tree, or give the combined drafter smaller trees"
+                "leave out the tree to draft all of them, or give the combined drafter smaller trees"
             )
         return [replace(draft_config, tree=tree) for tree in trees]
 
@@ -199,7 +200,7 @@ class CombinedSession(CompositeSession):
 def union(trees: Sequence[TokenTree]) -> TokenTree:
     """Join ``trees`` at one root without merging nodes, which is the largest possible union.
 
-    The root's children are numbered through: those of each tree follow those of the tree before.
+    The ranks of the root's children continue from tree to tree, so that children of different trees stay separate.
     """
     paths: list[tuple[int, ...]] = []
     offset = 0
@@ -210,11 +211,11 @@ def union(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
-    """Return the union of the drafted trees and, for each drafter, its own numbers of the union's nodes [B, N].
+    """Return the union of the drafted trees, and for each drafter a tensor [B, N] with a number per node of the union.
 
-    The number is -1 for nodes that the drafter did not draft. Nodes of two drafters with the same tokens from the root
-    become one node. Equal samples of one drafter stay separate nodes: both may have the same children, which one merged
-    node would have twice.
+    It is the node's number in the drafter's own tree; -1 for nodes that the drafter did not draft. Nodes of two
+    drafters with the same tokens from the root become one node. Equal samples of one drafter stay separate nodes: both
+    may have the same children, which one merged node would have twice.
     """
     drafting = [n for n, proposal in enumerate(proposals) if len(proposal.shape) > 1] or [0]
     device = proposals[0].tokens.device
@@ -225,7 +226,9 @@ def combine(proposals: Sequence[Proposal]) -> tuple[Proposal, list[Tensor]]:
         drafted = [proposals[n] for n in drafting]
         kinds = {p.draft_sampling for p in drafted if p.probs is not None}
         if len(kinds) > 1:
-            raise UserError("combined drafters must all sample with, or all without replacement; choose one kind")
+            raise UserError(
+                "combined drafters must all sample with replacement, or all without; give all the same draft_sampling"
+            )
         table = _Table(drafted)
         parents, tokens, new_number = _compact(table, _same_node(table))
         count = parents.shape[1]
@@ -256,7 +259,7 @@ class _Table:
         self.offsets = [0, *accumulate(sizes)]  # a drafter's node n > 0 is node offset + n of the list
 
         def joined(values: Iterable[Tensor]) -> Tensor:
-            """Join the proposals' values [B or 1, N] of all nodes but the roots after the first."""
+            """Join the values [B or 1, N] of the proposals' nodes to [B, M], with the root's value only once."""
             return torch.cat([value[:, min(n, 1) :].expand(rows, -1) for n, value in enumerate(values)], 1)
 
         self.tokens, self.depths = joined(p.tokens for p in proposals), joined(shape.depths for shape in shapes)

@@ -50,8 +50,8 @@ UNSUPPORTED = (
 MODES = ("training", "attn_temperature_tuning")
 """Attributes of the model's modules that are set to False during decoding, because they change results."""
 PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-"""Arguments of the model that ``generate`` itself adds to every call, so they are not rejected. The first three must
-have usual values; the others are ignored."""
+"""Arguments of the model that ``generate`` itself adds to every call, so they are not rejected. ``attention_mask`` and
+``position_ids`` must fit left-padded prompts; a user's own ``past_key_values`` is refused; the others are ignored."""
 
 
 def custom_generate(
@@ -298,7 +298,7 @@ class _Attached:
 
 @contextmanager
 def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, DraftHead]]:
-    """Yield the base made of ``model`` and the head ``source``, a saved head's folder or a loaded head.
+    """Yield a base that wraps ``model``, and the head that ``source`` is: a saved head's folder or a loaded head.
 
     The first call compares the model with stock transformers and loads the head. Later calls compare again only if
     weights have moved or have another dtype. The head is loaded again in these cases, for another folder, and if its
@@ -311,8 +311,8 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
         stock = model.config._attn_implementation
         if stock == attention.NAME and not own:
             raise UserError(
-                "the model is already the base of a drafthead.BaseModel; attach the head to it "
-                "(load_head(head, base)) and give the loaded head, or load the model again"
+                "the model is already the base of a drafthead.BaseModel; load the head with that BaseModel "
+                "(load_head(head, base)) and give custom_generate the loaded head, or load the model again"
             )
         modes = [(module, name) for module in model.modules() for name in MODES if vars(module).get(name)]
         trained = [(parameter, "requires_grad") for parameter in model.parameters() if parameter.requires_grad]
@@ -328,7 +328,7 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
 
 
 def _attach(state: _Attached, model: Any, source: Path | DraftHead) -> tuple[BaseModel, DraftHead]:
-    """Return the base made of ``model`` and the head ``source``, from ``state`` if it still has them."""
+    """Return a base that wraps ``model``, and the head that ``source`` is; reuse those in ``state`` if still valid."""
     weights = tuple((parameter.data_ptr(), parameter.dtype) for parameter in model.parameters())
     if state.base is None or weights != state.weights:
         state.base, state.weights, state.heads = BaseModel.wrap(model, None), weights, {}

@@ -21,8 +21,8 @@ class LMDrafter(Drafter):
     def __init__(self, model: BaseModel, target: BaseModel | None, num_tokens: int) -> None:
         """Draft up to ``num_tokens`` tokens per path with ``model``, which must be on the target's device.
 
-        ``target`` is the model to draft for. It may be None unless its vocabulary is padded to more ids than ``model``
-        has. The additional ids are never drafted.
+        ``target`` is the model to draft for. With None, its vocabulary must have as many ids as that of ``model``. If
+        the target's vocabulary has more (padding), the additional ids are never drafted.
         """
         if num_tokens < 1:
             raise UserError(f"a draft model needs num_tokens of at least 1, got {num_tokens}")

@@ -1,9 +1,9 @@
 """The grammar in which all commands name drafters.
 
 ``A+B`` drafts one tree from both, ``relay:A@2+B@4`` one path (first A, then B), and in ``nested:A@6+B`` model A drafts
-for the base, sped up by B. ``@N`` sets the most drafts on a path, but a head or a combination never drafts more than
-without it. Parentheses nest. ``head`` is the command's head, and ``head:FOLDER`` loads another head. Drafters of
-``experimental/`` are imported only if an expression names them.
+for the base, sped up by B. ``@N`` sets the largest number of drafts on a path, but a head or a combination never drafts
+more than without it. Parentheses nest. ``head`` is the command's head, and ``head:FOLDER`` loads another head. Drafters
+of ``experimental/`` are imported only if an expression names them.
 """
 
 import re
@@ -37,7 +37,7 @@ class Kind:
     tokens: int = 0
     """Number of tokens to draft by default; 0 for kinds that have no number of tokens."""
     numbers: tuple[int, int] = (0, 0)
-    """Smallest and largest number of NUMBERs in an expression."""
+    """How many NUMBERs an expression must have, and how many it can have: (1, 2) for ``early_exit:LAYERS[:TOKENS]``."""
     tokens_at: int = 0
     """Index, from 0, of the NUMBER that is the number of tokens to draft. Without this NUMBER, ``tokens`` is used."""
     takes_name: bool = False
@@ -79,7 +79,7 @@ class Expression:
     """The NAME (a folder, model, corpus or policy), or ""."""
     numbers: tuple[int, ...] = ()
     most_tokens: int | None = None
-    """The N of ``@N``: most drafts on a path, which replaces TOKENS; None without ``@N``."""
+    """The N of ``@N``: largest number of drafts on a path, which replaces TOKENS; None without ``@N``."""
     parts: tuple["Expression", ...] = ()
     """The drafters of a combination, in order."""
 
@@ -234,7 +234,9 @@ def build_drafter(
     if expression.kind == "combine":
         trees = [config.tree for _, config in parts if isinstance(config.tree, TokenTree)]
         if len(trees) < len(parts):
-            raise UserError("only a head with a static tree can be combined; set tree=head, chain:K or expansion:1-1-3")
+            raise UserError(
+                "only a head with a static tree can be combined; set tree=head, tree=chain:K or tree=expansion:1-1-3"
+            )
         names = [operand.text.strip() for operand in expression.parts]
         drafter: Drafter = CombinedDrafter([operand for operand, _ in parts], trees, nodes or parts[0][1].nodes, names)
         config = replace(parts[0][1], tree=union(trees))
@@ -246,8 +248,8 @@ def build_drafter(
     elif expression.kind == "head" and not expression.name:
         if head is None or head_config is None:
             raise UserError(
-                f"{expression.text!r} stands for the command's head, but there is none here; give a folder, such as "
-                "head:outputs/NAME/head"
+                f"{expression.text!r} stands for the command's head, but this command has none; give the folder of "
+                "a head, such as head:outputs/NAME/head"
             )
         drafter, config = head, head_config
     else:

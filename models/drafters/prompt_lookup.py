@@ -6,8 +6,8 @@ continuations of several occurrences become one tree.
 
 Two extensions come from suffix decoding (SuffixDecoding, 2411.04975). ``per_match`` limits the drafts by the length of
 the match, because what followed a single token is seldom right again. In a tree shared with a head, more nodes are then
-left for the head's drafts. ``memory`` also searches the latest finished answers, here by one pass over their tokens
-instead of a suffix tree.
+left for the head's drafts. ``memory`` also searches the latest finished answers. SuffixDecoding searches them with a
+suffix tree, this module by one pass over their tokens.
 
 Shape legend: B rows, T tokens, M matches, K draft positions.
 """
@@ -81,7 +81,7 @@ class PromptLookup(Drafter):
             matches: number of matches to draft from. Longer matches are preferred, and of equally long ones the latest
                 (transformers: the first).
             memory: number of tokens of the latest answers and their prompts that are searched too; 0: none.
-            per_match: most drafted tokens per token of the match; None: only ``num_tokens`` limits them.
+            per_match: largest number of drafts per token of the match; None: only ``num_tokens`` limits them.
 
         Raises:
             UserError: a number is below 1, or ``memory`` below 0.
@@ -139,9 +139,9 @@ class PromptLookup(Drafter):
     def _find(self, text: TokenBuffer) -> tuple[Tensor, Tensor]:
         """Return the positions after the M best matches in ``text``, and the matches' lengths (0: none), [B, M] each.
 
-        Each length of n-gram takes a few tensor operations over all tokens. In "a b c a b", looking for "b" marks the
-        ends 2 and 5, and looking for "a b" keeps them. The match at 5 is the n-gram itself, so the continuation starts
-        at 2.
+        Each length of n-gram takes a few tensor operations over all tokens. In "a b c a b", the n-gram "b" ends before
+        the positions 2 and 5, and so does the longer "a b". The one that ends the text is not a match with earlier
+        tokens, so the result is position 2, with length 2.
         """
         (rows, width), ends = text.tokens.shape, text.ends
         device = text.tokens.device

@@ -86,7 +86,10 @@ class PublishedCheckpoint:
         return from_offsets(self.tensors["d2t"])
 
     def wrong_base(self, what: str) -> UserError:
-        """Return the error for a checkpoint that does not fit the base, with the reason ``what``, a predicate."""
+        """Return the error for a checkpoint that does not fit the base.
+
+        ``what`` is the reason, worded to follow the checkpoint's name: "does not cap logits, but the base does".
+        """
         return UserError(f"{self.source} {what}; name the base that it was trained for")
 
     def require_base_tensor(self, base: BaseModel, name: str, expected: Tensor) -> None:
@@ -95,7 +98,7 @@ class PublishedCheckpoint:
         if stored is not None and (
             stored.shape != expected.shape or not torch.allclose(stored.to(expected), expected, 2**-7, 1e-6)
         ):
-            raise self.wrong_base(f"has a {name} that is not {base.name}'s, but heads here use the base's")
+            raise self.wrong_base(f"has a {name} that is not {base.name}'s, but drafthead's heads use the base's")
 
     def require_scale(self, base: BaseModel) -> None:
         """Reject a file with a ``logit_scale`` that differs from the base's; a file without one is accepted."""
@@ -119,7 +122,7 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
         files = sorted(set(mapping.values())) if isinstance(mapping, dict) else []
         # A downloaded index must not lead out of its folder.
         if not files or any(not isinstance(n, str) or Path(n).name != n for n in files):
-            raise UserError(f"{index} lists no files of its folder; copy the folder again")
+            raise UserError(f"{index} must list only files of its folder; copy the folder again")
     else:
         refuse_pickles(folder, [path.name for path in folder.iterdir()])
         raise UserError(

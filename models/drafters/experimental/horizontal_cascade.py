@@ -26,8 +26,8 @@ from drafthead.models.token_tree import TokenTree, TreeShape
 class HorizontalCascade(CompositeDrafter):
     """A drafter of chains (``relay:A+B``) whose drafts come from several drafters in turn.
 
-    If a drafter stops early in a row, or drafts nothing, the next drafter continues there. Draft sampling, sampler and
-    threshold of a ``DraftConfig`` apply to all drafters.
+    If a drafter stops early in a row, or drafts nothing, the next drafter continues from the last draft. Draft
+    sampling, sampler and confidence threshold of a ``DraftConfig`` apply to all drafters.
     """
 
     def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int]) -> None:
@@ -111,7 +111,9 @@ def concatenate(first: Proposal, second: Proposal) -> Proposal:
         raise ValueError("concatenate needs two chains, but a node of the proposals has several children")
     kinds = {p.draft_sampling for p in (first, second) if p.probs is not None}
     if len(kinds) > 1:
-        raise UserError("relay:A+B needs drafters that all sample with, or all without replacement; choose one kind")
+        raise UserError(
+            "the drafters of a relay must all sample with replacement, or all without; give all the same draft_sampling"
+        )
     rows, device = first.tokens.shape[0], first.tokens.device
     head, tail = drafted_tokens(first), drafted_tokens(second)
     count = 1 + int((head + tail).max())

@@ -39,8 +39,8 @@ class Policy:
 
     name: str
     """``recent``: the last positions. ``sinks``: the first ``size`` and the last ones (StreamingLLM, 2309.17453).
-    ``retrieval``: per head, the first chunk of ``size`` positions, the latest positions, and the chunks between whose
-    mean key matches the last query best."""
+    ``retrieval``: per head, the first chunk of ``size`` positions, the latest positions, and of the chunks between
+    them those whose mean key has the largest dot product with the last token's query."""
     size: int = 0
     """Number of first positions (``sinks``) or positions per chunk (``retrieval``), at least 1; 0 for ``recent``."""
 
@@ -177,7 +177,7 @@ class TriForceSession(NestedSession):
         """Return the cache of selected positions, brought up to date with the committed tokens.
 
         New tokens are added, or after ``refresh`` tokens, positions are selected again. ``root`` [1] int64 is the last
-        committed token; the policy ``retrieval`` runs the target over it, to get its queries.
+        committed token; the policy ``retrieval`` runs the target over it, to get its queries. ``depth`` is not used.
         """
         drafter, count, source = self.drafter, self._length, self._target
         if source is None:

@@ -126,7 +126,7 @@ class NestedSession(Session):
             return root_only(last_token)
         sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
         if sampled and rng is None:
-            raise ValueError("sampled candidates need a random source")
+            raise ValueError("sampled candidates need random numbers; give rng to draft")
         config = DecodeConfig(
             draft_config=drafter.draft_config,
             sampler=draft_config.sampler if sampled else Sampler(),
@@ -150,7 +150,10 @@ class NestedSession(Session):
         )
 
     def read(self, root: Tensor, depth: int) -> TreeCache:
-        """Return the draft model's cache of the committed tokens before ``root`` [B], with room for drafts."""
+        """Return the draft model's cache of the committed tokens before ``root`` [B], with room for ``depth`` drafts.
+
+        The room also fits the inner drafter's trees. A subclass may read ``root``.
+        """
         return self._context.shared_cache(self.drafter.room, depth)
 
 
