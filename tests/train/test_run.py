@@ -96,7 +96,7 @@ def test_resuming_tells_values_apart_and_fills_in_defaults(
         ("optim.lr=1", "optim"),
         ("+phases.distill.stps=3", "stps"),
         ("phases.distill.steps=many", "many"),
-        ("+head.dpeth=3", r"MedusaConfig has no dpeth; .*misspelt \(it has .*num_draft_tokens"),
+        ("+head.dpeth=3", r"MedusaConfig has no dpeth; .*misspelt .*\(it has .*num_draft_tokens"),
         ("head.head_type=os.system", "head_type must be one of draft_lm, .*, got 'os.system'"),
         ("head.head_type=drafthead.models.base.base_model.BaseModel", "head_type must be one of"),
         ("+data._target_=os.system", "data._target_ is not a setting"),
