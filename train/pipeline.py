@@ -267,7 +267,8 @@ def _save_trained_head(context: RunContext) -> None:
 def quality(context: RunContext) -> None:
     """Measure how much training changed the base, on held-out text and answers; do nothing if the base is frozen.
 
-    The result is stored in ``quality.json``. The stage card ends the run as failed if a limit is exceeded.
+    The result is stored in ``quality.json``. If it exceeds one of ``quality_limits``, the later stage card ends the run
+    with an error.
     """
     run, display, corpora = context.run, context.display, context.corpora
     if not run.trains_base:
@@ -332,7 +333,8 @@ def tree(context: RunContext) -> None:
 def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
     """Return the ranks of the true tokens among the head's candidates, for each answer on which the tree is chosen.
 
-    These are the base's answers to the suite's dev half, or without a dev half the held-out training answers.
+    These are the base's answers to the suite's dev half. If the run uses no dev half, they are the held-out answers of
+    the training data.
     """
     run = context.run
     if context.development_answers is not None:

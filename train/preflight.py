@@ -24,7 +24,8 @@ ONLINE = ("hf", "embedded", "builtin")
 def preflight(run: RunConfig, processes: int = 1) -> None:
     """Check the inputs of a run on ``processes`` processes, before its model is loaded. A fault is a ``UserError``.
 
-    Checked are the Hub's login, suite, baselines, batch sizes, other heads, the answer server and data sources.
+    It checks the login to the Hub, the evaluation suite, the baselines, batch sizes, the heads that ``init_from`` and
+    ``boost.head`` name, the folder ``init_data``, the answer server and the data sources.
     """
     if run.push:
         require_login("push=true")
@@ -48,7 +49,7 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
                 f"a recipe or head={head_type}"
             )
     if run.init_data is not None and not (Path(run.init_data) / "answers").is_dir():
-        raise UserError(f"init_data={run.init_data} has no folder answers; name the data.folder of an earlier run")
+        raise UserError(f"init_data={run.init_data} has no folder 'answers'; name the data.folder of an earlier run")
     answers = run.data.answers
     if answers.server.url is not None and not (Path(run.data.folder) / "answers" / COMPLETE).exists():
         from drafthead.data.answers.server import check_server

@@ -24,7 +24,7 @@ class TextConfig:
     """Sources of text: a list of ``{kind, name, ...}``. Keys: see "Sources of text and prompts" in
     docs/reference/settings.md."""
     max_tokens: Annotated[int, Field(ge=64)] = 100_000
-    """Largest number of tokens of packed text on disk. A stream ignores it."""
+    """Largest number of tokens of packed text on disk. With ``stream=true`` there is no limit."""
     stream: bool = False
     """Read and pack text during training instead of storing rows on disk. Use it for text larger than the disk. The
     sources are repeated as needed, and near-duplicates are not removed."""
@@ -62,14 +62,15 @@ class AnswersConfig:
     chat_template_kwargs: list[dict[str, Any]] = field(default_factory=list)
     """Sets of chat template variables from which one is drawn for each prompt. They replace those of
     ``base.chat_template_kwargs``. For example ``[{enable_thinking: true}, {enable_thinking: false}]``,
-    ``[{reasoning_effort: low}, {reasoning_effort: high}]`` or ``[{tools: tools.json}, {}]``."""
+    ``[{reasoning_effort: low}, {reasoning_effort: high}]`` or ``[{tools: tools.json}, {}]``. Empty:
+    ``base.chat_template_kwargs`` for all prompts."""
     precomputed: str | None = None
     """Existing answers to use instead of generating them. Give ``embedded:smollm2``, ``embedded:smollm2_large``, or the
-    folder ``answers`` of another corpus. If they are greedy, the base must first repeat some of them. ``prompts``
-    plus ``self_prompted`` limits the number of conversations."""
+    folder ``answers`` of another corpus. If these answers are greedy, the run first checks on a few of them that its
+    base would answer the same. At most ``prompts`` plus ``self_prompted`` conversations are used."""
     fresh: bool | None = None
-    """Generate the answers even if ``precomputed`` names existing ones. With null, only packaged answers are replaced,
-    for a base that is not the embedded SmolLM2 or has an adapter."""
+    """Generate the answers even if ``precomputed`` names existing ones. With null, this is done only if ``precomputed``
+    names packaged answers (``embedded:...``) and the base is not the embedded SmolLM2, or has an adapter."""
     batch_size: Positive = 64
     """Number of answers that each process generates at once with the built-in decoding."""
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -90,11 +91,14 @@ class AnswersConfig:
 
     @property
     def decoded_here(self) -> bool:
-        """Return True if own answers come from the built-in decoding, which can store their final states."""
+        """Return True if the built-in decoding generates the answers; it can also store their final hidden states."""
         return not self.copied and self.server.url is None
 
     def manifest(self) -> dict[str, Any]:
-        """Return the settings that determine the answers, for the manifest: without those of speed and location."""
+        """Return the settings that determine the answers, for the manifest of the corpus.
+
+        Settings that change only how fast answers are made, or where they come from, are left out.
+        """
         without = ("batch_size", "server", "precomputed", "fresh")
         manifest = {key: value for key, value in asdict(self).items() if key not in without}
         for key in ("exclude_suites", "temperatures", "chat_template_kwargs"):
@@ -111,7 +115,8 @@ class DataConfig:
     """Folder of the corpora. Runs with equal data settings share them."""
     prompts: Sources = field(default_factory=list)
     """Your own prompts for the base to answer, instead of the recipe's prompts. For example ``prompts.jsonl``, in the
-    format of ``eval suite=prompts.jsonl``. Short for ``answers.sources``, ``answers.prompts`` and ``answers.fresh``."""
+    format of ``eval suite=prompts.jsonl``. This sets ``answers.sources`` to these prompts, ``answers.prompts`` to their
+    number if it is known, ``answers.self_prompted=0`` and ``answers.fresh=true``."""
     transcripts: Sources = field(default_factory=list)
     """Conversations whose assistant turns are trained on, instead of the base's own answers. For example
     ``chats.jsonl``, with ``{"messages": [...]}`` per line, or ``ultrachat:20000``. Give a path, ``hf:NAME[:SPLIT]``, or

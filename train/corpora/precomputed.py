@@ -18,7 +18,8 @@ FOLDERS = {
 COMPARED = 4
 """Number of greedy answers that the base must repeat."""
 MIN_MATCH_RATE = 0.98
-"""Smallest share of these answers' tokens that the base must choose. Not 1: another CPU may differ at near-ties."""
+"""Smallest share of the tokens of ``COMPARED`` greedy answers that the base must choose too. It is below 1, because
+another CPU may choose differently if two tokens have nearly equal logits."""
 
 
 def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: Log) -> None:
@@ -39,7 +40,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
             "this base"
         )
     if "sampler" not in made_by:
-        raise UserError(f"{source} is not a folder of answers; give the folder answers in a data.folder, or {remedy}")
+        raise UserError(f"{source} is not a folder of answers; give the path of DATA_FOLDER/answers, or {remedy}")
     for key, value in made_by["sampler"].items():
         if (chosen_value := getattr(config.sampler, key, None)) != value:
             raise UserError(

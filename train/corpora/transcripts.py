@@ -130,7 +130,11 @@ def _conversations(
 
 
 def conversation_documents(answers: Iterable[Answer]) -> Iterator[Document]:
-    """Yield the turns of each conversation as one training document; as several if the template rewrites turns."""
+    """Yield the turns of each conversation as one training document.
+
+    If the chat template changes earlier turns when a later one follows, the turns before the change are a document of
+    their own.
+    """
     by_conversation = sorted(answers, key=lambda a: (a.prompt_number % TURN_STRIDE, a.prompt_number))
     for _, turns in groupby(by_conversation, key=lambda a: a.prompt_number % TURN_STRIDE):
         document = None

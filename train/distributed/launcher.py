@@ -51,7 +51,7 @@ NO_EFFECT = (
     "SYNC_MODULE_STATES",  # every process reads the same weights
     "CPU_RAM_EFFICIENT_LOADING",  # every process reads the same weights
 )
-"""Settings of the plugin that change nothing here."""
+"""Settings of accelerate's FSDP plugin that are accepted with any value, because they cannot change this training."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ def launched(run: RunConfig) -> Iterator[Launch]:
 
 
 def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
-    """Return the processes that share a corpus: all, or with ``per_node_data`` this node's; ``wait`` waits for all."""
+    """Return the processes that share a corpus: all of them, or with ``per_node_data`` those of this node.
+
+    In both cases the group's ``wait`` waits for the processes of all nodes.
+    """
     if not per_node_data:
         return ProcessGroup(accelerator.process_index, accelerator.num_processes, accelerator.wait_for_everyone)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
@@ -98,9 +101,9 @@ def rank_group(accelerator: Accelerator, per_node_data: bool) -> ProcessGroup:
 
 
 def follow_launcher(shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` changed by accelerate's settings in the environment, where FSDP is then turned off.
+    """Return ``shard`` changed by accelerate's environment variables; then set them to no FSDP, no mixed precision.
 
-    transformers reads these variables too, and would load weights on the first process only.
+    They are reset because transformers reads them too, and would load weights on the first process only.
     """
     followed = with_launcher_settings(os.environ, shard)
     os.environ["ACCELERATE_USE_FSDP"] = "false"
@@ -109,7 +112,7 @@ def follow_launcher(shard: ShardConfig) -> ShardConfig:
 
 
 def with_launcher_settings(environment: Mapping[str, str], shard: ShardConfig) -> ShardConfig:
-    """Return ``shard`` with accelerate's settings in ``environment``; reject settings that training cannot follow."""
+    """Return ``shard`` changed by accelerate's settings in ``environment``; reject any that training cannot obey."""
     for switch, (name, advice) in REJECTED.items():
         if str_to_bool(environment.get(switch, "false")):
             raise UserError(f"accelerate is set to {name}, which training cannot follow; turn it off and {advice}")

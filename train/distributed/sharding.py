@@ -172,7 +172,8 @@ class Sharding:
 def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, frozen: set[nn.Parameter]) -> None:
     """Shard the head in place, except its ``frozen`` parameters, and make it compute in ``precision``.
 
-    The head is one unit, because its loss uses all projections. ``head.loss`` is replaced.
+    All weights of the head are gathered together, because its loss uses all projections. ``head.loss`` is replaced by
+    a function (``with_gradient``) whose result always has a gradient.
     """
     policy = fsdp.MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass follows at once, so gathered weights stay.
@@ -185,7 +186,7 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
     sharded = [index for index, p in enumerate(head.parameters()) if isinstance(p, DTensor) and p.requires_grad]
 
     def with_gradient(*arguments: Any) -> LossOutput:
-        """Return the head's loss, with a gradient of 0 if no token is trained, for which other processes wait."""
+        """Return the head's loss, with a gradient of 0 if no token is trained: other processes wait for a gradient."""
         out = loss(*arguments)
         if out.loss_sum.requires_grad or not torch.is_grad_enabled() or not sharded:
             return out

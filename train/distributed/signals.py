@@ -20,7 +20,10 @@ class Stopped(SystemExit):
     """Exit of the program after a signal, once its work is saved. The exit code is 128 plus the signal's number."""
 
     def __init__(self, signum: int, done: str = "") -> None:
-        """Store the line for the user. ``done`` says in it what is finished, such as ``after step 7``."""
+        """Store the exit code and a line for the user: "stopped by SIGNAL DONE; ...".
+
+        ``signum`` is the signal's number. ``done`` says how far the work is, such as ``after step 7``; it may be empty.
+        """
         super().__init__(128 + signum)
         self.line = (
             f"stopped by {signal.Signals(signum).name}{f' {done}' if done else ''}; finished work is kept, and the "
@@ -34,7 +37,7 @@ class _State:
     received = 0
     """Number of the first signal that was received and has not ended the program yet; 0 for none."""
     since = 0.0
-    """Time of the latest signal that counts."""
+    """Time (``time.monotonic``) of the latest signal that was not ignored as a repeat."""
     deferring = 0
     """Number of nested ``defer_signals`` blocks that are open."""
 

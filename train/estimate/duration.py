@@ -27,7 +27,7 @@ PROMPT_TOKENS = 100
 MAX_TURNS = 2
 """Turns per conversation that the estimate of choosing the tree assumes."""
 TREE_REPEATS = 11
-"""Passes per tree size when costs are measured: ``repeats`` of ``measure_costs`` and two uncounted ones."""
+"""Passes per tree size when step costs are measured: 9 (the default of ``measure_costs``) and 2 that do not count."""
 TRAINING_PASSES = 3
 """Cost of training in forward passes: one forward pass, and a backward pass of twice its cost."""
 TRAINING_OVERHEAD = 1.5

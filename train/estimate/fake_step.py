@@ -20,7 +20,8 @@ aten = torch.ops.aten
 COUNTED = flop_registry | {
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention]
 }
-"""Functions that count floating-point operations. The backward pass of attention on a CPU has none and counts as 0."""
+"""For each torch function whose cost is counted, a function that returns its floating-point operations. The backward
+pass of attention on a CPU is absent and counts as 0."""
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
 
@@ -112,7 +113,10 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return a boolean ``index`` of a tensor as integer indices, which meta tensors need; others unchanged."""
+    """Return the integer indices, one tensor per dimension, that equal a boolean ``index``, as meta tensors need them.
+
+    Any other ``index`` (integers or None) is returned unchanged, in a tuple.
+    """
     return (index,) if index is None or index.dtype != torch.bool else index.nonzero().unbind(1)
 
 
@@ -145,9 +149,9 @@ class StepMemory:
             )
             optimizer.zero_grad(set_to_none=True)
         self.operations = memory.operations
-        """Operations of all products in ``COUNTED``, two per multiplied pair."""
+        """Floating-point operations of matrix products and attention, two per multiplication with its addition."""
         self.step = memory.peak - held
-        """Bytes at the peak of the whole step, which includes the optimiser's temporary tensors."""
+        """Bytes at the step's peak without weights and moments. The optimiser's temporary tensors are included."""
 
     def _counted(
         self, batches: Iterable[tuple[TrainBatch, HiddenStates]], memory: FakeFloats, held: int

@@ -54,7 +54,7 @@ SHARE = 0.4
 MOST_OPERATIONS = 5e12
 """Largest number of operations of a micro-batch for which steps are measured on a CPU. Others would take minutes."""
 TOO_SHORT = 60.0
-"""Seconds on an A10 below which no times on GPUs are shown, because set-up takes longer."""
+"""If a run takes fewer seconds than this on an A10, no times on GPUs are shown, because set-up would take longer."""
 STEPS = 3
 """Number of steps to measure; the fastest counts."""
 
@@ -62,8 +62,9 @@ STEPS = 3
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
     """Return the least seconds of each phase of a run, by name, and of its "answers", on ``plan.devices`` GPUs.
 
-    "answers" is absent if the built-in decoding does not make them. Training is bound by matrix products. A decoding
-    step is bound by its products, or by reading all weights once.
+    "answers" is absent if the built-in decoding does not make them. The time of training is that of its matrix
+    products. The time of a decoding step is that of its matrix products or of reading all weights once, if that is
+    longer.
     """
     speed, seconds = gpu.tera_operations * 1e12 * SHARE * plan.devices, {}
     config = plan.data.answers
@@ -86,7 +87,10 @@ def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> i
 
 
 def gpu_table(plan: Estimate, hours: float | None) -> Table:
-    """Return a table of a run's least time on each of ``GPUS``, and of the last phase's steps in ``hours``."""
+    """Return a table of a run's least time on each of ``GPUS``.
+
+    Its last column is the number of steps of the last phase with which the run takes ``hours`` (None: no such column).
+    """
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     rows = {name: gpu_seconds(plan, gpu) for name, gpu in GPUS.items()}
@@ -105,7 +109,7 @@ def gpu_table(plan: Estimate, hours: float | None) -> Table:
 
 
 def measured_step(run: RunConfig, base: BaseModel, plan: Estimate) -> dict[str, float]:
-    """Train a new head on random tokens here; return the seconds of a step of one full micro-batch, by phase."""
+    """Train a new head on random tokens; return the seconds of a step of one full micro-batch, by phase."""
     sharding = Sharding(run.shard, base.device)
     size = run.head_config().draft_vocab_size
     head = run.head_config().build(base, None if size is None else torch.arange(min(size, base.vocab_size)))
@@ -174,7 +178,10 @@ def print_estimate(run: RunConfig) -> None:
 
 
 def machine_lines(run: RunConfig, devices: int) -> list[Table | str]:
-    """Return a table and lines about time and memory here, from real steps; or a line that says why there are none."""
+    """Return a table and lines about a run's time and memory on this machine, measured in real training steps.
+
+    If steps cannot be measured, return one line with the reason. ``devices`` is the number of processes of the run.
+    """
     plan = Estimate(run, devices, device=device_of(None).type)
     if reason := why_not_measured(run, plan):
         return [f"time on this machine: not measured, because {reason}"]

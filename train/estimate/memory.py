@@ -112,13 +112,15 @@ class Estimate:
     def memory(self, name: str, mode: str | None = None) -> dict[str, int]:
         """Return a device's bytes by purpose at the peak of a step of the phase ``name``.
 
-        ``mode`` replaces ``shard.mode`` unless None. The sizes come from a step that was run without memory. Sharded
-        tensors are divided by the number N of shards, and gathered tensors are added:
+        ``mode`` replaces ``shard.mode`` unless None. The sizes come from a step on meta tensors, which need no memory.
+        With N shards, a device holds:
 
-        - base weights, ``full``: 1/N of the layers (none if offloaded), and ``GATHERED_LAYERS`` layers. A trained base
-          has a second copy of the layers.
-        - head: 1/N of its weights, gradients and moments in float32, and all weights in the dtype of the computation.
-        - step: gradients are reduced in float32, after the activations were freed.
+        - of the base's layers, if the mode is ``full``: 1/N (none if offloaded), and ``GATHERED_LAYERS`` whole layers.
+          If the run trains the base, there are two copies of the layers, of which it holds 1/N each.
+        - of the head: 1/N of its weights, gradients and moments in float32, and all weights in the dtype in which the
+          head computes.
+        - the larger of two: what the forward and backward passes store, or the head's gradients in float32, which are
+          summed over the processes after the activations were freed.
         """
         phase, mode = self.phases[name], mode or self.shard.mode
         wrapped = mode != "none" or self.precision != torch.float32
@@ -150,7 +152,10 @@ class Estimate:
         return memory
 
     def _step(self, name: str, accumulates: bool) -> StepMemory:
-        """Return the costs of a step of the phase ``name`` on one micro-batch; ``accumulates`` as in ``StepMemory``."""
+        """Return the costs of a step of the phase ``name`` on one micro-batch.
+
+        ``accumulates``: gradients of an earlier micro-batch exist during the step.
+        """
         if (name, accumulates) not in self._steps:
             if self.trains_base:
                 self.head.train_base(now=self.phases[name].train_base)
@@ -160,7 +165,7 @@ class Estimate:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Bytes on disk by purpose, at most: answers, stored hidden states (of each phase) and one checkpoint."""
+        """Upper bounds of the bytes on disk, by purpose: answers, stored hidden states (by phase), one checkpoint."""
         width = self.base.hidden_size * CACHED
         sizes = {"answers": self.answer_tokens * TOKEN_ID}
         storing = {name: phase for name, phase in self.phases.items() if phase.store_hidden_states}

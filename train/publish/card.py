@@ -241,7 +241,8 @@ def contents(run: RunConfig) -> str:
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
     """Return the card's rows (name, description) about the base, the training data and the seed, in Markdown.
 
-    ``answers`` counts all assistant turns of the corpus. ``agreement`` is the line about transcripts.
+    ``answers`` has the numbers of assistant turns and tokens of the corpus. ``agreement`` is a line about the
+    transcripts' agreement with the base (None: the run has no transcripts).
     """
     sampler, data = run.data.answers.sampler, run.data
     revision = run.base.revision or getattr(head.base.model.config, "_commit_hash", None) or "not fixed"

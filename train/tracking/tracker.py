@@ -28,7 +28,7 @@ class TrackerConfig:
     """Settings of the experiment tracker."""
 
     kind: Literal["none", "wandb", "tensorboard"] = "none"
-    """Experiment tracker that also receives the metrics. Its package must be installed."""
+    """Experiment tracker to which metrics are sent, in addition to ``metrics.jsonl``. Its package must be installed."""
     project: str = "drafthead"
     """Project of the tracker."""
     entity: str | None = None
@@ -84,7 +84,10 @@ class Tracker:
                     self.log(row, row["total_step"])
 
     def finish(self, evaluation: Row | None = None) -> None:
-        """Send the contents of ``eval.json`` (to wandb also tables and files), and close. Later calls do nothing."""
+        """Send the results of the evaluation (to wandb also tables and files), and close the tracker.
+
+        ``evaluation`` is the contents of ``eval.json`` (None: send nothing). Later calls do nothing.
+        """
         self._attempt(lambda: self._finish(evaluation))
         self._active = False
 

@@ -176,5 +176,8 @@ def unseen_text(corpora: Corpora, phases: Mapping[str, PhaseConfig]) -> datasets
 
 
 def _rows_left_out(rows: datasets.Dataset) -> int:
-    """Return the number of last text rows that ``train_base`` phases leave out: a tenth, 1 to ``MAX_UNSEEN_ROWS``."""
+    """Return how many of the last text rows ``train_base`` phases leave out.
+
+    It is a tenth of ``rows``, but at least 1 and at most ``MAX_UNSEEN_ROWS``.
+    """
     return min(MAX_UNSEEN_ROWS, max(1, len(rows) // 10))

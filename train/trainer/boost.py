@@ -33,7 +33,7 @@ def load_first(name: str, head: DraftHead) -> DraftHead:
     if first.spec.layers not in ((), head.spec.layers):
         raise UserError(
             f"boost.head={name} reads the base's layers {first.spec.layers}, but the trained head reads "
-            f"{head.spec.layers}; boost a head that reads the same layers, or none"
+            f"{head.spec.layers}; boost a head that reads the same layers, or only the final hidden state"
         )
     return first.eval()
 

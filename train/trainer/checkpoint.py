@@ -5,8 +5,8 @@ A checkpoint is the folder ``step-0000123``::
     head.safetensors        the head's tensors
     optimizer.safetensors   the tensors of the optimiser's state_dict
     rng.safetensors         the tensors of the random generators' states, of every rank
-    state.json              everything else: ``TrainState``, manifests of the corpora, the plain values of both states,
-                            and the sha256 of every other file and of itself
+    state.json              ``TrainState``, manifests of the corpora, all values other than tensors of the states of
+                            optimiser and random generators, and the sha256 of every other file and of itself
 
 ``best`` is a link to the checkpoint with the largest held-out mean accepted length. Nothing is ever unpickled.
 """
@@ -137,9 +137,11 @@ class TrainState:
     phase: NonNegative = 0
     """Index (from 0) of the phase that continues; the number of phases if all are finished."""
     step: NonNegative = 0
-    """Optimiser steps finished in the phase: the position in its schedule and data. In ``adapt``: finished updates."""
+    """Optimiser steps finished in the phase: the position in its schedule and data. The command ``adapt`` counts its
+    finished updates instead."""
     global_step: NonNegative = 0
-    """Optimiser steps finished over all phases, as in the checkpoint's name. In ``adapt``: finished answers."""
+    """Optimiser steps finished over all phases, as in the checkpoint's name. The command ``adapt`` counts finished
+    answers instead."""
     processes: Positive = 1
     """Number of processes with which the run started. Resuming with another number keeps the rows of a step."""
     score: float | None = None
@@ -364,7 +366,10 @@ class CheckpointManager:
         return is_best
 
     def save(self, optimizer: torch.optim.Optimizer, end_of_phase: bool) -> None:
-        """Save a checkpoint on the main process; all processes must call this. Reject weights that are not finite."""
+        """Save a checkpoint on the main process; all processes must call this. Reject weights that are not finite.
+
+        ``end_of_phase``: the phase is finished, so that a resumed run starts with the next one.
+        """
         weights, optimizer_state = full_state_dict(self.head, optimizer)
         rng = self.processes.gather(capture_rng())
         if self.processes.rank:
@@ -432,7 +437,7 @@ class CheckpointManager:
                 )
 
     def diverged(self, reason: str) -> UserError:
-        """Return the error with which a run ends that diverged for ``reason``."""
+        """Return the error that ends a diverged run. ``reason`` says how it diverged, for the error's message."""
         name = list(self.run.phases)[self.state.phase]
         return UserError(
             f"phase {name}, step {self.state.step}: {reason}; training stopped, and {self.checkpoints} has the last "

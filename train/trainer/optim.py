@@ -34,8 +34,8 @@ class OptimConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """Optimiser of the trained weights. ``muon`` uses torch's Muon for the matrices of layers and AdamW for the rest
-    (vectors, tables, projections to the vocabulary). Its updates have the size of AdamW's, so one learning rate serves
-    both."""
+    (vectors, tables, projections to the vocabulary). Muon's updates are scaled to the size of AdamW's, so one learning
+    rate serves both."""
     momentum: BelowOne = 0.95
     """Momentum of Muon; AdamW ignores it."""
     lr: Annotated[float, Field(gt=0, lt=1)] = 1e-3
@@ -49,8 +49,8 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate's decay from the peak to the last step."""
     decay_from: Literal["warmup", "start"] = "warmup"
-    """Start of the decay: at the end of the warm-up (``warmup``), or at step 0 (``start``). With ``start``, the lower
-    of both rates applies during the warm-up (IBM's MLPSpeculator recipe)."""
+    """Start of the decay: at the end of the warm-up (``warmup``), or at step 0 (``start``). With ``start``, warm-up and
+    decay overlap, and the lower of their two learning rates is used (IBM's MLPSpeculator recipe)."""
     final_lr_ratio: Share = 0.1
     """Learning rate of the last step, as a fraction of the peak. ``schedule=constant`` ignores it."""
     warmup: Literal["linear", "parabolic"] = "linear"
@@ -107,7 +107,10 @@ def head_optimizer(head: DraftHead, config: OptimConfig) -> Optimizer:
         )
 
     def settings(groups: dict[tuple[float, bool], list[nn.Parameter]]) -> list[dict[str, Any]]:
-        """Return torch's parameter groups for (lr multiplier, is a vector) and parameters; only matrices decay."""
+        """Return ``groups`` in torch's format. Only matrices get weight decay.
+
+        The keys of ``groups`` are (learning-rate multiplier, whether the parameters are vectors).
+        """
         return [
             {"params": group, "weight_decay": 0.0 if is_vector else config.weight_decay, "lr_mult": mult}
             for (mult, is_vector), group in sorted(groups.items(), key=lambda item: item[0])

@@ -81,7 +81,7 @@ def train_step(
         micro_batches: Batches and the base's hidden states at their tokens, at least one.
         lr: Learning rate of this step; a parameter group multiplies it by its ``lr_mult``.
         clip_norm: Largest norm of the mean loss's gradient; 0 turns clipping off.
-        share_done: Share of the phase that is done after this step, in (0, 1].
+        share_done: Share of the phase that is done after this step, in (0, 1]. The loss of Medusa-2 depends on it.
         reduce: Function that returns a tensor's sum over processes; by default there is one process. Sharded gradients
             are not passed to ``reduce``, because the backward pass has summed them.
         should_skip: Function of (mean loss, gradient norm before clipping) that returns the reason to skip the update,
