@@ -52,7 +52,7 @@ def templates() -> dict[str, Any]:
 
 
 def content_hash(text: str) -> str:
-    """Return the sha256 of ``text`` without case, spacing and closing punctuation, equal for near-duplicates."""
+    """Return the sha256 of ``text``, ignoring case, repeated whitespace, and ``.``, ``?`` and ``!`` at the end."""
     return hashlib.sha256(" ".join(text.casefold().split()).rstrip(" .?!").encode("utf-8", "replace")).hexdigest()
 
 

@@ -79,7 +79,7 @@ def run_interleaved(
             names = next(orders)
             try:
                 if error:
-                    raise UserError(f"the turn before it failed: {error}")
+                    raise UserError(f"not decoded, because the previous turn of this conversation failed: {error}")
                 ids = build(prompts[index], answers)
             except UserError as problem:
                 ids, row = [], dict.fromkeys(decoders, failed(problem))

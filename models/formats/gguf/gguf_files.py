@@ -203,7 +203,10 @@ class GgufLayout(Format):
 
     @abstractmethod
     def config_of(self, keys: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return a head's config without the keys of ``SIZES``, from a file's keys and tensors by published name."""
+        """Return a head's config, except the sizes that ``SIZES`` gives.
+
+        ``keys``: the GGUF file's metadata; ``tensors``: its tensors by published name.
+        """
 
     def add_vocabulary(self, file: GgufFile, base: BaseModel) -> None:
         """Add a tokenizer to a head's file; by default none, because llama.cpp uses the target's."""
