@@ -74,12 +74,12 @@ def run_interleaved(
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
     for index in order:
         answers: list[list[int]] = []
-        error = ""  # why the turn before could not be answered
+        error = ""  # why an earlier turn could not be answered
         for turn in range(prompts[index].turns):
             names = next(orders)
             try:
                 if error:
-                    raise UserError(f"not decoded, because the previous turn of this conversation failed: {error}")
+                    raise UserError(f"not decoded, because an earlier turn of this conversation failed: {error}")
                 ids = build(prompts[index], answers)
             except UserError as problem:
                 ids, row = [], dict.fromkeys(decoders, failed(problem))
@@ -89,7 +89,8 @@ def run_interleaved(
             answered[index, turn] = ids, row
             first = row["autoregressive"]
             answers.append(first.tokens)
-            error = first.error if isinstance(first, FailedDecode) else ""
+            if isinstance(first, FailedDecode):
+                error = error or first.error
     keys = sorted(answered)
     results = {name: [answered[key][1][name] for key in keys] for name in decoders}
     others = [seconds for seconds in run.other_cpu_s if seconds is not None]

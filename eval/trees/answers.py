@@ -1,7 +1,7 @@
 """Acceptance simulated along finished answers: the base reads each answer once, the drafter drafts at every position.
 
-Shape legend: B answers at a time, T tokens (of hidden states) or positions where a step may start (of acceptance), K
-draft positions, S candidates, n positions, W draft vocabulary, V vocabulary, D hidden size (of states) or tree depth.
+Shape legend: B answers at a time, K draft positions, S candidates, n positions, W draft vocabulary, V vocabulary. T:
+tokens in hidden states, start positions of steps in acceptance probabilities. D: hidden size; in [T, D+1], tree depth.
 """
 
 import json

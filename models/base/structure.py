@@ -80,8 +80,8 @@ def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[in
         states[number] = output[0] if isinstance(output, tuple) else output
         if states[number].ndim != 3:
             raise UserError(
-                f"the layers of {model.config.model_type} return {states[number].ndim - 2} streams per token, "
-                "which heads cannot use; choose a head that uses only the final state (medusa, hydra, mlp_speculator)"
+                f"the layers of {model.config.model_type} return several streams per token, which heads cannot "
+                "use; choose a head that uses only the final state (medusa, hydra, mlp_speculator)"
             )
 
     modules = {n: model.model.layers[n - 1] if n else model.get_input_embeddings() for n in layers}

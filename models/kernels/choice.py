@@ -36,8 +36,8 @@ COPY_SHARE = 1 / 8
 """If only compiled kernels were chosen, packed copies of the weights are still kept, as long as all copies together
 take less than this share of the machine's memory. For hundreds of rows, the packed product is up to a tenth faster."""
 PLAIN_ROWS = 4
-"""Largest number of rows for which ``F.linear`` is timed, if there is no compiled kernel. For more rows, it is never
-the fastest."""
+"""Largest number of rows for which ``F.linear`` is timed; for more, it is never the fastest. If there is a compiled
+kernel, ``F.linear`` is not timed at all."""
 MARGIN = 0.97
 """Another kernel must take less than this share of the default kernel's time, so that noise does not decide.
 

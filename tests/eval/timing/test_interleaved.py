@@ -98,7 +98,7 @@ def test_a_turn_after_a_failed_one_fails_too(first: int) -> None:
     conversation = EvalPrompt("chat", 0, [], ("and then?",), input_ids=(first,))
     timing = timed([conversation, *prompts(1)], Recorder().decoders())
     assert [isinstance(r, FailedDecode) for r in timing["autoregressive"]] == [True, True, False]
-    assert "previous turn of this conversation failed: the prompt is too long" in timing["autoregressive"][1].error  # type: ignore[attr-defined]
+    assert "earlier turn of this conversation failed: the prompt is too long" in timing["autoregressive"][1].error  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["killed between lines", "killed inside a line"])
