@@ -58,8 +58,8 @@ class OnlineConfig:
     interval: Positive = 8
     """Number of answers between two updates."""
     positions: Literal["rejected", "all"] = "rejected"
-    """Trained positions: the first ``rejected`` draft of each step, as in Online Speculative Decoding (2310.07177), or
-    ``all`` tokens of answers."""
+    """Trained positions: the first ``rejected`` draft of each step, or ``all`` tokens of answers. The former is that of
+    Online Speculative Decoding (2310.07177)."""
     objective: Literal["ce", "kl", "reverse_kl", "jsd", "kl_mixture"] = "kl"
     """Loss of the updates. ``kl_mixture`` is 0.9 forward and 0.1 reverse KL."""
     steps: Positive = 1

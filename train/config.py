@@ -40,8 +40,8 @@ class BoostConfig:
     head: str = ""
     """Folder or repository of the first head, whose misses the new head learns. Empty turns boosting off."""
     floor: Share = 0.1
-    """Weight of targets that the first head already drafts: their rank among its candidates is below its tree's width
-    at that depth. Other targets have weight 1."""
+    """Weight of targets that the first head already drafts; others have weight 1. It drafts a target whose rank among
+    its candidates is below its tree's width at that depth."""
 
 
 @settings(kw_only=True)
