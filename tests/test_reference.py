@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,8 @@ from drafthead.eval.prompts.suites import SUITES, load_suite
 from drafthead.reference import FOLDER, GENERATED, PAGES, pages
 
 
-def test_generated_pages_are_up_to_date() -> None:
+def test_generated_pages_are_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # pages do not depend on the user
     made = {path.stem: text for path, text in pages()}
     assert made.keys() == PAGES.keys()
     for name, text in made.items():

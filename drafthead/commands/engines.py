@@ -6,7 +6,7 @@ drafthead engines
 drafthead engines install=vllm       vLLM {version}: the package vllm for CUDA, {package} for a CPU (minutes)
 drafthead engines install=llamacpp   llama.cpp as the package xllamacpp, 34 MB
 
-vLLM gets an environment of its own, by default {folder}.
+vLLM gets an environment of its own, by default ~/.cache/drafthead/engines/vllm.
 """
 
 import re
@@ -47,7 +47,7 @@ class EnginesCommandConfig:
 @command(
     "engines",
     EnginesCommandConfig,
-    __doc__.format(version=VLLM_VERSION, package=VLLM_PACKAGE, folder=environment()),
+    __doc__.format(version=VLLM_VERSION, package=VLLM_PACKAGE),
 )
 def main(config: EnginesCommandConfig) -> None:
     """Install the engine ``install``, if any, and report which engines are installed."""
