@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json
+from drafthead.data.utils.files import same_base, write_json
 from drafthead.eval.config import EvalConfig, EvalRunConfig, GridConfig
 from drafthead.eval.metrics.summary import METHOD, speedup_of
 from drafthead.eval.report.plots import save_png, speedup
@@ -42,8 +42,8 @@ def check_folders(folders: Sequence[str]) -> None:
     for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"no head folder at {folder}; a grid writes defaults into head folders, so give folders")
-    bases = {folder: read_head_config(Path(folder))["base"].get("fingerprint") for folder in folders}
-    if other := [folder for folder in folders if bases[folder] != bases[folders[0]]]:
+    bases = {folder: str(read_head_config(Path(folder))["base"].get("fingerprint")) for folder in folders}
+    if other := [folder for folder in folders if not same_base(bases[folder], bases[folders[0]])]:
         raise UserError(
             f"{other[0]} was trained for another base than {folders[0]} (other weights, or an adapter); compare heads "
             "of one base at a time"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_json, safe_join
@@ -29,33 +30,49 @@ DIGEST = "drafthead_adapter"
 
 
 def fingerprint(model: Any, digest: str | None = None) -> str:
-    """Return a hash of sizes, final norm and 64 rows of the output head, which tell fine-tunes of a model apart.
+    """Return two hashes of a base, 16 hex digits each: one of its ends, and one of rows of all its linear layers.
 
-    ``digest``: digest of an adapter, to get the fingerprint of the model with this adapter merged; None: that of the
-    adapter merged already, if any. With an adapter, the digest replaces the rows of the output head, because an adapter
-    may change them, and merging rounds them differently in each dtype. Without one, the model must not be fused or
-    prepacked yet.
+    The first covers sizes, the final norm and 64 rows of the output head. Only it was known up to version 0.2.0, and
+    only it is known of quantised bases (see :func:`~drafthead.data.utils.files.same_base`). The second tells a base
+    from fine-tunes that kept these ends, such as merged LoRA adapters.
+
+    ``digest``: digest of an adapter (see :func:`digest_of`), to get the fingerprint of the model with this adapter
+    merged; None: that of the adapter merged already, if any. It replaces the weights that merging changes, because
+    merging rounds them differently in each dtype. Without one, the model must not be fused or prepacked yet.
     """
     settings = model.config
     digest = digest or getattr(settings, DIGEST, None)
-    parts = [f"{settings.hidden_size},{settings.vocab_size},{settings.num_hidden_layers}".encode()]
+    sizes = f"{settings.hidden_size},{settings.vocab_size},{settings.num_hidden_layers}".encode()
     norm = getattr(model.model.norm, "weight", None)
     # Olmo's norm has no weights, so a weight of the first layer replaces it.
-    small = [next(model.model.layers[0].parameters())[:64] if norm is None else norm]
-    if digest is None:
-        small.append(model.get_output_embeddings().weight[: min(64, settings.vocab_size)])
-    for weight in small:
-        # Rounded to bfloat16, so that a base loaded in another dtype has the same fingerprint.
-        parts.append(weight.detach().to(torch.bfloat16).float().cpu().numpy().tobytes())
-    return hashlib.sha256(b"".join(parts) + (digest or "").encode()).hexdigest()[:16]
+    ends = [sizes, _bytes(next(model.model.layers[0].parameters())[:64] if norm is None else norm)]
+    if digest is not None:
+        return _hash(*ends, digest[:16].encode()) + digest[16:]
+    ends.append(_bytes(model.get_output_embeddings().weight[: min(64, settings.vocab_size)]))
+    if getattr(model, "is_quantized", False):
+        return _hash(*ends)
+    linear = [_bytes(module.weight[:8]) for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    return _hash(*ends) + _hash(*linear)
+
+
+def _bytes(weight: Tensor) -> bytes:
+    """Return a weight rounded to bfloat16, so that a base loaded in another dtype has the same fingerprint."""
+    return weight.detach().to(torch.bfloat16).float().cpu().numpy().tobytes()
+
+
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def digest_of(original: str, folder: Path) -> str:
-    """Return the digest of the adapter in ``folder`` on the base with fingerprint ``original``."""
+    """Return the digest of the adapter in ``folder``, 16 hex digits, and the second half of ``original``.
+
+    ``original`` is the fingerprint of the adapter's base.
+    """
     weights = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     config = read_json(folder / CONFIG)
     settings = json.dumps({key: config.get(key) for key in SCALES}, sort_keys=True)
-    return hashlib.sha256(f"{original},{weights},{settings}".encode()).hexdigest()[:16]
+    return _hash(f"{original[:16]},{weights},{settings}".encode()) + original[16:]
 
 
 def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:

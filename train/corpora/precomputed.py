@@ -5,7 +5,7 @@ from pathlib import Path
 
 from drafthead.data.answers.store import AnswerStore
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import file_digest, read_manifest
+from drafthead.data.utils.files import file_digest, read_manifest, same_base
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import agreement
 from drafthead.train.corpora.answers import TURN_STRIDE, Log
@@ -33,7 +33,7 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
     made_by = read_manifest(source)
     remedy = "set data.answers.fresh=true to generate answers"
     answered_by = made_by.get("base", {})
-    if answered_by.get("fingerprint") != base.fingerprint:
+    if not same_base(str(answered_by.get("fingerprint")), base.fingerprint):
         raise UserError(
             f"data.answers.precomputed={config.precomputed} holds answers of another base: "
             f"{answered_by.get('name') or 'one without a name'}, but this run trains on {base.name}; {remedy} with "

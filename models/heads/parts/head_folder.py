@@ -16,6 +16,7 @@ from drafthead.data.utils.files import (
     new_file,
     read_json,
     safe_join,
+    same_base,
     write_atomic,
     write_json,
 )
@@ -228,7 +229,8 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
     """Reject ``base`` if the head in ``folder`` was trained for another one: ``trained``, from the head's config."""
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
-        if trained.get(key) != actual[key]:
+        same = same_base(str(trained.get(key)), actual[key]) if key == "fingerprint" else trained.get(key) == actual[key]
+        if not same:
             raise UserError(
                 f"the head in {folder} was trained for {_described(trained)} ({key} {trained.get(key)}), but the base "
                 f"is {_described(actual)} ({key} {actual[key]}); give a head of this base, or the head's own base"

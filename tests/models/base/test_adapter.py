@@ -17,6 +17,8 @@ from drafthead.models.base.adapter import CONFIG, WEIGHTS
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lora import LoraBase
+from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.heads.parts.loading import load_head
 from support import TinyBase, row_of
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -101,6 +103,35 @@ def test_the_scale_counts(saved: Path, tiny_base: TinyBase) -> None:
     before = BaseModel.load(config).fingerprint
     configure(saved, lora_alpha=16)
     assert BaseModel.load(config).fingerprint != before
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_base_is_told_from_a_fine_tune_that_kept_its_ends(tiny_base: TinyBase, tmp_path: Path, layer: int) -> None:
+    """As peft's merge_and_unload leaves it: norms, embedding and output head are the original's."""
+    base = tiny_base()
+    MedusaConfig(num_draft_tokens=2).build(base).save_pretrained(tmp_path / "head")
+    tuned = base.stock()
+    with torch.no_grad():
+        tuned.model.layers[layer].self_attn.v_proj.weight += 0.01
+    for part in (tuned, base.tokenizer):
+        part.save_pretrained(tmp_path / "tuned")
+    other = BaseModel.load(BaseConfig(name=str(tmp_path / "tuned"), dtype="float32"))
+    assert other.fingerprint[:16] == base.fingerprint[:16]
+    with pytest.raises(UserError, match="was trained for"):
+        load_head(tmp_path / "head", other)
+
+
+def test_a_head_of_an_earlier_version_names_half_of_the_fingerprint(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base = tiny_base()
+    MedusaConfig(num_draft_tokens=2).build(base).save_pretrained(tmp_path)
+    config = read_json(tmp_path / "config.json")
+    config["base"]["fingerprint"] = base.fingerprint[:16]
+    write_json(tmp_path / "config.json", config)
+    load_head(tmp_path, base)
+    config["base"]["fingerprint"] = base.fingerprint[:15]
+    write_json(tmp_path / "config.json", config)
+    with pytest.raises(UserError, match="was trained for"):
+        load_head(tmp_path, base)
 
 
 @pytest.mark.parametrize(
