@@ -229,10 +229,10 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
     """Reject ``base`` if the head in ``folder`` was trained for another one: ``trained``, from the head's config."""
     actual = base.identity()
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
-        same = same_base(str(trained.get(key)), actual[key]) if key == "fingerprint" else trained.get(key) == actual[key]
-        if not same:
+        saved = trained.get(key)
+        if saved != actual[key] and not (key == "fingerprint" and same_base(str(saved), actual[key])):
             raise UserError(
-                f"the head in {folder} was trained for {_described(trained)} ({key} {trained.get(key)}), but the base "
+                f"the head in {folder} was trained for {_described(trained)} ({key} {saved}), but the base "
                 f"is {_described(actual)} ({key} {actual[key]}); give a head of this base, or the head's own base"
             )
 
