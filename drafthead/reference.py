@@ -1,5 +1,6 @@
 """Reference pages generated from the code: ``python -m drafthead.reference`` writes them into docs/reference/."""
 
+import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ import drafthead
 from drafthead.cli import COMMANDS
 from drafthead.commands.command import REGISTERED
 from drafthead.data.text.sources import SourceConfig
-from drafthead.data.utils.help import settings_table
+from drafthead.data.utils.help import first_sentence, settings_table
 from drafthead.eval.engines.served import READS
 from drafthead.models.formats import all_formats
 from drafthead.models.heads.parts.loading import config_class
@@ -128,9 +129,10 @@ def engines_page() -> str:
 def api_page() -> str:
     """Return the page of public Python functions and classes, as directives for mkdocstrings."""
     names = sorted((name for name in drafthead.__all__ if name != "__version__"), key=lambda name: name[0].isupper())
-    lines = ["# Python", "Names of `import drafthead`. [Generate](../guides/generate.md) has examples."]
-    for name in names:
-        member = getattr(drafthead, name)
+    members = {name: getattr(drafthead, name) for name in names}
+    lines = ["# Python", "Names of `import drafthead`. [Generate](../guides/generate.md) has examples.", ""]
+    lines += _table("name | what", ((_call(name, member), _summary(member)) for name, member in members.items()))
+    for name, member in members.items():
         lines += ["", f"## drafthead.{name}", f"::: {member.__module__}.{member.__name__}"]
     return "\n".join(lines)
 
@@ -154,6 +156,14 @@ def pages() -> Iterator[tuple[Path, str]]:
 def commands() -> dict[str, type[Any]]:
     """Return the settings class of every command by name, except ``data``, whose settings are those of ``train``."""
     return {"train": RunConfig} | {name: REGISTERED[name][0] for name in _modules() if name not in ("train", "data")}
+
+
+def _call(name: str, member: Any) -> str:
+    return f"`{name}({', '.join(inspect.signature(member).parameters)})`"
+
+
+def _summary(member: Any) -> str:
+    return f"{first_sentence(' '.join((inspect.getdoc(member) or '').split()))}."
 
 
 def _modules() -> dict[str, ModuleType]:
