@@ -46,6 +46,15 @@ ONLY: dict[str, tuple[Any, ...]] = {
 """Config keys that engines obey -> the only values that drafthead's heads support."""
 
 
+def sglang(algorithm: str, size: str) -> Engine:
+    """Return the entry of SGLang, whose name for the type of head is ``algorithm``; its block has ``size`` tokens."""
+    serve = f"python -m sglang.launch_server --model-path {{base}} --speculative-algorithm {algorithm} "
+    serve += f"--speculative-draft-model-path {{folder}} --speculative-{algorithm.lower()}-block-size {size}"
+    return Engine(
+        "SGLang", f"0.5.23 loads it as {algorithm}, on a GPU (its source; not run)", current=True, serve=serve
+    )
+
+
 class BlockFormat(Format):
     """Base class of the layouts of DSpark (with a Markov head) and DFlash (without)."""
 
@@ -99,6 +108,8 @@ class BlockFormat(Format):
         }
         if scale != 1.0:
             settings["logit_scale"] = scale
+        if config.causal:
+            settings["is_causal"] = True  # SGLang reads no other key
         if config.markov_rank:
             # DeepSpec has the ids at the top level, vLLM and llama.cpp accept both.
             settings |= {**ids, "markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
@@ -199,7 +210,7 @@ class DSparkFormat(BlockFormat):
     architecture = "Qwen3DSparkModel"
     engines: ClassVar[tuple[Engine, ...]] = (
         replace(vllm("dspark"), support="0.32.0 loads it in its runner for GPUs (its source; not run)"),
-        Engine("SGLang", "has DSPARK since mid 2026 (its threads; not run)"),
+        sglang("DSPARK", "{drafts}"),
         LLAMACPP,
     )
     other_keys = BlockFormat.other_keys | {
@@ -209,6 +220,13 @@ class DSparkFormat(BlockFormat):
 
     def has_markov(self, config: dict[str, Any]) -> bool:
         return True
+
+    def engines_for(self, head: DSparkHead) -> tuple[Engine, ...]:
+        engines = super().engines_for(head)
+        if len(head.d2t) == head.base.vocab_size:
+            return engines
+        refuses = Engine("SGLang", "0.5.23 refuses a Markov head with a draft vocabulary (its source)")
+        return tuple(refuses if engine.name == "SGLang" else engine for engine in engines)
 
     def unsupported(self, head: DSparkHead) -> Unsupported:
         yield from super().unsupported(head)
@@ -224,7 +242,7 @@ class DFlashFormat(BlockFormat):
     architecture = "DFlashDraftModel"
     engines: ClassVar[tuple[Engine, ...]] = (
         vllm("dflash"),
-        Engine("SGLang", "loads it as DFLASH, without a draft vocabulary (its source; not run)"),
+        sglang("DFLASH", "{nodes}"),
         LLAMACPP,
     )
 

@@ -134,6 +134,21 @@ def test_bases_that_scale(tmp_path: Path, model_type: str) -> None:
     assert ("leaves out the scaling of the rotation" in converter.support) == (model_type == "llama")
 
 
+@pytest.mark.parametrize(
+    ("form", "settings", "says"), [(DSPARK, {}, "dspark-block-size 3"), (DFLASH, FLASH, "dflash-block-size 4")]
+)
+def test_the_command_for_sglang(tmp_path: Path, form: Any, settings: dict[str, Any], says: str) -> None:
+    """SGLang reads another key for causal heads, and its Markov heads have the whole vocabulary."""
+    base = deep_base()
+    sglang = next(e for e in form.engines_for(block_head(base, None, **settings)) if e.name == "SGLang")
+    assert sglang.command("org/base", "out", 3).endswith(f"--speculative-draft-model-path out --speculative-{says}")
+    reduced = next(e for e in form.engines_for(block_head(base, D2T, **settings)) if e.name == "SGLang")
+    assert reduced.current == (form is DFLASH)
+    for causal in (False, True):
+        form.export(block_head(base, D2T, **{**settings, "causal": causal}), tmp_path / str(causal))
+        assert ("is_causal" in json.loads((tmp_path / str(causal) / "config.json").read_text())) == causal
+
+
 def test_heads_that_a_layout_cannot_express_are_refused(tmp_path: Path) -> None:
     base = deep_base()
     reads_state = {"reads_state": True, "copy_layers": False}
