@@ -49,6 +49,9 @@ class Answer:
         n = len(self.input_ids)
         if not 1 <= self.boundary < n:
             raise ValueError(f"prompt {self.prompt_number}: boundary must be in [1, {n}), got {self.boundary}")
+        if self.hidden_states is not None and len(self.hidden_states) != n - 1:
+            rows = len(self.hidden_states)
+            raise ValueError(f"prompt {self.prompt_number}: {n} tokens need {n - 1} hidden states, got {rows}")
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,8 @@ class AnswerStore:
         blocks = [answer.hidden_states for answer in answers if answer.hidden_states is not None]
         hidden_states = None
         if blocks:
+            if len(blocks) < len(answers):
+                raise ValueError(f"{len(blocks)} of {len(answers)} answers have hidden states; give all of them or none")
             # [sum of n, D]: one row per token; the last token of an answer has no hidden state (NaN).
             gap = np.full((1, blocks[0].shape[1]), np.nan, dtype=np.float16)
             hidden_states = np.concatenate([rows for block in blocks for rows in (block.astype(np.float16), gap)])

@@ -1,6 +1,7 @@
 """The answer store: every answer exactly once, whenever the writer is killed."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,16 @@ def test_counts_and_stats(tmp_path: Path) -> None:
     assert (store.stats.rows, store.stats.tokens, store.stats.finished) == (6, len(answers), 3)
     with pytest.raises(UserError, match=r"has token id \d+, but the vocabulary has 2"):
         store.token_counts(2)
+
+
+def test_hidden_states_that_would_be_read_at_other_tokens_are_refused(tmp_path: Path) -> None:
+    store, complete = AnswerStore(tmp_path, MADE_BY), make_answer(1)
+    with pytest.raises(ValueError, match="1 of 2 answers have hidden states"):
+        store.append_shard([make_answer(0, with_states=False), complete])
+    assert not store.done and not list(tmp_path.glob("*shard*"))
+    assert complete.hidden_states is not None
+    with pytest.raises(ValueError, match="prompt 1: .* hidden states, got"):
+        replace(complete, hidden_states=complete.hidden_states[1:])
 
 
 class Killed(BaseException):
