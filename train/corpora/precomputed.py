@@ -1,6 +1,5 @@
 """Copies of precomputed answers. The package contains two sets of the embedded SmolLM2's answers."""
 
-from itertools import islice
 from pathlib import Path
 
 from drafthead.data.answers.store import AnswerStore
@@ -16,7 +15,7 @@ FOLDERS = {
     for name in ("smollm2", "smollm2_large")
 }
 COMPARED = 4
-"""Number of greedy answers that the base must repeat."""
+"""Largest number of greedy answers that the base must repeat."""
 MIN_MATCH_RATE = 0.98
 """Smallest share of the tokens of ``COMPARED`` greedy answers that the base must choose too. It is below 1, because
 another CPU may choose differently if two tokens have nearly equal logits."""
@@ -64,12 +63,13 @@ def copy_precomputed(base: BaseModel, config: AnswersConfig, folder: Path, log: 
             f"data.answers.max_prompt_tokens={longest} tokens; raise max_prompt_tokens"
         )
     if made_by["sampler"]["temperature"] == 0:
-        rate = agreement(base, islice(answers, COMPARED)).greedy
-        share = f"{100 * rate:.1f} %"
+        measured = agreement(base, answers[:COMPARED])
+        share = f"{100 * measured.greedy:.1f} %"
         log(
-            f"   {len(answers)} answers from {config.precomputed}; the base repeats {share} of the tokens of {COMPARED}"
+            f"   {len(answers)} answers from {config.precomputed}; the base repeats {share} of the tokens of "
+            f"{measured.answers}"
         )
-        if rate < MIN_MATCH_RATE:
+        if measured.greedy < MIN_MATCH_RATE:
             raise UserError(
                 f"the base chooses only {share} of the tokens of the answers in {source}, expected at least "
                 f"{100 * MIN_MATCH_RATE:.0f} %: they were made with other weights or another dtype; {remedy}"

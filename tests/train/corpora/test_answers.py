@@ -251,9 +251,11 @@ def test_prompts_near_those_of_a_suite_are_left_out(base: BaseModel, tmp_path: P
     assert "Explain to a child why the sky is blue." in left_out and len(texts[1]) == 23
 
 
-def precomputed(base: BaseModel, source: Path, folder: Path, **settings: Any) -> AnswerStore:
+def precomputed(
+    base: BaseModel, source: Path, folder: Path, log: list[str] | None = None, **settings: Any
+) -> AnswerStore:
     config = replace(CONFIG, precomputed=str(source), **settings)
-    copy_precomputed(base, config, folder, lambda line: None)
+    copy_precomputed(base, config, folder, ([] if log is None else log).append)
     return AnswerStore(folder)
 
 
@@ -284,6 +286,9 @@ def test_precomputed_answers_to_long_prompts_are_left_out(base: BaseModel, tmp_p
     longest = max(g.boundary for g in made.read())
     remaining = precomputed(base, tmp_path / "made", tmp_path / "short", max_prompt_tokens=longest - 1)
     assert 0 < len(remaining.done) < len(made.done) and max(g.boundary for g in remaining.read()) < longest
+    log: list[str] = []
+    precomputed(base, tmp_path / "made", tmp_path / "few", log, prompts=3, self_prompted=0)
+    assert log[0].startswith("   3 answers from ") and log[0].endswith("tokens of 3")
     with pytest.raises(UserError, match="data.answers.max_prompt_tokens=8"):
         precomputed(base, tmp_path / "made", tmp_path / "none", max_prompt_tokens=8)
 
