@@ -96,7 +96,7 @@ def read_store(folder: Path) -> Any:
     if store.done != {0, 1, 2}:  # a missing shard is not damage: its prompts are answered again
         raise UserError("prompts to be answered again")
     answers = [(g.prompt_number, g.input_ids.tolist(), g.boundary, g.finished, g.hidden_states) for g in store.read()]
-    stats = store.stats, store.token_counts(60).tolist()
+    stats = store.stats(), store.token_counts(60).tolist()
     return [(*facts, None if f is None else f.tobytes()) for *facts, f in answers], stats
 
 

@@ -160,7 +160,7 @@ def corpora(context: RunContext) -> None:
         corpora.check_base()
         display.console.print(StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table())
     with checkpoint.undisturbed_rng(), display.stage(f"corpus: {contents(run)}"):
-        stats = corpora.answers().stats
+        stats = corpora.answers().stats()
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} with an end of turn")
     lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
     for seq_len in sorted(lengths):
@@ -394,7 +394,7 @@ def card(context: RunContext) -> None:
     saved = checkpoint.checkpoints(context.checkpoints)
     processes = checkpoint.saved_state(saved[-1]).get("processes", 1) if saved else 1
     result = read_json(folder / QUALITY) if run.trains_base else None
-    stats = context.corpora.answers().stats
+    stats = context.corpora.answers().stats(leave_out=is_held_out)
     write_card(run, context.load_head(), stats, read_json(path), result, folder, processes, context.agreement)
     for purpose, command in (
         ("try it", f'drafthead generate head={context.head_folder} "Why is the sky blue?"'),

@@ -167,7 +167,9 @@ class AnswerStore:
         hidden_states = None
         if blocks:
             if len(blocks) < len(answers):
-                raise ValueError(f"{len(blocks)} of {len(answers)} answers have hidden states; give all of them or none")
+                raise ValueError(
+                    f"{len(blocks)} of {len(answers)} answers have hidden states; give all of them or none"
+                )
             # [sum of n, D]: one row per token; the last token of an answer has no hidden state (NaN).
             gap = np.full((1, blocks[0].shape[1]), np.nan, dtype=np.float16)
             hidden_states = np.concatenate([rows for block in blocks for rows in (block.astype(np.float16), gap)])
@@ -228,10 +230,9 @@ class AnswerStore:
             counts += of_answer
         return counts
 
-    @property
-    def stats(self) -> AnswerStats:
-        """The number of answers on disk (``rows``), of their tokens, and of finished answers."""
-        answers = list(self.read(with_hidden_states=False))
+    def stats(self, leave_out: Callable[[int], bool] = lambda prompt_number: False) -> AnswerStats:
+        """Return the numbers of answers, tokens and finished answers, without the prompt numbers in ``leave_out``."""
+        answers = [a for a in self.read(with_hidden_states=False) if not leave_out(a.prompt_number)]
         tokens = sum(len(answer.input_ids) - answer.boundary for answer in answers)
         return AnswerStats(rows=len(answers), tokens=tokens, finished=sum(answer.finished for answer in answers))
 

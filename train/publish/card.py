@@ -48,7 +48,7 @@ def write_card(
     Args:
         run: Settings of the run.
         head: Trained head.
-        answers: Numbers of rows and tokens of the corpus of answers, held-out answers included.
+        answers: Numbers of rows and tokens of the answers to train on, without held-out answers.
         evaluation: Contents of ``eval.json``.
         quality: Contents of ``quality.json``, which compares a trained base with the original one; None if frozen.
         folder: Run folder.
@@ -241,7 +241,7 @@ def contents(run: RunConfig) -> str:
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
     """Return the card's rows (name, description) about the base, the training data and the seed, in Markdown.
 
-    ``answers`` has the numbers of assistant turns and tokens of the corpus. ``agreement`` is a line about the
+    ``answers`` has the numbers of assistant turns and tokens to train on. ``agreement`` is a line about the
     transcripts' agreement with the base (None: the run has no transcripts).
     """
     sampler, data = run.data.answers.sampler, run.data
@@ -258,8 +258,8 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str 
         rows.append(("text", f"{_sources(data.text.sources)}; {limit}"))
     if data.transcripts:
         rows.append(("transcripts", f"{_sources(data.transcripts)}; {agreement}"))
-        total = f"{answers.rows:,} assistant turns in all, {answers.tokens:,} tokens"
-        rows.append(("trained on", f"{contents(run)}: {total}"))
+        total = f"{answers.rows:,} assistant turns, {answers.tokens:,} tokens"
+        rows.append(("trained on", f"{contents(run)}: {total}, held-out turns not included"))
     if data.uses_answers:
         prompts = [_sources(data.answers.sources)] if data.answers.prompts else []
         if count := data.answers.self_prompted:
@@ -267,7 +267,9 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str 
         sampling = "greedy" if sampler.temperature == 0 else f"temperature {sampler.temperature:g}"
         sampling += f", top-k {sampler.top_k}" if sampler.top_k else ""
         sampling += f", top-p {sampler.top_p:g}" if sampler.top_p < 1 else ""
-        own = "the base's own" if data.transcripts else f"{answers.rows:,} of the base's own, {answers.tokens:,} tokens"
+        own = "the base's own"
+        if not data.transcripts:
+            own = f"{answers.rows:,} of {own} to train on, {answers.tokens:,} tokens"
         rows.append(("prompts", "; ".join(prompts)))
         rows.append(("answers", f"{own}: {sampling}, at most {sampler.max_new_tokens} each"))
     return [*rows, ("seed", str(run.seed))]

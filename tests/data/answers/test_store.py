@@ -59,7 +59,10 @@ def test_counts_and_stats(tmp_path: Path) -> None:
     store.append_shard([make_answer(n) for n in range(6)])
     answers = np.concatenate([make_answer(n).input_ids[2:] for n in range(6)])
     assert store.token_counts(60).tolist() == np.bincount(answers, minlength=60).tolist()
-    assert (store.stats.rows, store.stats.tokens, store.stats.finished) == (6, len(answers), 3)
+    stats = store.stats()
+    assert (stats.rows, stats.tokens, stats.finished) == (6, len(answers), 3)
+    stats = store.stats(leave_out=lambda number: number > 1)
+    assert (stats.rows, stats.finished) == (2, 1)
     with pytest.raises(UserError, match=r"has token id \d+, but the vocabulary has 2"):
         store.token_counts(2)
 

@@ -312,7 +312,8 @@ def test_packaged_answers_fit_their_recipe(data: str, answers: int, tokens: int,
     store, made_by = AnswerStore(folder), read_manifest(folder)
     assert made_by["sampler"] == asdict(config.sampler) and made_by["exclude_suites"] == config.exclude_suites
     assert (made_by["prompts"], made_by["self_prompted"]) == (config.prompts, config.self_prompted)
-    assert store.stats.rows == answers and store.stats.tokens == tokens
+    stats = store.stats()
+    assert stats.rows == answers and stats.tokens == tokens
     assert max(len(g.input_ids) for g in store.read()) <= 512
     assert len({g.prompt_number // TURN_STRIDE for g in store.read()}) == turns
 

@@ -92,6 +92,7 @@ def test_a_run_reports_the_agreement(tmp_path: Path) -> None:
     share = f"{100 * read_json(folder / 'transcripts.json')['greedy']:.1f} % of the transcripts"
     card = (folder / "head" / "README.md").read_text()
     assert share in card and "`chats.jsonl`" in card and "base's answers" not in card
+    assert "transcripts: 76 assistant turns" in card, "of 80; the turns of every 20th conversation are held out"
     assert share in (folder / "report.html").read_text()
 
 
