@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import drafthead
+from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -57,6 +58,14 @@ def test_streamed_pieces_are_the_answer_with_accepted_drafts_marked(tiny_base: T
     assert drafthead.generate(base, None, "Why?", max_new_tokens=40).text == "".join(
         text for text, _ in drafthead.stream(base, None, "Why?", max_new_tokens=40)
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 1), (1, 2, 2)])
+def test_ids_of_several_prompts_are_not_joined_into_one(tiny_base: TinyBase, shape: tuple[int, ...]) -> None:
+    ids = torch.full(shape, 5)
+    for answer in (drafthead.generate, drafthead.stream):
+        with pytest.raises(UserError, match=r"shape \[\d, .*custom_generate=drafthead.custom_generate"):
+            answer(tiny_base(), None, ids, max_new_tokens=2)
 
 
 def test_unknown_name() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from drafthead.data.text.chat import user_turn
+from drafthead.data.utils.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
@@ -180,4 +181,11 @@ def text_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[tuple[int, 
 def _ids(base: BaseModel, prompt: str | list[int] | Tensor) -> list[int]:
     if isinstance(prompt, str):
         return base.prompt_ids(user_turn(prompt))
-    return [int(token) for token in prompt.flatten()] if isinstance(prompt, Tensor) else list(prompt)
+    if not isinstance(prompt, Tensor):
+        return list(prompt)
+    if prompt.shape[:-1].numel() != 1:
+        raise UserError(
+            f"the ids of the prompt have shape {list(prompt.shape)}, expected [T] or [1, T] for one prompt; give one "
+            "row at a time, or use model.generate(..., custom_generate=drafthead.custom_generate(head)) for a batch"
+        )
+    return [int(token) for token in prompt.flatten()]
