@@ -11,7 +11,6 @@ All words that are not settings are the prompt; - reads the prompt from standard
 
 import sys
 from dataclasses import field
-from typing import Any
 
 from rich.console import Console
 
@@ -72,9 +71,9 @@ def main(config: GenerateConfig) -> None:
     decode(base, drafter, ids[-8:], max_new_tokens=4, draft_config=draft_config)  # warm up, for the same reason
     console = Console(highlight=False)
     sampler = stock_sampler(base, ids, config.max_new_tokens, config.sampler)
-    settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "sampler": sampler, "seed": config.seed}
+    most, seed = config.max_new_tokens, config.seed
     with OtherProcesses() as others:
-        answer = stream(base, drafter, ids, **settings, draft_config=draft_config)
+        answer = stream(base, drafter, ids, max_new_tokens=most, sampler=sampler, seed=seed, draft_config=draft_config)
         for piece in answer:
             console.out(piece.text, end="", highlight=False)
     console.out("")
@@ -83,7 +82,7 @@ def main(config: GenerateConfig) -> None:
     line = f"{len(tokens)} tokens, {rate:.1f} tokens/s, mean accepted length {answer.mean_accepted_length:.2f}"
     if config.compare:
         with others:
-            baseline = decode(base, None, ids, **settings)
+            baseline = decode(base, None, ids, max_new_tokens=most, sampler=sampler, seed=seed)
         # Top-k drafts do not change the text of a seed.
         same = "the same text" if baseline.tokens == tokens else "another text (a near-tie; see drafthead eval)"
         baseline_rate = len(baseline.tokens) / baseline.total_s

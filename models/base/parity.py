@@ -10,20 +10,22 @@ Shape legend: R rows, T tokens, N tree nodes, D width, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
-from drafthead.data.batch import HiddenStatesSpec, TrainBatch
+from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
+from drafthead.models.base.base_config import BaseConfig
+from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.structure import OTHER_BASE
-from drafthead.models.base.windows import shortened, windows_of
-from drafthead.models.cache.cache_shape import LayerSizes
+from drafthead.models.base.windows import Windows, shortened, windows_of
+from drafthead.models.cache.cache_shape import CacheShape, LayerSizes
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.kernels import attention
-from drafthead.models.token_tree import TokenTree
+from drafthead.models.token_tree import TokenTree, TreeShape
 
 WINDOW = 8
 """Largest size of a sliding window during the check, in positions."""
@@ -40,8 +42,31 @@ READING = "reading"
 PASSED: set[tuple[str, ...]] = set()
 
 
-Base = Any
-"""A ``BaseModel``, whose class cannot be imported here, because its module imports this one."""
+class Base(Protocol):
+    """The parts of a ``BaseModel`` that are used here; its module imports this one, so the class cannot be imported."""
+
+    model: Any
+    config: BaseConfig
+    name: str
+    vocab_size: int
+    num_layers: int
+    max_context: int
+    dtype: torch.dtype
+    rounds_to: torch.dtype
+    device: torch.device
+    windows: Windows | None
+    cache_shape: CacheShape
+    output_layer: Any
+    lm_head: LMHead
+    stock_results: "StockResults | None"
+
+    def forward(self, tokens_BT: Tensor, cache: TreeCache) -> HiddenStates: ...
+
+    def verify_logits(self, tokens_BN: Tensor, shape: TreeShape, cache: TreeCache) -> tuple[HiddenStates, Tensor]: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates: ...
 
 
 @dataclass(frozen=True)

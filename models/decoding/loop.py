@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -186,6 +186,17 @@ class DecodeLoop:
                 row.draft_length = min(config.depth, adaptive.next(row.draft_length, record.depth, record.accepted))
 
 
+class DecodeOptions(TypedDict, total=False):
+    """Arguments that ``decode`` passes on to ``decode_batch``, where they are explained."""
+
+    max_new_tokens: Required[int]
+    draft_config: DraftConfig | None
+    sampler: TargetSampler
+    rule: AcceptanceRule
+    ignore_eos: bool
+    timed: bool
+
+
 def decode(
     base: BaseModel,
     drafter: Drafter | None,
@@ -193,12 +204,11 @@ def decode(
     *,
     seed: int = 0,
     on_tokens: OnTokens | None = None,
-    **options: Any,
+    **options: Unpack[DecodeOptions],
 ) -> DecodeResult:
     """Decode a prompt of token ids. With an exact rule, the answer's distribution does not depend on the drafter.
 
-    ``on_tokens`` is called with new tokens as soon as they are final. ``options`` are the other arguments of
-    ``decode_batch``; ``max_new_tokens`` is required.
+    ``on_tokens`` is called with new tokens as soon as they are final. ``options`` are those of ``decode_batch``.
     """
     return decode_batch(base, drafter, [input_ids], seeds=[seed], on_tokens=on_tokens and [on_tokens], **options)[0]
 
