@@ -2,8 +2,9 @@
 
 ``A+B`` drafts one tree from both, ``relay:A@2+B@4`` one path (first A, then B), and in ``nested:A@6+B`` model A drafts
 for the base, sped up by B. ``@N`` sets the largest number of drafts on a path, but a head or a combination never drafts
-more than without it. Parentheses nest. ``head`` is the command's head, and ``head:FOLDER`` loads another head. Drafters
-of ``experimental/`` are imported only if an expression names them.
+more than without it. Parentheses nest. ``head`` is the command's head, and ``head:FOLDER`` loads another head. The path
+of an existing folder may contain ``+``; parentheses set it apart, as in ``(head:out/a+b)+prompt_lookup``. Drafters of
+``experimental/`` are imported only if an expression names them.
 """
 
 import re
@@ -104,10 +105,10 @@ class DrafterConfig:
     drafter: str = "head"
     """Drafter built around the head, such as ``head+prompt_lookup:8:2``; ``head`` is the head alone. Drafters without
     training: ``prompt_lookup[:TOKENS[:PER_MATCH]]`` (PER_MATCH: most drafts per matching token),
-    ``suffix_memory[:TOKENS[:MEMORY]]`` (also searches earlier answers, up to MEMORY tokens), ``max_gram[:CORPUS]`` (a
-    match of any length, else the corpus's bigrams), ``early_exit:LAYERS[:TOKENS]``, ``budget:POSITIONS[:POLICY]``
-    (TriForce). Others: ``model:NAME[:TOKENS]``, ``head:FOLDER``. Combinations: ``A+B`` in one tree,
-    ``relay:A@2+B@4`` along one path (up to 2 drafts of A, then up to 4 of B), ``nested:A@6+B`` (B drafts for A, and A
+    ``suffix_memory[:TOKENS[:MEMORY]]`` (also searches earlier answers, up to MEMORY tokens), ``max_gram[:CORPUS]``
+    (any match, else the corpus's bigrams), ``early_exit:LAYERS[:TOKENS]``, ``budget:POSITIONS[:POLICY]`` (TriForce).
+    Others: ``model:NAME[:TOKENS]``, ``head:FOLDER`` (in parentheses if FOLDER contains ``+``). Combinations: ``A+B`` in
+    one tree, ``relay:A@2+B@4`` along one path (up to 2 drafts of A, then 4 of B), ``nested:A@6+B`` (B drafts for A, A
     for the base)."""
     tree_nodes: Annotated[int, Field(ge=2)] | None = None
     """Nodes up to which A's likeliest drafts fill the combined tree of ``A+B``, root included. B drafts first, is never
@@ -130,6 +131,9 @@ def parse_drafter(text: str) -> Expression:
     Raises:
         UserError: ``text`` is not a drafter, or a number in it is out of range.
     """
+    kind, colon, first = text.partition(":")
+    if kind == "head" and "+" in first and Path(first).is_dir():
+        return Expression(text, kind, first)
     parts = _split(text)
     if parts is None:
         raise _unknown(text)
@@ -204,8 +208,12 @@ def _unknown(text: str) -> UserError:
 
 
 def is_drafter(spec: str) -> bool:
-    """Return True if ``spec`` is written like an expression; all else is taken for a head's folder or repository."""
-    return "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in KINDS
+    """Return True if ``spec`` is written like an expression; all else is taken for a head's folder or repository.
+
+    An existing folder is a head even if its path contains ``+`` or starts with ``(``.
+    """
+    is_combination = ("+" in spec or spec.startswith("(")) and not Path(spec).is_dir()
+    return is_combination or re.split("[:@]", spec)[0] in KINDS
 
 
 def build_drafter(

@@ -81,6 +81,17 @@ def test_peers(tiny_base: TinyBase) -> None:
         build_drafter(parse_drafter("early_exit:7"), base)
 
 
+def test_the_folder_of_a_head_may_contain_a_plus(tmp_path: Path) -> None:
+    folder = tmp_path / "medusa+copy"
+    assert is_drafter(str(folder))
+    folder.mkdir()
+    assert not is_drafter(str(folder))
+    alone = parse_drafter(f"head:{folder}")
+    first, second = parse_drafter(f"(head:{folder})@2+prompt_lookup").parts
+    assert alone.kind == first.kind == "head" and alone.name == first.name == str(folder)
+    assert first.most_tokens == 2 and second.kind == "prompt_lookup"
+
+
 def test_a_merged_tree_holds_both(head: MedusaHead) -> None:
     def combined(tree: str, nodes: int | None = None) -> tuple[Drafter, DraftConfig]:
         config = EvalConfig(tree=tree, drafter="head+prompt_lookup:4", tree_nodes=nodes)
