@@ -5,6 +5,7 @@ Each stage reads its input from the run folder and writes its results there. The
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -97,6 +98,11 @@ class RunContext:
         settings = asdict(run) | {"head": {**run.head, **asdict(run.head_config())}}  # with the head's own defaults
         return Tracker(self.launch.accelerator, run.tracker, self.folder, run.name, settings, self.display.line)
 
+    def close_tracker(self, error: type[BaseException] | None, *_: object) -> None:
+        """Close the tracker if a stage has opened it. After an ``error``, the tracker's run counts as failed."""
+        if "tracker" in vars(self):
+            self.tracker.finish(failed=error is not None)
+
     @cached_property
     def development_answers(self) -> list[FinishedAnswer] | None:
         """The base's answers to the suite's dev half; None unless ``eval.split=test`` and ``tree_prompts`` > 0."""
@@ -137,8 +143,9 @@ class RunContext:
 
 def run_pipeline(run: RunConfig, resolved: str) -> None:
     """Run the stages ``run.stages`` of a run on this process. ``resolved`` is the recipe as YAML, to store."""
-    with launched(run) as launch:
+    with ExitStack() as at_end, launched(run) as launch:
         context = RunContext(run, launch)
+        at_end.push(context.close_tracker)  # after ``launched`` has told the other processes of an error
         if launch.is_main:
             preflight(run, launch.accelerator.num_processes)
             open_folder(run)

@@ -1,9 +1,11 @@
 """Whole runs on a random tiny base: errors before any work, stages, and work that a second start skips."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from drafthead.models.decoding.loop import decode_batch, default_draft_config
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
+from drafthead.train import pipeline
 from drafthead.train.config import PhaseConfig, RunConfig
+from drafthead.train.distributed.signals import Stopped
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.estimate.hours import print_estimate
 from drafthead.train.pipeline import run_pipeline
@@ -322,6 +326,23 @@ def test_a_run_without_prompts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set data.answers.prompts or data.answers.self_prompted"):
         composed(tmp_path, *none)
     composed(tmp_path, *none, "data.transcripts=chats.jsonl")
+
+
+@pytest.mark.parametrize("error", [None, UserError("the disk is full"), Stopped(15)])
+def test_the_tracker_is_closed_however_a_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
+) -> None:
+    def stage(context: pipeline.RunContext) -> None:
+        context.tracker.log({"phase": "distill"}, step=1)
+        if error is not None:
+            raise error
+
+    tracker = Mock()
+    monkeypatch.setattr(pipeline, "Tracker", Mock(return_value=tracker))
+    monkeypatch.setattr(pipeline, "STAGES", {"train": stage})
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        train(tmp_path, TRAINED)
+    tracker.finish.assert_called_once_with(failed=error is not None)
 
 
 def test_a_run_first_prints_its_stages_and_their_durations(tmp_path: Path, tiny_base: TinyBase) -> None:

@@ -83,12 +83,13 @@ class Tracker:
                 if row["total_step"] >= self._wandb_run.starting_step:
                     self.log(row, row["total_step"])
 
-    def finish(self, evaluation: Row | None = None) -> None:
+    def finish(self, evaluation: Row | None = None, failed: bool = False) -> None:
         """Send the results of the evaluation (to wandb also tables and files), and close the tracker.
 
-        ``evaluation`` is the contents of ``eval.json`` (None: send nothing). Later calls do nothing.
+        ``evaluation`` is the contents of ``eval.json`` (None: send nothing). If ``failed``, wandb marks the run as
+        failed. Later calls do nothing.
         """
-        self._attempt(lambda: self._finish(evaluation))
+        self._attempt(lambda: self._finish(evaluation, failed))
         self._active = False
 
     def _attempt(self, action: Callable[[], None]) -> None:
@@ -101,7 +102,7 @@ class Tracker:
                 failure = f"{self.config.kind} failed ({one_line(error)})"
                 self._log(f"warning: {failure}; training continues, metrics.jsonl has every row")
 
-    def _finish(self, evaluation: Row | None) -> None:
+    def _finish(self, evaluation: Row | None, failed: bool) -> None:
         if evaluation is not None:
             self.accelerator.log(_numbers(evaluation, "evaluation/"), step=self._step)
         if evaluation is not None and self._wandb_run is not None:
@@ -119,6 +120,8 @@ class Tracker:
             for path in (path for pattern in RESULT_FILES for path in sorted(self.folder.glob(pattern))):
                 artifact.add_file(str(path), name=str(path.relative_to(self.folder)))
             self._wandb_run.log_artifact(artifact)
+        if failed and self._wandb_run is not None:
+            self._wandb_run.finish(exit_code=1)
         # end_training() would also destroy the process group, which heartbeats still use.
         for tracker in self.accelerator.trackers:
             tracker.finish()

@@ -78,6 +78,14 @@ def test_a_tracker_that_fails_costs_one_line_and_is_not_called_again(open_tracke
     assert names.count(fails_in) == 1 and names[-1] == fails_in
 
 
+def test_a_run_that_failed_is_marked_so_in_wandb(open_tracker: Open) -> None:
+    tracker, _ = open_tracker(Recorder())
+    tracker._wandb_run = Mock()
+    tracker.finish(failed=True)
+    tracker.finish()
+    tracker._wandb_run.finish.assert_called_once_with(exit_code=1)
+
+
 def test_none_does_nothing(tmp_path: Path) -> None:
     tracker = Tracker(Accelerator(cpu=True), TrackerConfig(), tmp_path, "name", {}, pytest.fail)
     tracker.log(row("distill", 1, 1), step=1)
