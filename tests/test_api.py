@@ -96,3 +96,9 @@ def test_the_fingerprint_does_not_depend_on_the_dtype(tiny_base: TinyBase) -> No
     base = tiny_base()
     assert BaseModel.load(replace(base.config, dtype="bfloat16")).fingerprint == base.fingerprint
     assert tiny_base(seed=1).fingerprint != base.fingerprint
+
+
+def test_a_base_in_float16_is_refused_with_the_reason(tiny_base: TinyBase, saved: Path) -> None:
+    half = BaseModel.load(replace(tiny_base().config, dtype="float16"))
+    with pytest.raises(UserError, match="fingerprint .*float16 rounds tiny weights.* try bfloat16 or float32"):
+        drafthead.load_head(saved, half)

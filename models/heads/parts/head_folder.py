@@ -231,9 +231,13 @@ def check_base(folder: Path, trained: dict[str, Any], base: BaseModel) -> None:
     for key in ("hidden_size", "vocab_size", "num_layers", "fingerprint"):
         saved = trained.get(key)
         if saved != actual[key] and not (key == "fingerprint" and same_base(str(saved), actual[key])):
+            remedy = "give a head of this base, or the head's own base"
+            if key == "fingerprint" and base.dtype == torch.float16:
+                # The lost digits cannot be restored, so the fingerprint of the other dtypes is unknown here.
+                remedy += " (float16 rounds tiny weights, which changes the fingerprint: try bfloat16 or float32)"
             raise UserError(
                 f"the head in {folder} was trained for {_described(trained)} ({key} {saved}), but the base "
-                f"is {_described(actual)} ({key} {actual[key]}); give a head of this base, or the head's own base"
+                f"is {_described(actual)} ({key} {actual[key]}); {remedy}"
             )
 
 
