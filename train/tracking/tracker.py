@@ -167,6 +167,7 @@ class Tracker:
             mode, reason = "offline", f" ({one_line(error)})"
             start(mode)
         run = self._wandb_run = self.accelerator.get_tracker("wandb", unwrap=True)
+        self._step = run.starting_step  # wandb drops smaller steps, and a resumed run may have no row left to send
         if mode == "offline":
             self._log(f"wandb: offline{reason}; to upload later: wandb login && wandb sync {run.settings.sync_dir}")
         elif mode == "online":

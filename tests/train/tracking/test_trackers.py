@@ -172,6 +172,18 @@ def test_a_resumed_run_is_the_same_wandb_run_with_all_rows(open_tracker: Open, t
     assert [logged["total_step"] for logged in log.rows()] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.usefixtures("wandb_service")
+def test_an_evaluation_alone_goes_to_the_last_step_of_a_resumed_run(
+    open_tracker: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb drops results at an earlier step; when it is online, no row has to be sent again."""
+    monkeypatch.setattr(wandb.Run, "starting_step", property(lambda run: 40))
+    tracker, _ = open_tracker(kind="wandb", mode="offline")
+    monkeypatch.setattr(tracker.accelerator, "log", sent := Mock())
+    tracker.finish(EVALUATION)
+    assert sent.call_args.kwargs["step"] == 40
+
+
 def test_the_run_id_belongs_to_the_rows(tmp_path: Path) -> None:
     first = wandb_run_id(tmp_path)
     second = wandb_run_id(tmp_path)
