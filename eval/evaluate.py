@@ -34,7 +34,7 @@ from drafthead.eval.timing.methods import TRANSFORMERS, Method, engine_methods, 
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_texts
 from drafthead.eval.trees.calibrate import Calibration
-from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.cost_model import CostModel, Progress
 from drafthead.models.base.base_model import CHANGE_TEXT, BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.growth import StepwiseDrafter
@@ -44,7 +44,6 @@ from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.token_tree import TokenTree
 
-Progress = Callable[[str, int, int], None]
 PREDICTED_ON = 36
 """Number of prompts of the dev half from which ``predict`` forecasts the results."""
 

@@ -313,7 +313,7 @@ def tree(context: RunContext) -> None:
     with display.stage("tree: step costs on this machine, acceptance on answers not trained on"):
         calibrated = load_calibration(path, head)
         if calibrated is None:
-            costs = measure_costs(head.base, head)
+            costs = measure_costs(head.base, head, progress=display.progress)
             calibrated = costs, calibrate(_tree_ranks(context, head), costs, run.tree_search)
             save_calibration(path, head, *calibrated)
             head.batch_trees = {}
@@ -321,9 +321,8 @@ def tree(context: RunContext) -> None:
         head.tree = calibration.tree
         for rows in run.tree_batches:
             if rows not in head.batch_trees:
-                batch = calibrate(
-                    _tree_ranks(context, head), measure_costs(head.base, head, rows=rows), run.tree_search
-                )
+                costs_of_batch = measure_costs(head.base, head, rows=rows, progress=display.progress)
+                batch = calibrate(_tree_ranks(context, head), costs_of_batch, run.tree_search)
                 pays = batch.expected_speedup > 1
                 head.batch_trees = {**head.batch_trees, rows: batch.tree if pays else TokenTree.chain(0)}
                 expected = f"{len(batch.tree)} nodes, expect speedup {batch.expected_speedup:.2f}"

@@ -82,7 +82,9 @@ def main(config: EvalRunConfig) -> None:
         for path in folder.glob("eval-log-*.jsonl"):
             path.unlink()
     with display.stage("step costs on this machine"):
-        costs = measure_costs(base, drafter, prompts=development_prompts(base, config, TIMED_ON))
+        costs = measure_costs(
+            base, drafter, prompts=development_prompts(base, config, TIMED_ON), progress=display.progress
+        )
     training_log = read_json_lines(default / "metrics.jsonl")
     with display.stage(f"evaluation: {config.suite}"):
         result = evaluate(

@@ -159,7 +159,7 @@ def head_rows(
     with display.stage(f"one pass over {len(texts)} answers"):
         answers = text_accept_probs(base, head, texts, config.sampler, probs_config)
     with display.stage("step costs on this machine"):
-        costs = measure_costs(base, head)
+        costs = measure_costs(base, head, progress=display.progress)
     sizes = [] if config.rule == "block" else config.nodes
     table = rows(answers, costs, config.chain, sizes, probs_config.draft_sampling, config.seed)
     top_k = probs_config.draft_sampling is DraftSampling.TOP_K and config.rule == "exact"

@@ -1,11 +1,11 @@
 """Cost of a step on this machine: verification of n tokens, drafting, and the loop around them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean, median
 from time import perf_counter
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ ANSWERS = 3
 """Number of prompts that ``measure_costs`` answers without drafts, and with drafts if it is given no prompts."""
 DEEPEST = 8
 """Largest depth of drafting that is timed; greater depths are extrapolated."""
+T = TypeVar("T")
+Progress = Callable[[str, int, int], None]
+"""Function that is called with a label, the number of finished items and the total."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ def measure_costs(
     sizes: Sequence[int] = SIZES,
     rows: int = 1,
     prompts: Sequence[list[int]] = (),
+    progress: Progress = lambda label, done, total: None,
 ) -> CostModel:
     """Time every part of a step (verifying, drafting, the loop, the prefill) on this machine.
 
@@ -130,6 +134,7 @@ def measure_costs(
         rows: batch size; all times are those of the whole batch.
         prompts: token ids of prompts that are answered while a combined or nested drafter is timed, because its
             drafting time depends on the text.
+        progress: called between rounds of passes and between answers, never while one is timed.
     """
     wait_for_huge_pages()
     generator = torch.Generator().manual_seed(0)
@@ -145,9 +150,15 @@ def measure_costs(
         decode_batch, base, timed=True, max_new_tokens=min(24, base.max_context - max([context, *map(len, prompts)]))
     )
     with OtherProcesses() as others:
-        seconds = _median_seconds(base, _probes(base, drafter, whole, ids, sizes, depths, rows), repeats)
-        answers = [answer(drafter, batch, draft_config=whole, ignore_eos=True)[0] for batch in batches]
-        plain = [answer(None, batch, ignore_eos=True)[0] for batch in batches[:ANSWERS]]
+        seconds = _median_seconds(base, _probes(base, drafter, whole, ids, sizes, depths, rows), repeats, progress)
+        answers = [
+            answer(drafter, batch, draft_config=whole, ignore_eos=True)[0]
+            for batch in _counted("timing answers with drafts", batches, progress)
+        ]
+        plain = [
+            answer(None, batch, ignore_eos=True)[0]
+            for batch in _counted("timing answers without drafts", batches[:ANSWERS], progress)
+        ]
     steps = [step for answer in answers for step in answer.steps[:-1] or answer.steps]  # the last may have no drafts
     on_text = bool(prompts) and not depths
     read_more = [
@@ -199,10 +210,10 @@ def _probes(
     }
 
 
-def _median_seconds(base: BaseModel, probes: Probes, repeats: int) -> dict[tuple[str, int], float]:
+def _median_seconds(base: BaseModel, probes: Probes, repeats: int, progress: Progress) -> dict[tuple[str, int], float]:
     """Run all probes in turn, ``repeats`` times after two uncounted rounds; return their median seconds."""
     times: dict[tuple[str, int], list[float]] = {name: [] for name in probes}
-    for _ in range(repeats + 2):
+    for _ in _counted("timing passes, in rounds", range(repeats + 2), progress):
         for name, work in probes.items():
             if name[0] in ("draft", "tree"):
                 probes["verify", 1]()  # as in a step, which leaves no weights of the drafter in the CPU's caches
@@ -212,6 +223,14 @@ def _median_seconds(base: BaseModel, probes: Probes, repeats: int) -> dict[tuple
             base.synchronise()
             times[name].append(perf_counter() - started)
     return {name: median(seconds[2:]) for name, seconds in times.items()}
+
+
+def _counted(label: str, items: Sequence[T], progress: Progress) -> Iterator[T]:
+    """Yield ``items``, and report before and after each one how many are done."""
+    for done, item in enumerate(items):
+        progress(label, done, len(items))
+        yield item
+    progress(label, len(items), len(items))
 
 
 def _overhead(steps: Sequence[StepRecord]) -> float:

@@ -112,7 +112,7 @@ class StepCosts:
         self.model: Callable[[int], CostModel] | None = None
         """Costs by batch size, instead of measured ones."""
 
-    def __call__(self, base: BaseModel, drafter: Drafter, rows: int = 1) -> CostModel:
+    def __call__(self, base: BaseModel, drafter: Drafter, rows: int = 1, progress: Any = None) -> CostModel:
         self.rows.append(rows)
         return self.model(rows) if self.model else measure_costs(base, drafter, rows=rows, repeats=1)
 

@@ -72,7 +72,10 @@ def test_answers_without_a_step_are_refused() -> None:
 
 def test_costs_on_a_short_context(tiny_base: TinyBase) -> None:
     head = MedusaConfig(num_draft_tokens=3).build(tiny_base(max_position_embeddings=16))
-    costs = measure_costs(head.base, head, repeats=1)
+    shown: list[tuple[str, int, int]] = []
+    costs = measure_costs(head.base, head, repeats=1, progress=lambda *line: shown.append(line))
+    for label in ("timing passes, in rounds", "timing answers with drafts", "timing answers without drafts"):
+        assert [line[1:] for line in shown if line[0] == label] == [(done, 3) for done in range(4)]
     assert costs.context == 8 and sorted(costs.verify) == [1, 2, 3, 4, 5, 6, 8]
     assert CostModel.from_json(costs.to_json()) == costs
 
