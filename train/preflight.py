@@ -1,10 +1,11 @@
 """Checks of a run's inputs before its model is loaded."""
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, shares
+from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, num_entries, shares
 from drafthead.data.text.transcripts import Findings, iter_transcripts
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import require_login
@@ -12,7 +13,7 @@ from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.timing.methods import check_methods
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
 from drafthead.train.config import RunConfig
-from drafthead.train.corpora.corpus_config import COMPLETE
+from drafthead.train.corpora.corpus_config import COMPLETE, HELD_OUT_EVERY
 
 WHOLLY_READ = ("jsonl", "text")
 """Kinds of sources that are read to their end before a run starts, to find broken lines. Of other and of streamed
@@ -59,7 +60,7 @@ def preflight(run: RunConfig, processes: int = 1) -> None:
 
 
 def check_sources(run: RunConfig, kinds: Collection[str] = WHOLLY_READ) -> None:
-    """Raise a ``UserError`` for empty or broken sources of text, transcripts and prompts.
+    """Raise a ``UserError`` for empty or broken sources of text, transcripts and prompts, and for too few of them.
 
     Only sources of these ``kinds`` are read; by default those are files on this machine.
     """
@@ -82,6 +83,27 @@ def check_sources(run: RunConfig, kinds: Collection[str] = WHOLLY_READ) -> None:
     for source in (source for source in answers.sources if run.data.uses_answers and source.kind in kinds):
         key = "data.prompts" if run.data.prompts else "data.answers.sources"
         _require_entries(iter_prompts(source), source.kind in WHOLLY_READ, key, source)
+    _require_held_out(run)
+
+
+def _require_held_out(run: RunConfig) -> None:
+    """Reject data with too few conversations to hold one out, as far as their number is known before reading them."""
+    data, answers = run.data, run.data.answers
+    count, remedy = _most_entries(data.transcripts), "name more data.transcripts"
+    if data.uses_answers:
+        available = math.inf if answers.copied else _most_entries(answers.sources)
+        count += min(answers.prompts, available) + answers.self_prompted
+        remedy = "name more data.prompts" if data.prompts else "raise data.answers.prompts, or name more sources"
+    if count < HELD_OUT_EVERY and "train" in run.stages:
+        raise UserError(
+            f"{count} conversations are too few to train on: one in {HELD_OUT_EVERY} is held out to measure "
+            f"acceptance, so at least {HELD_OUT_EVERY} are needed; {remedy}"
+        )
+
+
+def _most_entries(sources: Sequence[SourceConfig]) -> float:
+    """Return an upper bound on the entries of ``sources``: inf if unknown."""
+    return sum(math.inf if (count := num_entries(source)) is None else count for source in sources)
 
 
 def _require_entries(entries: Iterable[object], wholly: bool, key: str, source: SourceConfig) -> None:

@@ -167,6 +167,20 @@ def test_broken_prompts_are_named_by_the_setting_that_the_user_typed(tmp_path: P
         print_estimate(composed(tmp_path, *run[:2], f"data.transcripts={path}")[0])
 
 
+def test_data_too_few_to_hold_a_conversation_out_is_refused_before_the_base_is_loaded(tmp_path: Path) -> None:
+    tiny, path = ("recipe=medusa_smollm2", "debug=tiny"), tmp_path / "chats.jsonl"
+    path.write_text(19 * '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n')
+    for setting, says in {
+        "data.answers.prompts=12": "^12 conversations .* at least 20 .*; raise data.answers.prompts",
+        f"data.prompts={path}": "^19 conversations .*; name more data.prompts",
+        f"data.transcripts={path}": "^19 conversations .*; name more data.transcripts",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            preflight(composed(tmp_path, *tiny, setting)[0])
+    preflight(composed(tmp_path, *tiny, f"data.transcripts={path}", "data.own_answers=true")[0])
+    preflight(composed(tmp_path, *tiny, "data.answers.prompts=12", "stages=[corpora]")[0])
+
+
 def test_a_streamed_file_is_not_read_to_its_end_before_a_run(tmp_path: Path) -> None:
     """It may be larger than the disk. A file to be packed is read, so that a broken line is found before the work."""
     (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n{')

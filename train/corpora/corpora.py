@@ -28,12 +28,10 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.train.corpora import transcripts
 from drafthead.train.corpora.answers import PROMPTS, TURN_STRIDE, AnswerGenerator, Log, Progress
-from drafthead.train.corpora.corpus_config import DataConfig
+from drafthead.train.corpora.corpus_config import HELD_OUT_EVERY, DataConfig
 from drafthead.train.corpora.precomputed import copy_precomputed
 
 ALONE = ProcessGroup()
-HELD_OUT_EVERY = 20
-"""Every 20th conversation is held out from training, to measure acceptance and to calibrate the tree."""
 HELD_OUT_MOST = 512
 """Largest number of held-out conversations; more would cost memory and time without measuring better."""
 _CHARACTERS_PER_TOKEN = 6
@@ -195,7 +193,8 @@ class Corpora:
         chosen = [answer for answer in answers if is_held_out(answer.prompt_number) == held_out]
         if not chosen:
             raise UserError(
-                f"{len(self.answers().done)} answers are too few to {'hold some out' if held_out else 'train on'}; "
+                f"{len(self.answers().done)} answers are too few to {'hold some out' if held_out else 'train on'} (one "
+                f"conversation in {HELD_OUT_EVERY} is held out); "
                 "raise data.answers.prompts or data.answers.self_prompted, or name more data.transcripts"
             )
         if self.config.transcripts and not held_out:  # held-out turns stay apart, each with its own acceptance

@@ -12,6 +12,8 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import NonNegative, NonNegativeFloat, Positive, require, settings
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(expand_sources)]
+HELD_OUT_EVERY = 20
+"""Every 20th conversation is held out from training, to measure acceptance and to calibrate the tree."""
 COMPLETE = "complete.json"
 """File that is written when every prompt is answered. From then on no server is needed."""
 
