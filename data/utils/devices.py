@@ -32,6 +32,11 @@ def choose_device(name: str) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = name
 
 
+def chosen_device() -> torch.device | None:
+    """Return the device of ``choose_device``; None if it was not called."""
+    return _chosen[0] if _chosen else None
+
+
 def device_of(device: torch.device | str | None) -> torch.device:
     """Return ``device``; for None the device of ``choose_device``, else the accelerator that torch finds, else the CPU.
 

@@ -251,6 +251,21 @@ def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.Cap
         recipe("recipe=medusa_smollm2", "hours=2")
 
 
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_a_chosen_cpu_gets_no_hours_of_gpus(
+    device: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hours, "chosen_device", lambda: device and torch.device(device))
+    monkeypatch.setattr(hours, "machine_lines", lambda *_: [])
+    monkeypatch.setattr(hours, "TOO_SHORT", 0.0)
+    hours.print_estimate(run := recipe("recipe=medusa_smollm2", *TINY, "base.dtype=auto", "mode=estimate"))
+    printed = " ".join(capsys.readouterr().out.split())
+    plan = Estimate(run, device=device or "cuda")
+    assert f"total {size(plan.total('pretrain'))}" in printed
+    assert (device == "cpu") == ("in float32 on a CPU" in printed) == ("free memory" in printed)
+    assert (device is None) == ("A100" in printed) == ("in bfloat16 on GPUs (for a CPU add device=cpu)" in printed)
+
+
 @pytest.mark.parametrize("machine", ["gpu24", "gpu48", "gpu80"])
 @pytest.mark.parametrize("budget", ["minutes", "hour", "night"])
 def test_one_gpu_keeps_the_recipes_batch(machine: str, budget: str) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafthead.data.embedded.packages import smollm2_path
-from drafthead.data.utils.devices import device_of, memory, peak_memory
+from drafthead.data.utils.devices import chosen_device, device_of, memory, peak_memory
 from drafthead.data.utils.display import duration
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -163,15 +163,22 @@ def print_estimate(run: RunConfig) -> None:
         return
     check_sources(run)
     console = Console(highlight=False)
-    console.print(f"[bold]{run.name}[/bold]: {run.base.name or run.base.transformers_config().model_type}")
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     run = replace(run, shard=with_launcher_settings(os.environ, run.shard))
-    plan = Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
+    chosen = chosen_device()
+    device = "cuda" if chosen is None else chosen.type  # without device=, the tables are those of a GPU
+    plan = Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)), device)
+    base = run.base.name or run.base.transformers_config().model_type
+    dtype = str(plan.base.dtype).removeprefix("torch.") if run.base.dtype == "auto" else run.base.dtype
+    where = "a CPU" if device == "cpu" else "GPUs (for a CPU add device=cpu)" if chosen is None else device
+    console.print(f"[bold]{run.name}[/bold]: {base} in {dtype} on {where}")
     for name, phase in run.phases.items():
         rows = plan.rows_per_step(name)
         console.print(f"{name}: {phase.batch_line(devices, rows)}, {rows * phase.seq_len:,} tokens")
     console.print(render(plan))
-    if sum(gpu_seconds(plan, GPUS["A10"]).values()) > TOO_SHORT:
+    if device == "cpu":
+        console.print(f"free memory on this machine: {size(memory()[0])}")
+    elif sum(gpu_seconds(plan, GPUS["A10"]).values()) > TOO_SHORT:
         console.print(gpu_table(plan, run.hours))
     for line in machine_lines(run, devices):
         console.print(line)
@@ -188,7 +195,7 @@ def machine_lines(run: RunConfig, devices: int) -> list[Table | str]:
     base = BaseModel.load(run.base)
     stages = StageDurations(run, base, 1, measured_step(run, base, plan))
     lines: list[Table | str] = [stages.table(f"time on this machine, from {STEPS} real steps of each phase")]
-    # The tables above are those of a GPU. A CPU computes in float32, and has packed copies of the weights.
+    # Without device=cpu, the tables above are those of a GPU. A CPU has packed copies of its weights, in float32.
     weights = f"{size(plan.base_bytes)} of base weights in {str(base.dtype).removeprefix('torch.')}"
     lines.append(f"memory on this machine: {size(peak_memory())} at the peak of these steps, with {weights}")
     if run.hours:
