@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
 from drafthead.data.embedded.packages import smollm2_path
@@ -86,13 +86,21 @@ def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> i
     return max(0, int(left * phase.steps / seconds[name]))
 
 
-def gpu_table(plan: Estimate, hours: float | None) -> Table:
+def no_step_fits(hours: float, plan: Estimate) -> str:
+    """Return a line with the reason why a run of ``hours`` has no step of its last phase."""
+    rest = f"0 steps: the rest of the run leaves no time for {list(plan.phases)[-1]} in {hours:g} h"
+    return f"{rest}; lower data.answers.prompts or the steps of other phases"
+
+
+def gpu_table(plan: Estimate, hours: float | None) -> Group:
     """Return a table of a run's least time on each of ``GPUS``.
 
     Its last column is the number of steps of the last phase with which the run takes ``hours`` (None: no such column).
+    If no step fits on one of them, a line below the table says why.
     """
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    reason: list[str] = []
     rows = {name: gpu_seconds(plan, gpu) for name, gpu in GPUS.items()}
     table.add_column("h:mm:ss", min_width=18)
     for column in [*rows["A10"], "all", *([f"steps in {hours:g} h"] if hours else [])]:
@@ -104,8 +112,11 @@ def gpu_table(plan: Estimate, hours: float | None) -> Table:
             table.add_row(title, "too small")
             continue
         cells = [duration(value) for value in (*seconds.values(), sum(seconds.values()))]
-        table.add_row(title, *cells, *([f"{steps_that_fit(hours, seconds, plan):,}"] if hours else []))
-    return table
+        if hours:
+            cells.append(f"{steps_that_fit(hours, seconds, plan):,}")
+            reason = [no_step_fits(hours, plan)] if cells[-1] == "0" else reason
+        table.add_row(title, *cells)
+    return Group(table, *reason)
 
 
 def measured_step(run: RunConfig, base: BaseModel, plan: Estimate) -> dict[str, float]:
@@ -201,5 +212,7 @@ def machine_lines(run: RunConfig, devices: int) -> list[Table | str]:
     if run.hours:
         seconds = {stage.removeprefix("phase "): value for stage, _, value in stages.rows() if value == value}
         name = list(plan.phases)[-1]
-        lines.append(f"in {run.hours:g} h here: phases.{name}.steps={steps_that_fit(run.hours, seconds, plan)}")
+        steps = steps_that_fit(run.hours, seconds, plan)
+        fitting = f"phases.{name}.steps={steps}" if steps else no_step_fits(run.hours, plan)
+        lines.append(f"in {run.hours:g} h here: {fitting}")
     return lines
