@@ -310,7 +310,8 @@ def python(*arguments: str) -> str:
     """Run ``python ...`` in a new process in the checkout, and return its output."""
     done = subprocess.run([sys.executable, *arguments], cwd=CHECKOUT, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{arguments[0]} failed: {' | '.join((done.stdout + done.stderr).splitlines()[-5:])}")
+        name = arguments[1] if arguments[0] == "-m" else arguments[0]
+        raise UserError(f"{name} failed: {' | '.join((done.stdout + done.stderr).splitlines()[-5:])}")
     return done.stdout
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drafthead.commands.doctor import DoctorConfig, Step, checklist, page, passes, run_steps
+from drafthead.commands.doctor import DoctorConfig, Step, checklist, page, passes, python, run_steps
 from drafthead.data.utils.errors import UserError
 from support import call
 
@@ -30,6 +30,13 @@ def test_the_page_keeps_its_limit() -> None:
     lines = page(DoctorConfig(train=TINY, recipes=["medusa_smollm2"]), limit_s=0.5)
     assert perf_counter() - started < 5
     assert sum("FAILED: TimeoutError: time ran out" in line for line in lines) == 3
+
+
+def test_a_failed_process_is_named() -> None:
+    with pytest.raises(UserError, match=r"^pytest failed: .*not/there"):
+        python("-m", "pytest", "not/there")
+    with pytest.raises(UserError, match=r"^benchmarks/nothing.py failed: "):
+        python("benchmarks/nothing.py")
 
 
 def test_costs_have_shares() -> None:
