@@ -157,12 +157,13 @@ def read_tree(path: Path, depth: int) -> TokenTree:
 
 def _parse_tree(path: Path, content: Any, depth: int) -> TokenTree:
     """Return the tree of ``content["choices"]``, a list of rank paths; errors name the file ``path``."""
+    choices = content.get("choices") if isinstance(content, dict) else None
+    if isinstance(choices, list) and len(choices) > MAX_NODES:
+        raise UserError(f"{path} has {len(choices)} nodes, at most {MAX_NODES} are allowed; give a smaller tree")
     try:
         choices = content["choices"]
         if not all(isinstance(c, list) and all(type(rank) is int and rank < MAX_RANKS for rank in c) for c in choices):
             raise ValueError(f"a path is a list of ranks, whole numbers below {MAX_RANKS}")
-        if len(choices) > MAX_NODES:
-            raise ValueError(f"it has {len(choices)} nodes, at most {MAX_NODES} are allowed")
         tree = TokenTree.from_paths([tuple(c) for c in choices])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
