@@ -155,6 +155,8 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         for name, stage in STAGES.items():
             if name in run.stages and (launch.is_main or name in COLLECTIVE):
                 stage(context)
+        if launch.is_main and "card" not in run.stages and run.stages != ["corpora"]:
+            _print_commands(context)
         launch.display.line(
             "time: " + ", ".join(f"{name.split(':')[0]} {seconds:.0f} s" for name, seconds in launch.display.stages)
         )
@@ -402,12 +404,7 @@ def card(context: RunContext) -> None:
     result = read_json(folder / QUALITY) if run.trains_base else None
     stats = context.corpora.answers().stats(leave_out=is_held_out)
     write_card(run, context.load_head(), stats, read_json(path), result, folder, processes, context.agreement)
-    for purpose, command in (
-        ("try it", f'drafthead generate head={context.head_folder} "Why is the sky blue?"'),
-        ("measure it on other prompts", f"drafthead eval head={context.head_folder} suite=spec_bench_like limit=18"),
-        ("look at the report", f"{folder / 'report.html'}"),
-    ):
-        context.display.line(f"{purpose}:\n   {command}")
+    _print_commands(context)
     for line in serving_lines(context.load_head(), context.head_folder):
         context.display.line(line)
     if result is not None and not result["passed"]:
@@ -416,6 +413,19 @@ def card(context: RunContext) -> None:
             f"{context.head_folder} and works with the changed base. Lower the learning rate or the steps of the "
             "phases with train_base, or head.heads_weight, and start over with resume=false; or raise the limits"
         )
+
+
+def _print_commands(context: RunContext) -> None:
+    """Print commands that use the head, and the report's path if the run has one; nothing without a head."""
+    head, report = context.head_folder, context.folder / "report.html"
+    commands = {
+        "try it": f'drafthead generate head={head} "Why is the sky blue?"',
+        "measure it on other prompts": f"drafthead eval head={head} suite=spec_bench_like limit=18",
+        "look at the report": str(report) if report.exists() else "",
+    }
+    for purpose, command in commands.items():
+        if command and (head / "config.json").exists():
+            context.display.line(f"{purpose}:\n   {command}")
 
 
 def push(context: RunContext) -> None:

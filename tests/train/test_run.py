@@ -272,7 +272,7 @@ def test_validation_and_saving_do_not_count_as_training_time(finished: Path, mon
     assert max(row["step_ms"] for row in read_json_lines(run / "metrics.jsonl") if "step_ms" in row) < 1000
 
 
-def test_each_stage_runs_alone(tmp_path: Path) -> None:
+def test_each_stage_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stage reads the files of earlier stages; without them, the error names the missing stage."""
     config, resolved = composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *SHORT)
     run = tmp_path / "run"
@@ -284,8 +284,10 @@ def test_each_stage_runs_alone(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"run the stage {missing} first"):
             only(stage)
     only("corpora")
-    assert not (run / "checkpoints").exists()
+    assert not (run / "checkpoints").exists() and "try it" not in capsys.readouterr().out
     only("train")
+    assert f"drafthead generate head={run / 'head'} " in (printed := capsys.readouterr().out)
+    assert "report.html" not in printed and printed.splitlines()[-1].startswith("time: ")
     assert not (run / "calibration.json").exists()
     with pytest.raises(UserError, match="run the stage tree first"):
         only("evaluate")
