@@ -131,6 +131,14 @@ def test_training_counts(saved: Path, tmp_path: Path) -> None:
     call("export", *arguments, "estimate_tolerance=1")
 
 
+@pytest.mark.parametrize(("accuracy", "fails"), [(0.02, True), (0.05, False), (0.08, False), (float("nan"), True)])
+def test_an_accuracy_below_a_fifth_can_also_fail(tiny_base: TinyBase, accuracy: float, fails: bool) -> None:
+    """At least 0.075 is expected, less two standard errors."""
+    good = check_export(tiny_base(), fitted(tiny_base()), fitted(tiny_base()), answers(tiny_base()), torch.float32)
+    after = replace(good.after, accuracy=accuracy, error=0.015)
+    assert bool(replace(good, estimate=0.15, after=after).failures()) == fails
+
+
 def test_the_check_names_every_failure(tiny_base: TinyBase) -> None:
     base = tiny_base()
     good = check_export(base, fitted(base), fitted(base), answers(base), torch.float32)
