@@ -243,9 +243,10 @@ def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.Cap
     assert 1.9 < plan.base_bytes / Estimate(recipe(*tiny)).base_bytes < 2.1
     weights = f"{size(plan.base_bytes)} of base weights in float32"
     assert re.search(rf"memory on this machine: [\d.]+ .iB at the peak of these steps, with {weights}", printed)
-    absent = recipe("recipe=medusa_smollm2", "base=custom", "base.name=org/absent")
     plan = Estimate(recipe(*tiny))
-    assert "org/absent is not on this machine" in hours.why_not_measured(absent, plan)
+    for name in ("org/absent", "/models/mine"):
+        absent = recipe("recipe=medusa_smollm2", "base=custom", f"base.name={name}")
+        assert f"{name} is not on this machine" in hours.why_not_measured(absent, plan)
     assert "several devices" in hours.why_not_measured(absent, Estimate(recipe(*tiny), 2))
     with pytest.raises(UserError, match="hours needs mode=estimate"):
         recipe("recipe=medusa_smollm2", "hours=2")

@@ -93,7 +93,8 @@ def write_transcripts(
     result = read_json(folder / AGREEMENT)
     log(f"   {agreement_line(result)}")
     if result["greedy"] < LOW_AGREEMENT:
-        log("   this agreement is low; the base's own answers (data.prompts=FILE) are better training data")
+        better = "the base's own answers (data.prompts=FILE) are better"
+        log(f"   this agreement is low: in use, fewer drafts are accepted; {better}")
 
 
 def agreement_line(measured: dict[str, Any]) -> str:

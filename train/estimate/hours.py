@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from rich.console import Console, Group
 from rich.table import Table
 
@@ -151,7 +152,7 @@ def why_not_measured(run: RunConfig, plan: Estimate) -> str:
     if plan.devices > 1:
         return "it needs several devices; start one process to measure its share"
     if not _is_at_hand(run.base):
-        return f"{run.base.name} is not on this machine (base.random=true takes random weights of its shape)"
+        return f"{run.base.name} is not on this machine (sizes are the recipe's; base.random=true takes random weights)"
     if needed > free:
         return f"a step needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     if plan.device == "cpu" and any(step.operations > MOST_OPERATIONS for step in plan.steps().values()):
@@ -164,8 +165,13 @@ def _is_at_hand(base: BaseConfig) -> bool:
     if base.random or base.name == EMBEDDED:
         return base.random or smollm2_path().exists()
     files = ("model.safetensors", "model.safetensors.index.json")
-    cached = (try_to_load_from_cache(base.name, name, revision=base.revision or "main") for name in files)
-    return Path(base.name).is_dir() or any(isinstance(path, str) for path in cached)
+    if Path(base.name).is_dir():
+        return True
+    try:
+        cached = [try_to_load_from_cache(base.name, name, revision=base.revision or "main") for name in files]
+    except HFValidationError:  # the path of a folder that does not exist
+        return False
+    return any(isinstance(path, str) for path in cached)
 
 
 def print_estimate(run: RunConfig) -> None:

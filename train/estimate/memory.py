@@ -188,7 +188,6 @@ def render(estimate: Estimate) -> Group:
     parameters = _table("parameters", "count")
     parameters.add_row("base" if estimate.adapters else "base, frozen", f"{estimate.base.model.num_parameters():,}")
     parameters.add_row("head", f"{estimate.head_parameters:,}")
-    parameters.add_row("head per drafted position", f"{estimate.head_parameters // estimate.head.depth:,}")
     if estimate.adapters:
         parameters.add_row("adapters of the base", f"{estimate.adapters:,}")
     parameters.add_row("trained", f"{estimate.trained:,}")
