@@ -67,7 +67,7 @@ class StageDurations:
                 rows.append((stage, *known[stage]()))
         return rows
 
-    def table(self, title: str = "stages of this run") -> Table:
+    def table(self, title: str = "stages of a whole run; a resumed run skips what is done") -> Table:
         """Return a console table of the duration of every stage, and of all stages together."""
         table = Table(title=f"{self.run.name}: {title}", box=None, pad_edge=False, title_justify="left")
         table.add_column("stage", min_width=16)
