@@ -3,12 +3,13 @@
     python benchmarks/figures.py                     # into docs/assets and docs/results
     python benchmarks/figures.py --out build/figures
 
-All numbers come from docs/results/demo.json, which is the eval.json of `make demo`. Diagrams without numbers, such as
-docs/assets/head_medusa.svg, are edited by hand.
+All numbers come from JSON files in docs/results. The plots are of demo.json, the eval.json of `make demo`. Diagrams
+without numbers, such as docs/assets/head_medusa.svg, are edited by hand.
 """
 
 import io
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from matplotlib.colors import same_color
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import PercentFormatter
+from predictions import shown
 
 from drafthead.data.utils.files import read_json, write_atomic
+from drafthead.eval.metrics.summary import METHOD
 from drafthead.eval.report import plots
 from drafthead.models.token_tree import TokenTree
 
@@ -73,31 +76,90 @@ METHODS = {
     "prompt_lookup:8:2": "prompt lookup alone, no training",
 }
 """Methods of the demo and their names in tables."""
-MARKS = "<!-- demo: table -->\n", "<!-- end -->\n"
+
+
+def markdown(header: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; columns whose name starts with "<" are aligned to the left."""
+    names = header.split(" | ")
+    rule = "|".join("---" if name.startswith("<") else "---:" for name in names)
+    lines = [" | ".join(name.removeprefix("<") for name in names), *(" | ".join(row) for row in rows)]
+    head, *body = (f"| {line} |\n".replace("  ", " ") for line in lines)  # also around empty cells
+    return "".join([head, f"|{rule}|\n", *body])
+
+
+def methods_table(evaluation: dict[str, Any], methods: Mapping[str, str]) -> str:
+    """Return the methods of an eval.json as a Markdown table; ``methods`` are the names of those with drafts."""
+    overall, metrics = evaluation["overall"], evaluation["metrics"]
+    rows: list[Sequence[str]] = []
+    for method, name in methods.items():
+        numbers, (low, high) = metrics[method], overall["methods"][method]["speedup"]["interval_95"]
+        times = f"{numbers['speedup']:.2f}x"
+        tau, speed = f"{numbers['mean_accepted_length']:.2f}", f"{numbers['tokens_per_second']:.1f}"
+        same = overall["methods"][method]["identical_outputs"]
+        times = f"**{times}**" if method == METHOD else times
+        rows.append((name, times, f"{low:.2f}–{high:.2f}", tau, speed, f"{same['same']} of {same['of']}"))
+    speeds = overall["autoregressive_tokens_per_second"]
+    fastest = max(speeds.values())
+    for name, value in (
+        ("the fastest of three decoders", fastest),
+        ("stock transformers", speeds["transformers_stock"]),
+    ):
+        rows.append((f"no drafting, {name}", f"{value / fastest:.2f}x", "", "1.00", f"{value:.1f}", ""))
+    return markdown("<method | speedup | 95 % interval | tokens per pass (tau) | tokens/s | answers identical", rows)
 
 
 def demo_table(demo: dict[str, Any]) -> str:
-    """Return the methods of the demo as a Markdown table."""
-    overall, metrics = demo["overall"], demo["metrics"]
-    lines = [
-        "| method | speedup | 95 % interval | tokens per pass (tau) | tokens/s | answers identical |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for method, name in METHODS.items():
-        numbers, (low, high) = metrics[method], overall["methods"][method]["speedup"]["interval_95"]
-        times = f"{numbers['speedup']:.2f}x"
-        same = overall["methods"][method]["identical_outputs"]
-        cells = (name, f"**{times}**" if method == "speculative" else times, f"{low:.2f}–{high:.2f}")
-        cells += (f"{numbers['mean_accepted_length']:.2f}", f"{numbers['tokens_per_second']:.1f}")
-        lines.append(f"| {' | '.join(cells)} | {same['same']} of {same['of']} |")
-    speeds = overall["autoregressive_tokens_per_second"]
-    fastest = max(speeds.values())
-    for name, speed in (
-        ("no drafting, the fastest of three decoders", fastest),
-        ("no drafting, stock transformers", speeds["transformers_stock"]),
-    ):
-        lines.append(f"| {name} | {speed / fastest:.2f}x | | 1.00 | {speed:.1f} | |")
-    return "\n".join(lines) + "\n"
+    """Return the table of `make demo`."""
+    return methods_table(demo, METHODS)
+
+
+def sampling_table(evaluation: dict[str, Any]) -> str:
+    """Return the table of an evaluation with other heads as baselines, which are named by their folders."""
+    methods = evaluation["overall"]["methods"]
+    names = {method: re.sub(r"head:\S*?([a-z0-9_]+)-\w+-seed\d/head", r"\1", method) for method in methods}
+    return methods_table(evaluation, {method: f"`{name}`" for method, name in names.items()})
+
+
+def batches_table(record: dict[str, Any]) -> str:
+    """Return the table of benchmarks/batches.py."""
+    header = (
+        "rows b | v(1, b), v(4, b), ms | nodes | tau | head, tok/s | our loop | stock `generate` | expected | speedup"
+    )
+    rows = []
+    for count, row in record["rows"].items():
+        speeds = [f"{row['tokens_per_second'][name]:.1f}" for name in ("head", "loop", "stock")]
+        costs = f"{row['verify_ms']['1']:.1f}, {row['verify_ms']['4']:.1f}"
+        ratios = (f"{row['expected_speedup']:.2f}x", f"{row['speedup']:.2f}x")
+        rows.append((count, costs, str(row["nodes"]), f"{row['tau']:.2f}", *speeds, *ratios))
+    return markdown(f"{header} | expected speedup | speedup", rows)
+
+
+def predictions_table(record: dict[str, Any]) -> str:
+    """Return the table of benchmarks/predictions.py."""
+    rows = [list(shown(row).values()) for row in record["rows"]]
+    return markdown(" | ".join(["<suite", "<head", *list(shown(record["rows"][0]))[2:]]), rows)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "demo": demo_table,
+#S
+#B
+#P
+}
+"""Files in docs/results, without .json, and the functions that make tables of them."""
+
+
+def marks(name: str) -> tuple[str, str]:
+    """Return the lines around the table made of ``name``.json."""
+    return f"<!-- {name}: table -->\n", "<!-- end -->\n"
+
+
+def pages() -> Iterator[tuple[str, Path, str]]:
+    """Yield every table's name, each page that has it, and the page's new text."""
+    for name, table in TABLES.items():
+        for page in (DOCS / "results").glob("*.md"):
+            if marks(name)[0] in page.read_text():
+                yield name, page, filled(page, marks(name), table(read_json(DOCS / "results" / f"{name}.json")))
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -127,9 +189,8 @@ def main(given: list[str] | None = None) -> None:
     demo = read_json(DEMO)
     for name, draw in PLOTS.items():
         save(draw(demo), arguments.out / f"{name}.svg")
-    for page in (DOCS / "results").glob("*.md"):
-        if MARKS[0] in page.read_text():
-            page.write_text(filled(page, MARKS, demo_table(demo)))
+    for _, page, text in pages():
+        page.write_text(text)
 
 
 if __name__ == "__main__":
