@@ -114,24 +114,24 @@ def demo_table(demo: dict[str, Any]) -> str:
 
 
 def sampling_table(evaluation: dict[str, Any]) -> str:
-    """Return the table of an evaluation with other heads as baselines, which are named by their folders."""
-    methods = evaluation["overall"]["methods"]
-    names = {method: re.sub(r"head:\S*?([a-z0-9_]+)-\w+-seed\d/head", r"\1", method) for method in methods}
-    return methods_table(evaluation, {method: f"`{name}`" for method, name in names.items()})
+    """Return the table of an evaluation of a Medusa head with another head as a baseline, named by its folder."""
+    names = {"speculative": "medusa with prompt lookup", "head": "medusa", "prompt_lookup:8:2": "prompt lookup"}
+    for method in evaluation["overall"]["methods"]:
+        if found := re.search(r"([a-z0-9_]+)-\w+-seed\d/head(\+?)", method):
+            names[method] = found[1] + (" with prompt lookup" if found[2] else "")
+    return methods_table(evaluation, names)
 
 
 def batches_table(record: dict[str, Any]) -> str:
     """Return the table of benchmarks/batches.py."""
-    header = (
-        "rows b | v(1, b), v(4, b), ms | nodes | tau | head, tok/s | our loop | stock `generate` | expected | speedup"
-    )
     rows = []
     for count, row in record["rows"].items():
         speeds = [f"{row['tokens_per_second'][name]:.1f}" for name in ("head", "loop", "stock")]
         costs = f"{row['verify_ms']['1']:.1f}, {row['verify_ms']['4']:.1f}"
         ratios = (f"{row['expected_speedup']:.2f}x", f"{row['speedup']:.2f}x")
         rows.append((count, costs, str(row["nodes"]), f"{row['tau']:.2f}", *speeds, *ratios))
-    return markdown(f"{header} | expected speedup | speedup", rows)
+    speeds_of = "head, tok/s | our loop, tok/s | stock `generate`, tok/s"
+    return markdown(f"rows b | v(1, b), v(4, b), ms | nodes | tau | {speeds_of} | expected speedup | speedup", rows)
 
 
 def predictions_table(record: dict[str, Any]) -> str:
@@ -142,9 +142,9 @@ def predictions_table(record: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo_table,
-#S
-#B
-#P
+    "sampling": sampling_table,
+    "batches": batches_table,
+    "predictions": predictions_table,
 }
 """Files in docs/results, without .json, and the functions that make tables of them."""
 

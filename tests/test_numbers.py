@@ -27,6 +27,17 @@ def test_tables_are_those_of_the_json_files(figures: ModuleType) -> None:
     }
 
 
+def test_summaries_repeat_the_pages(figures: ModuleType) -> None:
+    """Of a result, the summaries name one number; it is the one of its JSON."""
+    results, docs = ROOT / "docs" / "results", ROOT / "docs"
+    gain = f"{read_json(results / 'batches.json')['rows']['1']['speedup']:.2f}x for one r"
+    pages = (ROOT / "README.md", docs / "start" / "which_head.md", results / "index.md")
+    assert [page.name for page in pages if gain not in page.read_text()] == []
+    metrics = read_json(results / "sampling.json")["metrics"].values()
+    best = max(m["speedup"] for m in metrics if m.get("speedup"))
+    assert f"up to {best:.2f}x at temperature 0.7" in pages[2].read_text()
+
+
 def test_the_readme_has_the_rows_of_the_demo(figures: ModuleType) -> None:
     rows = [line for line in figures.demo_table(read_json(figures.DEMO)).splitlines() if re.search(r"\d", line)]
     missing = [row for row in rows if row not in (ROOT / "README.md").read_text()]
