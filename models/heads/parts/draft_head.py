@@ -85,7 +85,9 @@ class DraftHeadConfig:
         module = vars(sys.modules[type(self).__module__])
         classes = [v for v in module.values() if isinstance(v, type) and issubclass(v, DraftHead)]
         (head,) = (kind for kind in classes if kind.__module__ == module["__name__"])
-        return head(self, base, d2t)
+        built = head(self, base, d2t)
+        built.check_defined()
+        return built
 
     @property
     def trained_positions(self) -> int:
@@ -183,6 +185,20 @@ class DraftHead(nn.Module, Drafter):
         self.target_lm_head = base.lm_head if d2t is None else base.lm_head.rows(self.d2t)
         self._add_parts()
 
+    def check_defined(self) -> None:
+        """Raise a ``UserError`` that names what a subclass must define and has not."""
+        own = type(self)
+        trains = own.advance is not DraftHead.advance or own.hidden_at_positions is not DraftHead.hidden_at_positions
+        needed = {
+            "the method advance": trains,
+            "session_class = HeadSession": hasattr(own, "session_class") or own.open is not DraftHead.open,
+            "self.projections = self.lm_heads(...) in __init__": hasattr(self, "projections"),
+        }
+        if missing := [what for what, defined in needed.items() if not defined]:
+            raise UserError(
+                f"{own.__name__} must define {', '.join(missing)}; docs/tutorials/new_head.md has a whole head"
+            )
+
     def embed(self, tokens: Tensor, unit: bool = False) -> Tensor:
         """Return the base's frozen embeddings of ``tokens``, [...] int64 -> [..., D]; ``unit`` scales each to RMS 1."""
         embedded = F.embedding(tokens, self.base.embedding).to(self.dtype)
@@ -196,6 +212,11 @@ class DraftHead(nn.Module, Drafter):
             first: initial weight, scale and soft-cap of each trained projection; None: those of the base's.
         """
         scaled, dtype = not self.config.low_rank, self.config.inference_dtype(self.base)
+        if first is not None and len(first.weight) != len(self.d2t):
+            raise UserError(
+                f"lm_heads(first=...) has {len(first.weight)} rows, but the draft vocabulary has {len(self.d2t)}; "
+                "self.target_lm_head is the base's output head with these rows"
+            )
         return DraftLMHeads(first or self.target_lm_head, count, dtype, scaled=scaled)
 
     def first_states(self, hidden: Tensor) -> States:
@@ -285,13 +306,14 @@ class DraftHead(nn.Module, Drafter):
         states = self.first_states(hidden.to(self.dtype))
         for k, anchor_idx in enumerate(draft_targets.anchor_idx):
             result = self.advance(k, states, ids[(anchors + k + 1).clamp(max=len(ids) - 1)], attend)
-            if not isinstance(result, tuple) or len(result) != 2 or result[0].shape[-1] != self.projection_width:
-                shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in result]
-                raise TypeError(
+            x, states = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+            if not (isinstance(x, Tensor) and x.shape[-1] == self.projection_width and isinstance(states, tuple)):
+                returned = result if isinstance(result, tuple) else (result,)
+                shapes = [f"tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in returned]
+                raise UserError(
                     f"{type(self).__name__}.advance({k}, ...) must return a tensor [..., {self.projection_width}] and "
-                    f"a tuple of states, but returned {shapes}"
+                    f"a tuple of states, but returned {', '.join(shapes)}"
                 )
-            x, states = result
             outputs.append(x.flatten(0, -2)[index[anchor_idx]])
         return torch.stack(outputs)
 

@@ -2,6 +2,8 @@
 
 import json
 import runpy
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from head_cases import EXAMPLE, HEADS, PAGE, example_blocks
 from omegaconf import OmegaConf
 
+from drafthead.data.utils.errors import UserError
 from drafthead.models.heads.parts.loading import head_types, load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.pipeline import run_pipeline
@@ -48,16 +51,46 @@ def test_the_reference_of_the_page_is_the_example(tiny_base: TinyBase, variant: 
     assert_parity(head, reference(head))
 
 
-@pytest.mark.parametrize("returned", ["wide", "alone"])
-def test_a_wrong_result_of_advance_is_named(tiny_base: TinyBase, returned: str) -> None:
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [("wide", r"returned tensor \[\d+, \d+\], tuple"), ("alone", r"returned tensor \[\d+, \d+\]$"), ("bare", "")],
+)
+def test_a_wrong_result_of_advance_is_named(tiny_base: TinyBase, returned: str, says: str) -> None:
     base = tiny_base()
     head: Any = HEADS[EXAMPLE].build(base, None)
     advance, batch = head.advance, rows_of([[1, 2, 3, 4, 5, 6]])
 
     def wrong(*arguments: Any) -> Any:
         x, states = advance(*arguments)
-        return (torch.cat([x, x], -1), states) if returned == "wide" else x
+        return {"wide": (torch.cat([x, x], -1), states), "alone": x, "bare": (x, *states)}[returned]
 
     head.advance = wrong
-    with pytest.raises(TypeError, match=rf"MyHead.advance.*{base.hidden_size}\]"):
+    with pytest.raises(UserError, match=rf"MyHead.advance.*{base.hidden_size}\].*{says}"):
         head.loss(batch, base.hidden_states(batch, head.spec), LossConfig())
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("    session_class = HeadSession", "session_class = HeadSession"),
+        ("        self.projections = self.lm_heads(0)", r"self.projections = self.lm_heads\(...\) in __init__"),
+        ("def advance", "the method advance"),
+    ],
+)
+def test_what_a_head_lacks_is_named_before_training(
+    tiny_base: TinyBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
+) -> None:
+    code = example_blocks()[f"models/heads/{EXAMPLE}.py"]
+    assert line in code
+    (tmp_path / "lacking.py").write_text(code.replace(line, "def other" if line.startswith("def") else ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lacking", raising=False)
+    with pytest.raises(UserError, match=f"MyHead must define {says}; docs/tutorials/new_head.md"):
+        import_module("lacking").MyHeadConfig().build(tiny_base())
+
+
+def test_output_layers_have_the_rows_of_the_draft_vocabulary(tiny_base: TinyBase) -> None:
+    base = tiny_base()
+    head: Any = HEADS[EXAMPLE].build(base, torch.arange(100))
+    with pytest.raises(UserError, match=f"has {base.vocab_size} rows, but the draft vocabulary has 100"):
+        head.lm_heads(1, base.lm_head)
