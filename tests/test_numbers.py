@@ -28,7 +28,7 @@ def test_tables_are_those_of_the_json_files(figures: ModuleType) -> None:
 
 
 def test_summaries_repeat_the_pages(figures: ModuleType) -> None:
-    """Of a result, the summaries name one number; it is the one of its JSON."""
+    """Compare the one number that summaries name of a result with its JSON."""
     results, docs = ROOT / "docs" / "results", ROOT / "docs"
     gain = f"{read_json(results / 'batches.json')['rows']['1']['speedup']:.2f}x for one r"
     pages = (ROOT / "README.md", docs / "start" / "which_head.md", results / "index.md")

@@ -187,16 +187,16 @@ class DraftHead(nn.Module, Drafter):
 
     def check_defined(self) -> None:
         """Raise a ``UserError`` that names what a subclass must define and has not."""
-        own = type(self)
-        trains = own.advance is not DraftHead.advance or own.hidden_at_positions is not DraftHead.hidden_at_positions
+        kind = type(self)
+        trains = kind.advance is not DraftHead.advance or kind.hidden_at_positions is not DraftHead.hidden_at_positions
         needed = {
             "the method advance": trains,
-            "session_class = HeadSession": hasattr(own, "session_class") or own.open is not DraftHead.open,
+            "session_class = HeadSession": hasattr(kind, "session_class") or kind.open is not DraftHead.open,
             "self.projections = self.lm_heads(...) in __init__": hasattr(self, "projections"),
         }
         if missing := [what for what, defined in needed.items() if not defined]:
             raise UserError(
-                f"{own.__name__} must define {', '.join(missing)}; docs/tutorials/new_head.md has a whole head"
+                f"{kind.__name__} must define {', '.join(missing)}; docs/tutorials/new_head.md has a whole head"
             )
 
     def embed(self, tokens: Tensor, unit: bool = False) -> Tensor:

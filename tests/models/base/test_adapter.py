@@ -107,7 +107,7 @@ def test_the_scale_counts(saved: Path, tiny_base: TinyBase) -> None:
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_base_is_told_from_a_fine_tune_that_kept_its_ends(tiny_base: TinyBase, tmp_path: Path, layer: int) -> None:
-    """As peft's merge_and_unload leaves it: norms, embedding and output head are the original's."""
+    """Change one layer only, as peft's merge_and_unload may: norms, embedding and output head stay the original's."""
     base = tiny_base()
     MedusaConfig(num_draft_tokens=2).build(base).save_pretrained(tmp_path / "head")
     tuned = base.stock()
