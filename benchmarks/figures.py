@@ -33,13 +33,17 @@ TEXT = "#768390"
 
 
 def tree(demo: dict[str, Any]) -> Figure:
-    """Nodes in the order in which the search adds them, with the probability that each is accepted."""
+    """Nodes with the probability that each is accepted; blue: the nodes of the demo's tree, in grey those left out."""
     order = demo["calibration"]["order"]
     paths = [tuple(path) for path in order["paths"][:14]]
     shares = dict(zip(paths, order["values"], strict=False))
     nodes = TokenTree.from_paths(paths)
-    labels = ["" if not path else f"{shares[tuple(path)]:.0%}" for path in nodes.paths]
-    return plots.draw_tree(nodes, labels)
+    figure = plots.draw_tree(nodes, ["" if not path else f"{shares[tuple(path)]:.0%}" for path in nodes.paths])
+    chosen = {(), *paths[: demo["calibration"]["nodes"] - 1]}
+    markers = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    for path, marker in zip(nodes.paths, markers, strict=True):
+        marker.set_color("#2f81f7" if tuple(path) in chosen else "#8c96a3")
+    return figure
 
 
 @plots.styled
@@ -64,7 +68,6 @@ def of_report(name: str) -> Callable[[dict[str, Any]], Figure]:
 PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "tree": tree,
     "acceptance": by_position,
-    "tasks": of_report("speedup"),
     "waterfall": of_report("waterfall"),
     "cost": lambda demo: plots.cost(demo["costs"]["verify"], demo["calibration"]["nodes"], None),
 }

@@ -11,6 +11,7 @@ terminal, each of its lines is a message. If words follow the settings, they are
 """
 
 import io
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -202,10 +203,10 @@ class Chat:
         self.transcript.append("coloured", style=ACCEPTED).append(": accepted drafts of the head")
         recording = Console(record=True, width=SVG_WIDTH, file=io.StringIO(), highlight=False)
         recording.print(self.transcript)
+        svg = recording.export_svg(title=f"drafthead chat: {self.base.name}", theme=MONOKAI)
+        svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # rich's fonts lie on another site
         with disk_errors("the recording", self.config.record.parent):
-            write_atomic(
-                self.config.record, recording.export_svg(title=f"drafthead chat: {self.base.name}", theme=MONOKAI)
-            )
+            write_atomic(self.config.record, svg)
         self.console.print(f"recorded in {self.config.record}", markup=False, soft_wrap=True)
 
 

@@ -36,6 +36,7 @@ def test_piped_messages_are_answered_without_colour_and_recorded_with_it(
     assert shown.count("stopped at max_new_tokens=16") == 2
     recorded = svg.read_text()
     assert recorded.startswith("<svg") and "font-weight: bold" in recorded and "aaaa" in recorded
+    assert "@font-face" not in recorded  # a page with it loads nothing from elsewhere
 
 
 def test_the_end_of_the_context_is_one_line(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
