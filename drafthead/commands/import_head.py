@@ -3,13 +3,17 @@
 usage: drafthead import from=DIR base=NAME out=DIR [key=value ...]
 
 drafthead import from=user/medusa-vicuna-7b base=lmsys/vicuna-7b-v1.3 out=outputs/medusa_vicuna/head
+drafthead import from=user/eagle3-llama base=user/llama out=outputs/eagle3_llama/head 'config.layers=[2,16,29]'
 drafthead eval head=outputs/medusa_vicuna/head suite=mt_bench
 
 formats: {formats}
+
+It prints what was read, and notes what was assumed or ignored (docs/guides/check_head.md).
 """
 
 import textwrap
-from dataclasses import field
+from collections.abc import Iterator
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import all_formats, format_named, recognise
 from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
+from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
 
 OURS = ("format", "settings", "base", "draft_vocab")
@@ -72,14 +77,37 @@ def main(config: ImportConfig) -> None:
             head = file_format.attach(checkpoint, base)
             read_trees(folder, head)
             head.save_pretrained(tmp_path)
-    for note in checkpoint.notes:
+    for label, text in [("format", file_format.title), *_summary(head)]:
+        display.line(f"   {label:<18}{text}")
+    for engine in file_format.engines_for(head):
+        display.line(f"   {engine.name:<18}{engine.support}")
+    for note in [*checkpoint.notes, *_base_notes(checkpoint.config, base)]:
         display.line(f"   note: {note}")
-    named = content.get(BASE_NAME)
+    display.line(f"written: {config.out}")
+
+
+def _summary(head: DraftHead) -> Iterator[tuple[str, str]]:
+    """Yield labels and texts that describe how a head was read."""
+    layers, ids, common = head.spec.layers, len(head.d2t), {entry.name for entry in fields(DraftHeadConfig)}
+    settings = {key: value for key, value in vars(head.config).items() if key not in common}
+    yield "layers read", f"{', '.join(map(str, layers))} of {head.base.num_layers}" if layers else "the final state"
+    yield "draft vocabulary", "the whole" if ids == head.base.vocab_size else f"{ids} of {head.base.vocab_size} ids"
+    yield "draft positions", f"{head.depth}, of which {head.config.trained_positions} are trained"
+    for label, value in (("on", True), ("off", False)):
+        yield label, ", ".join(key for key, given in settings.items() if given is value) or "nothing"
+    numbers = {key: given for key, given in settings.items() if type(given) in (int, float, str)}
+    yield "settings", ", ".join(f"{key} {given}" for key, given in numbers.items())
+    yield "parameters", f"{sum(p.numel() for p in head.parameters()) / 1e6:.2f} M, drafting for {head.base.name}"
+
+
+def _base_notes(content: dict[str, Any], base: BaseModel) -> Iterator[str]:
+    """Yield notes about a published config that names another base, or a shorter context than the base's."""
+    named, limit = content.get(BASE_NAME), content.get("max_position_embeddings")
     if named and named != base.name and not (base.config.adapter is None and named == published_name(base)):
-        note = f"it was published for {named} and is attached to {base.name}"
-        display.line(f"   note: {note}; if the two bases differ, acceptance will be low")
-    parameters = sum(p.numel() for p in head.parameters()) / 1e6
-    display.line(f"{head.depth} draft positions, {parameters:.2f} M parameters, drafting for {base.name}: {config.out}")
+        yield f"it was published for {named} and is attached to {base.name}; if these differ, acceptance will be low"
+    own = base.model.config.max_position_embeddings
+    if isinstance(limit, int) and limit < own:
+        yield f"its config.json ends at {limit} positions and the base at {own}: some engines stop drafting there"
 
 
 def _open_published(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:

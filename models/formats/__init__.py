@@ -4,6 +4,7 @@ Formats are discovered: every class in a module of this package that derives fro
 """
 
 import pkgutil
+import re
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -11,6 +12,18 @@ from typing import Any
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.format import Format
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
+
+OTHER_KINDS = {
+    "p-?eagle": "a P-EAGLE head",
+    "domino": "a Domino head",
+    "dspark": "a DSpark head in another layout than DeepSpec's",
+    "dflash": "a DFlash head in another layout than z-lab's",
+    "mtp|nextn": "a head for multi-token prediction (MTP)",
+    "eagle-?3": "an EAGLE-3 head with other layers than Llama's",
+    "eagle": "an EAGLE-1 or EAGLE-2 head",
+    "llama.* of one layer": "an EAGLE-1 or EAGLE-2 head (or a Kangaroo adapter, which needs config.exit_layer=N)",
+}
+"""Names in the ``config.json`` of heads that no format holds -> the kind, for messages."""
 
 
 @cache
@@ -49,6 +62,14 @@ def recognise(config: dict[str, Any], source: str) -> Format:
     for candidate in all_formats().values():
         if candidate.matches(config):
             return candidate
+    names = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
+    said = " ".join(name for name in names if isinstance(name, str))
+    if config.get("num_hidden_layers") == 1:
+        said += " of one layer"
+    for pattern, kind in OTHER_KINDS.items():
+        if re.search(pattern, said, re.IGNORECASE):
+            what = f"{source}/config.json ({said}) is {kind}"
+            raise UserError(f"{what}, which drafthead cannot import; choose another head")
     raise UserError(
         f"{source}/config.json matches none of the formats {', '.join(all_formats())} (model_type "
         f"{config.get('model_type')!r}, architectures {config.get('architectures')!r}); name one with format=NAME"

@@ -79,11 +79,27 @@ class PublishedCheckpoint:
         return size
 
     def offset_vocabulary(self) -> Tensor | None:
-        """Return the target ids [W] int64 of the draft vocabulary, stored as offsets ``d2t``; None: all ids."""
-        if self.integer("draft_vocab_size") >= self.integer("vocab_size"):
-            return None
-        self.width("draft_vocab_size", "d2t")
-        return from_offsets(self.tensors["d2t"])
+        """Return the target ids [W] int64 of the draft vocabulary, stored as offsets ``d2t``; None: all ids.
+
+        Reject a ``d2t`` that contradicts the sizes, or ``t2d`` ([V], nonzero at ids that can be drafted).
+        """
+        size, total = self.integer("draft_vocab_size"), self.integer("vocab_size")
+        if size < total or "d2t" in self.tensors:
+            self.width("draft_vocab_size", "d2t")
+        ids = from_offsets(self.tensors["d2t"]) if "d2t" in self.tensors else torch.arange(size)
+        marked = self.tensors.get("t2d", torch.ones(0)).flatten().nonzero()[:, 0]
+        if "t2d" in self.tensors and not torch.equal(ids.sort().values, marked):
+            how = "d2t holds target ids, where offsets are expected (subtract 0, 1, 2, ...)"
+            same = torch.equal(self.tensors["d2t"].long().sort().values, marked) if "d2t" in self.tensors else False
+            raise UserError(
+                f"{self.source}: d2t and t2d mark different target ids: {how if same else 'copy the folder again'}"
+            )
+        if size < total:
+            return ids
+        if not torch.equal(ids, torch.arange(total)):
+            what = f"its draft vocabulary of {size} ids reorders or exceeds the vocabulary of {total}"
+            raise UserError(f"{self.source}: {what}; choose another head")
+        return None
 
     def wrong_base(self, what: str) -> UserError:
         """Return the error for a checkpoint that does not fit the base.

@@ -15,6 +15,7 @@ Blocks must be as long as in training (``block_size``) unless the head is causal
 attends to all others, so an engine that drafts fewer tokens computes different drafts.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -24,7 +25,7 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
 from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, vllm
-from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
+from drafthead.models.formats.llama_layer import LAYER_KEYS, LAYER_ONLY, ROPE_SECTIONS, layer_config, require_same_layer
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
 from drafthead.models.heads.parts.lm_heads import TiedMarkov
 
@@ -35,15 +36,8 @@ SHARED, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 LLAMACPP = Engine("llama.cpp", "its converter reads it (build 11434, its source); to=gguf_dspark writes the file")
 STOCK_CODE = 'generate(assistant_model=AutoModel.from_pretrained(FOLDER), speculation_type="dflash")'
 MASK_FILE = "mask_embedding.pt"
-ONLY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("attention_value_scale", "input_embedding_scale", "output_multiplier"), (1.0,)),
-    **dict.fromkeys(("use_sliding_window", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias"), (False,)),
-    **dict.fromkeys(("is_neox_style", "rope_is_neox_style"), (True,)),
-    "final_logit_softcapping": (0.0,),
-    "partial_rotary_factor": (1.0,),
-    "hidden_act": ("silu",),
-}
-"""Config keys that engines obey -> the only values that drafthead's heads support."""
+CAUSAL = ("is_causal", "causal", "causal_head")
+"""Config keys that mean the same: draft positions attend to earlier ones only. Engines and JetSpec differ."""
 
 
 def sglang(algorithm: str, size: str) -> Engine:
@@ -62,12 +56,18 @@ class BlockFormat(Format):
     engines: ClassVar[tuple[Engine, ...]]
     architecture: ClassVar[str]
     renames = {rf"^{ours}\.": f"{theirs}." for ours, theirs in {**MARKOV, "confidence": CONFIDENCE}.items()}
-    left_out = rf"{Format.left_out}|^t2d$"  # t2d is for training; engines read d2t
-    ignored_tensors = frozenset({SHARED, OUTPUT})
+    ignored_tensors = frozenset({SHARED, OUTPUT, "t2d"})  # t2d is for training; engines read d2t
     other_keys = LAYER_KEYS | {
         *("architectures", "intermediate_size", "draft_vocab_size", "block_size", "mask_token_id", "target_layer_ids"),
-        *("dflash_config", "layer_types", "is_causal", "logit_scale", *ONLY),
+        *("dflash_config", *CAUSAL, "logit_scale", "num_target_layers"),
     }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **LAYER_ONLY,
+        **dict.fromkeys("sample_from_anchor shift_label fc_norm".split(), (False,)),
+        "projector_type": ("dflash",),
+    }
+    harmless = frozenset({"swa_window_size"})  # use_swa says if there is a window
+    sections: ClassVar[Mapping[str, str]] = {"dflash_config": ".*", **ROPE_SECTIONS}
     fixed = {"reads_state": Fixed(False, "its slots start from the base's state (ours)", also="head.copy_layers=true")}
     parts = frozenset({"markov_rank", "confidence"})
     vocabulary_advice: ClassVar[str | None] = None
@@ -138,29 +138,21 @@ class BlockFormat(Format):
         return self.architecture in (config.get("architectures") or [])
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Fill in config keys that are missing or inside ``dflash_config``, and reject unsupported values."""
+        """Fill in missing config keys, and leave out a confidence head whose input is not ours."""
         checkpoint = super().normalize(checkpoint)
-        config, tensors = dict(checkpoint.config), checkpoint.tensors
-        inner = config.get("dflash_config") or {}
-        for key in ("mask_token_id", "target_layer_ids", "block_size"):
-            if config.get(key) is None:
-                config[key] = inner.get(key)
-        for key, values in ONLY.items():
-            for section in (config, inner, config.get("rope_parameters") or {}):
-                if (value := section.get(key)) is not None and value not in values:
-                    raise _unknown(checkpoint.source, f"{key} {value!r}")
-        if config.get("is_causal") is None:
-            config["is_causal"] = bool(inner.get("causal", inner.get("causal_head", False)))
+        config, tensors, notes = dict(checkpoint.config), checkpoint.tensors, []
+        if len({bool(config[key]) for key in CAUSAL if key in config}) > 1:
+            given = ", ".join(f"{key} {config[key]}" for key in CAUSAL if key in config)
+            raise UserError(f"{checkpoint.source} says {given}; set the one it was trained with by config.is_causal")
+        config["is_causal"] = any(config.get(key) for key in CAUSAL)
         config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
-        if any(kind != "full_attention" for kind in config.get("layer_types") or []):
-            raise _unknown(checkpoint.source, "layers with a sliding window")
-        if self.has_markov(config):
-            if (kind := config.get("markov_head_type", "vanilla")) != "vanilla":
-                raise _unknown(checkpoint.source, f"a Markov head of type {kind} (not vanilla)")
-            if not config.get("confidence_head_with_markov"):
-                # Its input is narrower than ours. Drafts do not depend on the confidence head, so it is left out.
-                tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
-        return checkpoint.updated(config=config, tensors=tensors)
+        if self.has_markov(config) and not config.get("confidence_head_with_markov"):
+            # Its input is narrower than ours. Drafts do not depend on the confidence head.
+            kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}
+            if len(kept) < len(tensors):
+                notes = ["its confidence head, which does not read the Markov table, is left out"]
+            tensors = kept
+        return checkpoint.updated(*notes, config=config, tensors=tensors)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         config, ids = checkpoint.config, checkpoint.config.get("target_layer_ids")
@@ -198,6 +190,10 @@ class BlockFormat(Format):
     def require_same(self, checkpoint: PublishedCheckpoint, head: DSparkHead) -> None:
         require_same_layer(checkpoint, head.base)
         checkpoint.require_scale(head.base)
+        layers = checkpoint.config.get("num_target_layers", head.base.num_layers)
+        if layers != head.base.num_layers:
+            what = f"was made for a base of {layers} layers (num_target_layers), but {head.base.name} has"
+            raise checkpoint.wrong_base(f"{what} {head.base.num_layers}")
         for name, expected in ((SHARED, head.base.embedding), (OUTPUT, head.target_lm_head.weight)):
             checkpoint.require_base_tensor(head.base, name, expected)
 
@@ -214,8 +210,13 @@ class DSparkFormat(BlockFormat):
         LLAMACPP,
     )
     other_keys = BlockFormat.other_keys | {
-        *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
-        "sample_from_anchor",
+        *("markov_rank", "enable_confidence_head", "confidence_head_with_markov"),
+    }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **BlockFormat.only,
+        "sample_from_anchor": (False, True),
+        "projector_type": ("dspark",),
+        "markov_head_type": ("vanilla",),
     }
 
     def has_markov(self, config: dict[str, Any]) -> bool:

@@ -13,20 +13,30 @@ There are two ways to number the layers that a head reads, each under its own co
 ids if the outer ones are missing, without adding one.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
+from drafthead.models.base.base_model import BaseModel
+from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
 from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, vllm
-from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
+from drafthead.models.formats.llama_layer import (
+    LAYER_KEYS,
+    LAYER_ONLY,
+    ROPE_SECTIONS,
+    layer_config,
+    layer_rotation,
+    require_same_layer,
+)
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head, published_layers
+from drafthead.models.heads.parts.draft_head import DraftHead
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-EMBEDDING = "embed_tokens.weight"
+OWN_THETA = "own_rope_theta"
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 SGLANG = Engine(
     "SGLang",
     "loads it as EAGLE3; norm_output and fc_norm in versions of 2026 (its source; not run)",
@@ -70,12 +80,22 @@ class Eagle3Format(Format):
         "num_tokens": "num_draft_tokens",
         "ttt_steps": "ttt_steps",
     }
-    sizes = {"target_hidden_size": "hidden_size", "vocab_size": "vocab_size"}
+    sizes = {"target_hidden_size": "hidden_size", **Format.sizes}
     other_keys = LAYER_KEYS | {
-        *("architectures", "hidden_size", "intermediate_size", "draft_vocab_size"),
+        *("architectures", "intermediate_size", "draft_vocab_size", "num_aux_hidden_states"),
         *("eagle_config", "layers", LAYER_IDS),
     }
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **LAYER_ONLY,
+        **dict.fromkeys("num_hidden_layers parallel_draft_step logit_scale".split(), (1,)),
+        **dict.fromkeys("use_aux_hidden_state use_input_layernorm_in_first_layer use_last_layernorm".split(), (True,)),
+        **dict.fromkeys("next_layer_regular is_causal".split(), (True,)),
+        **dict.fromkeys("tie_word_embeddings use_mtp_layernorm".split(), (False,)),
+    }
+    harmless = frozenset({"has_lm_head", "parallel_draft_heads_num_layers"})
+    sections: ClassVar[Mapping[str, str]] = {"eagle_config": f"(?!{LAYER_IDS}).*", **ROPE_SECTIONS}
     ignored_tensors = frozenset({EMBEDDING})
+    optional_tensors = frozenset({OUTPUT, "d2t", "t2d"})
     fixed = {
         "qk_norm": Fixed(False, "it normalises queries and keys, and this format's Llama layer does not"),
         "parallel": Fixed(False, "it drafts all positions in one pass", also="head.num_layers=1"),
@@ -86,14 +106,14 @@ class Eagle3Format(Format):
         """Return the output head, the offsets ``d2t``, and ``t2d`` ([V] bool: True if a target id can be drafted)."""
         output = head.output_head(0)
         return {
-            "lm_head.weight": output.weight * output.scale,
+            OUTPUT: output.weight * output.scale,
             "d2t": to_offsets(head.d2t),
             "t2d": head.t2d >= 0,
         }
 
     def config(self, head: Eagle3Head) -> dict[str, Any]:
         return {
-            **layer_config(head.base),
+            **layer_config(head.base, head.config.rope_theta),
             **super().config(head),
             "architectures": [ARCHITECTURES[0]],
             "intermediate_size": head.midlayer.mlp.gate_proj.out_features,
@@ -119,34 +139,40 @@ class Eagle3Format(Format):
         return tuple(three if engine is other else engine.of(head.config) for engine in self.engines)
 
     def matches(self, config: dict[str, Any]) -> bool:
-        return bool(set(config.get("architectures") or []) & set(ARCHITECTURES))
+        kinds = set(config.get("architectures") or [])
+        # EAGLE's authors write the base's architecture.
+        authors = kinds == {"LlamaForCausalLM"} and "draft_vocab_size" in config
+        return bool(kinds & set(ARCHITECTURES)) or authors
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Fill in missing config keys, some of them from ``eagle_config``, and derive ``t2d`` from ``d2t``."""
+        """Fill in missing config keys, and note what is assumed."""
         checkpoint = super().normalize(checkpoint)
-        config, tensors = dict(checkpoint.config), dict(checkpoint.tensors)
-        inner = config.get("eagle_config")
-        inner = inner if isinstance(inner, dict) else {}
-        config["norm_before_fc"] = inner.get("norm_before_fc", config.get("norm_before_fc"))
+        config, notes = dict(checkpoint.config), []
         if "layers" not in config:  # our own key, for correcting an import
-            config["layers"] = _layers(config.get(LAYER_IDS), inner.get(LAYER_IDS), checkpoint.source)
+            inner = config.get("eagle_config", {}).get(LAYER_IDS)
+            config["layers"] = layers = _layers(config.get(LAYER_IDS), inner, checkpoint.source)
+            if layers and config.get("num_aux_hidden_states", len(layers)) != len(layers):
+                raise UserError(
+                    f"{checkpoint.source} has num_aux_hidden_states {config['num_aux_hidden_states']}, but names the "
+                    f"layers {layers}; set those it was trained on with config.layers=[a,b,c]"
+                )
         config.setdefault("target_hidden_size", config.get("hidden_size"))
-        if not config.get("draft_vocab_size"):
-            config["draft_vocab_size"] = config.get("vocab_size")
-        rows = config["draft_vocab_size"]
-        if rows == config.get("vocab_size") and isinstance(rows, int):
-            tensors.setdefault("d2t", torch.zeros(rows, dtype=torch.int64))
-        if "d2t" in tensors and isinstance(config.get("vocab_size"), int):
-            # Engines ignore t2d, so a file's own may be missing or wrong.
-            marks = torch.zeros(config["vocab_size"], dtype=torch.bool)
-            ids = from_offsets(tensors["d2t"])
-            marks[ids[(ids >= 0) & (ids < len(marks))]] = True
-            tensors["t2d"] = marks
-        checkpoint = checkpoint.updated(config=config, tensors=tensors)
-        if config["layers"] is not None:
-            return checkpoint
-        note = "its config.json names no layers; the common 2, L // 2 and L - 3 of L are assumed (or set config.layers)"
-        return checkpoint.updated(note)
+        config["draft_vocab_size"] = config.get("draft_vocab_size") or config.get("vocab_size")
+        if config["layers"] is None:
+            what = "the common 2, L // 2 and L - 3 of L are assumed (or set config.layers)"
+            notes.append(f"its config.json names no layers; {what}")
+        if "num_tokens" not in config:
+            default = Eagle3Config().num_draft_tokens
+            notes.append(f"its config.json names no number of drafts; {default} are assumed (or set config.num_tokens)")
+        return checkpoint.updated(*notes, config=config)
+
+    def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
+        """Build the head; a layer that rotates without scaling, and not as the base, keeps its own theta."""
+        theta, scaling = layer_rotation(checkpoint.config)
+        expected = layer_config(base)
+        if scaling is None and (theta, None) != (expected["rope_theta"], expected["rope_scaling"]):
+            checkpoint = checkpoint.updated(config={**checkpoint.config, OWN_THETA: theta})
+        return super().attach(checkpoint, base)
 
     def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
         default, settings = Eagle3Config(), super().settings(checkpoint)
@@ -155,15 +181,19 @@ class Eagle3Format(Format):
         return {
             **settings,
             "layers": checkpoint.config["layers"],
+            "own_lm_head": OUTPUT in checkpoint.tensors,
+            "rope_theta": checkpoint.config.get(OWN_THETA),
             "intermediate_size": checkpoint.width("intermediate_size", "midlayer.mlp.gate_proj.weight"),
         }
 
     def vocabulary(self, checkpoint: PublishedCheckpoint) -> Tensor | None:
-        checkpoint.width("draft_vocab_size", "lm_head.weight")
-        return checkpoint.offset_vocabulary()
+        ids = checkpoint.offset_vocabulary()
+        if ids is not None or OUTPUT in checkpoint.tensors:  # engines use the target's output head instead
+            checkpoint.width("draft_vocab_size", OUTPUT)
+        return ids
 
     def require_same(self, checkpoint: PublishedCheckpoint, head: Eagle3Head) -> None:
-        require_same_layer(checkpoint, head.base)
+        require_same_layer(checkpoint, head.base, head.config.rope_theta)
         checkpoint.require_base_tensor(head.base, EMBEDDING, head.base.embedding)
 
 

@@ -24,6 +24,14 @@ from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 
 BASE_NAME = "base_model_name_or_path"
 """Config key in which some engines look up the base's name. All formats have it; other engines ignore it."""
+HARMLESS = frozenset(
+    "_attn_implementation_autoset _name_or_path architectures attention_dropout auto_map base_model_ep_plan "
+    "base_model_tp_plan bos_token_id dtype embed_requires_grad eos_token_id has_no_defaults_at_init id2label "
+    "initializer_range is_encoder_decoder label2id max_position_embeddings max_window_layers model_type num_anchors "
+    "output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict speculators_version "
+    "target_model_type tie_word_embeddings torch_dtype transformers_version use_cache".split()
+)
+"""Config keys that change no draft, in any format."""
 
 
 Unsupported = Iterator[tuple[str, str]]
@@ -114,6 +122,8 @@ class Format:
     """Regular expression of tensor names that an import drops."""
     ignored_tensors: ClassVar[frozenset[str]] = frozenset()
     """Tensor names that a file may contain although an import does not load them."""
+    optional_tensors: ClassVar[frozenset[str]] = frozenset()
+    """Tensor names that an export writes, and a file of another project may lack."""
     required: ClassVar[Mapping[str, str]] = {}
     """Required ``config.json`` keys that hold a positive integer -> the head's settings."""
     optional: ClassVar[Mapping[str, str]] = {}
@@ -124,6 +134,12 @@ class Format:
     """Keys of ``config.json`` that have the same value for every head."""
     other_keys: ClassVar[frozenset[str]] = frozenset()
     """Further keys of ``config.json`` that an import uses. Users may override every key that is used."""
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {"quantization_config": ()}
+    """Keys of ``config.json`` that change the drafts -> the only values that drafthead's heads support; () if none."""
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Keys of ``config.json`` that change no draft, in addition to ``HARMLESS``. Other unknown keys are noted."""
+    sections: ClassVar[Mapping[str, str]] = {}
+    """Objects inside ``config.json`` -> regular expression of their keys that mean the same at the top level."""
     fixed: ClassVar[Mapping[str, Fixed]] = {}
     """Settings of the head -> the only value that the format supports, with texts for messages."""
     parts: ClassVar[frozenset[str]] = frozenset()
@@ -248,7 +264,7 @@ class Format:
     @property
     def config_keys(self) -> frozenset[str]:
         """All keys of ``config.json`` that an import uses."""
-        return self.other_keys | {*self.required, *self.optional, *self.sizes}
+        return self.other_keys | {*self.required, *self.optional, *self.sizes, *self.only}
 
     def export(
         self, head: DraftHead, folder: Path, dtype: torch.dtype | None = None, base_name: str | None = None
@@ -294,8 +310,46 @@ class Format:
                 f"the format {self.name} does not use {', '.join(f'config.{key}' for key in unknown)}; choose from "
                 f"{', '.join(sorted(self.config_keys))}"
             )
-        checkpoint = self.read_files(folder)
-        return self.normalize(checkpoint.updated(config={**checkpoint.config, **(config or {})}))
+        return self.normalize(self._checked(self._flat(self.read_files(folder), config or {})))
+
+    def _flat(self, checkpoint: PublishedCheckpoint, changes: dict[str, Any]) -> PublishedCheckpoint:
+        """Merge the ``sections`` of the config into its top level, and ``changes`` over both; drop keys that are null.
+
+        Reject a key that the format uses if its two values contradict each other.
+        """
+        config = {key: value for key, value in {**checkpoint.config, **changes}.items() if value is not None}
+        for section, merged in self.sections.items():
+            if not isinstance(inner := config.get(section, {}), dict):
+                raise UserError(f"{checkpoint.source}: config.json has {section} {inner!r}, expected an object")
+            for key, value in inner.items():
+                if value is None or key in changes or not re.fullmatch(merged, key):
+                    continue
+                if config.setdefault(key, value) != value and key in self.config_keys - HARMLESS:
+                    raise UserError(
+                        f"{checkpoint.source}: config.json has {key} {config[key]!r} at the top level and {value!r} "
+                        f"in {section}; set the one it was trained with by config.{key}=VALUE"
+                    )
+        return checkpoint.updated(config=config)
+
+    def _checked(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
+        """Reject values that ``only`` excludes, and note keys that drafthead does not know."""
+        config = checkpoint.config
+        for key, allowed in self.only.items():
+            given = config.get(key)
+            if key == "sliding_window" and ("layer_types" in config or config.get("use_sliding_window") is False):
+                continue  # these two keys decide whether a layer has the window
+            for value in given if isinstance(given, list) else [given]:
+                if value is not None and value not in (allowed or (0, "", {})):
+                    what = f" (only {', '.join(map(repr, allowed))})" if allowed else ""
+                    raise UserError(
+                        f"{checkpoint.source} has {key} {value!r}, which drafthead does not support{what}; choose "
+                        f"another head, or correct a wrong config.json with config.{key}=VALUE"
+                    )
+        known = self.config_keys | HARMLESS | self.harmless | {*self.sections, BASE_NAME}
+        if unknown := sorted(config.keys() - known):
+            note = f"its config.json has unknown keys, which are ignored: {', '.join(unknown)}"
+            return checkpoint.updated(f"{note}. If one of them changes the drafts, acceptance is low")
+        return checkpoint
 
     def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
         """Build the head of a checkpoint on ``base``; the checkpoint must come from :meth:`normalize`."""
@@ -328,7 +382,8 @@ class Format:
     def _require_tensors(self, checkpoint: PublishedCheckpoint, head: DraftHead) -> None:
         expected = {name: tuple(tensor.shape) for name, tensor in self._all_tensors(head).items()}
         shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
-        missing, unknown = sorted(expected.keys() - shapes), sorted(shapes.keys() - expected - self.ignored_tensors)
+        missing = sorted(expected.keys() - shapes - self.optional_tensors)
+        unknown = sorted(shapes.keys() - expected - self.ignored_tensors)
         wrong = [f"{k} is {shapes[k]}, not {s}" for k, s in expected.items() if k in shapes and shapes[k] != s]
         if missing or unknown or wrong:
             raise UserError(

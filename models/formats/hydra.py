@@ -13,12 +13,12 @@ is left out.
 """
 
 import re
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported
 from drafthead.models.formats.medusa import tied
@@ -45,7 +45,12 @@ class HydraFormat(Format):
     optional = {"dropout_rate": "dropout"}
     sizes = {}
     constants = {"grounded_heads": True}
-    other_keys = frozenset({"hydra_head_arch", "grounded_heads"})
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Format.only,
+        "hydra_head_arch": ("mlp", "prefix-mlp"),
+        "grounded_heads": (True,),
+        "hidden_state_offset": (0,),
+    }
     fixed = {
         "unit_embeddings": Fixed(False, "it normalises embeddings to unit length, and heads of this format do not"),
     }
@@ -98,13 +103,7 @@ class HydraFormat(Format):
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
         """Number modules without dropouts, drop the prefix layer's embedding, and add missing output biases (zeros)."""
         checkpoint = super().normalize(checkpoint)
-        config, tensors = checkpoint.config, dict(checkpoint.tensors)
-        architecture, grounded = config.get("hydra_head_arch", "mlp"), config.get("grounded_heads", True)
-        if architecture not in ("mlp", "prefix-mlp") or not grounded:
-            raise UserError(
-                f"{checkpoint.source} has hydra_head_arch {architecture!r} and grounded_heads {grounded!r}; only "
-                "mlp and prefix-mlp with grounded_heads true can be imported"
-            )
+        tensors = dict(checkpoint.tensors)
         if "hydra_mlp.0.1.res_connection.weight" in tensors:  # the file counts dropouts
             tensors = {_without_dropouts(name): tensor for name, tensor in tensors.items()}
         for k in range(checkpoint.integer("hydra_num_heads")):

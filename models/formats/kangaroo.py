@@ -4,11 +4,12 @@ The authors' code (``kangaroo/adapter.py``) reads ``pytorch_model.bin`` and take
 This format has it in the config. The authors' training checkpoints may contain more than the adapter.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.format import Engine, Format
-from drafthead.models.formats.llama_layer import LAYER_KEYS, layer_config, require_same_layer
+from drafthead.models.formats.llama_layer import LAYER_KEYS, LAYER_ONLY, ROPE_SECTIONS, layer_config, require_same_layer
 from drafthead.models.heads.kangaroo import KangarooConfig, KangarooHead
 
 
@@ -27,6 +28,9 @@ class KangarooFormat(Format):
     required = {"exit_layer": "exit_layer"}
     optional = {"num_tokens": "num_draft_tokens", "threshold": "confidence_threshold"}
     other_keys = LAYER_KEYS
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {**LAYER_ONLY, "num_hidden_layers": (1,)}
+    harmless = frozenset({"intermediate_size"})  # the layer has no MLP
+    sections: ClassVar[Mapping[str, str]] = ROPE_SECTIONS
     renames = {r"^(?!norm\.)": "layers.0."}
 
     def config(self, head: KangarooHead) -> dict[str, Any]:

@@ -10,20 +10,40 @@ from typing import Any
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
+from drafthead.models.formats.format import Format
 from drafthead.models.heads.parts.attention_layer import head_rope, norm_eps
 
 LAYER_KEYS = frozenset(
-    "model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim attention_bias rms_norm_eps "
+    "model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps "
     "rope_theta rope_scaling rope_parameters".split()
 )
 """Keys of a Llama config that an import uses, apart from ``hidden_size``, ``vocab_size`` and ``intermediate_size``."""
+ROPE_SECTIONS = dict.fromkeys(("rope_parameters", "rope_scaling"), "rope_theta|partial_rotary_factor")
+"""Objects inside a Llama config -> their keys that may also be at the top level: an entry of ``Format.sections``."""
+LAYER_ONLY: dict[str, tuple[Any, ...]] = {
+    **Format.only,
+    **dict.fromkeys("hidden_act hidden_activation".split(), ("silu", "swish")),
+    **dict.fromkeys("attention_bias mlp_bias qkv_bias bias use_sliding_window use_swa".split(), (False,)),
+    **dict.fromkeys("attention_sink_bias add_swa_attention_sink_bias mla_use_nope".split(), (False,)),
+    **dict.fromkeys("is_neox_style rope_is_neox_style".split(), (True,)),
+    **dict.fromkeys("attention_value_scale embedding_multiplier input_embedding_scale".split(), (1.0,)),
+    **dict.fromkeys("logits_scaling output_multiplier partial_rotary_factor residual_multiplier".split(), (1.0,)),
+    **dict.fromkeys("attn_logit_softcapping final_logit_softcapping".split(), (0.0,)),
+    **dict.fromkeys("attention_multiplier query_pre_attn_scalar q_lora_rank kv_lora_rank".split(), ()),
+    **dict.fromkeys("num_experts num_local_experts n_routed_experts sliding_window".split(), ()),
+    "layer_types": ("full_attention",),
+}
+"""Keys of decoder layers that change the drafts -> the only values that a head's layers support (``Format.only``)."""
 
 
-def layer_config(base: BaseModel) -> dict[str, Any]:
-    """Return the config of a Llama with one decoder layer like the base's; the key ``intermediate_size`` is missing."""
+def layer_config(base: BaseModel, rope_theta: float | None = None) -> dict[str, Any]:
+    """Return the config of a Llama with one decoder layer like the base's; the key ``intermediate_size`` is missing.
+
+    ``rope_theta`` is the layer's own rotation, without scaling.
+    """
     settings = base.model.config
     kv_heads, head_dim = attention_sizes(settings)
-    theta, scaling = _rotation(head_rope(base))
+    theta, scaling = _rotation(head_rope(base)) if rope_theta is None else (rope_theta, None)
     return {
         "model_type": "llama",
         "hidden_size": base.hidden_size,
@@ -37,23 +57,29 @@ def layer_config(base: BaseModel) -> dict[str, Any]:
         "rms_norm_eps": float(f"{norm_eps(base):.6g}"),  # float32 turns 1e-05 into 9.9999997e-06
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "max_position_embeddings": base.max_context,
+        "max_position_embeddings": settings.max_position_embeddings,  # not max_context, a setting of the run
         "tie_word_embeddings": False,
     }
 
 
-def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None:
-    """Reject a checkpoint whose layer differs from the base's in attention heads, rotary embedding or norm epsilon."""
-    config, expected = checkpoint.config, layer_config(base)
+def layer_rotation(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Return theta and the scaling (None: none) of the rotary embedding in a published Llama config."""
+    sections = {**config.get("rope_scaling", {}), **config.get("rope_parameters", {})}
+    return _rotation({**sections, "rope_theta": config.get("rope_theta")})
+
+
+def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel, rope_theta: float | None = None) -> None:
+    """Reject a checkpoint whose layer differs from the base's in attention heads, rotary embedding or norm epsilon.
+
+    ``rope_theta`` is the head's own rotation, as in ``layer_config``.
+    """
+    config, expected = checkpoint.config, layer_config(base, rope_theta)
     heads = checkpoint.integer("num_attention_heads")
-    rope = config.get("rope_parameters")
-    rope = rope or {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta")}
-    theta, scaling = _rotation(rope)
+    theta, scaling = layer_rotation(config)
     published = {
         "num_attention_heads": heads,
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or base.hidden_size // heads,
-        "attention_bias": config.get("attention_bias", False),
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -68,5 +94,6 @@ def require_same_layer(checkpoint: PublishedCheckpoint, base: BaseModel) -> None
 def _rotation(rope: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Return theta and the scaling (None: none) of a rotary embedding, without keys that have no effect."""
     scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type") and v is not None}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    by_layer = any(isinstance(value, dict) for value in scaling.values())
+    kind = rope.get("rope_type") or rope.get("type") or ("one for each type of layer" if by_layer else "default")
     return float(rope.get("rope_theta") or 10000.0), None if kind == "default" else {**scaling, "rope_type": kind}

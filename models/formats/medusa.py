@@ -44,6 +44,7 @@ class MedusaFormat(Format):
         NO_SGLANG,
     )
     required = {"medusa_num_heads": "num_draft_tokens", "medusa_num_layers": "num_layers"}
+    harmless = frozenset({"version", "hidden_size", "vocab_size", "max_paths", "topk", "max_seq_len"})
     sizes: ClassVar[Mapping[str, str]] = {}
     block_name, output_name = "{k}.{j}.linear", "{k}.{layers}.weight"
     fixed = {
@@ -149,7 +150,7 @@ class VllmMedusaFormat(MedusaFormat):
     title = "Medusa (vLLM)"
     weights_file = Format.weights_file
     engines = (
-        replace(SERVED, support=f"{SERVED.support}; later versions: not run, and 0.33.0 was reported without it"),
+        replace(SERVED, support=f"up to {SERVED.support}; 0.33.0 has no Medusa, as reported"),
         NO_SGLANG,
         Engine("TGI", "no, it reads to=tgi_medusa"),
     )

@@ -9,7 +9,8 @@ head.0, as vLLM and TGI expect.
 """
 
 import re
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class MLPSpeculatorFormat(Format):
     engines = (
         Engine(
             "vLLM",
-            "removed: 0.33.0 has none. Only the V0 engine ran it (until 0.9 or 0.10); a port to V1 was closed (#20655)",
+            "up to 0.9 or 0.10, whose V0 engine ran it; a port to V1 was closed (#20655), and 0.33.0 has removed it",
         ),
         Engine(
             "TGI",
@@ -52,7 +53,13 @@ class MLPSpeculatorFormat(Format):
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "n_candidates": 5,
     }
-    other_keys = frozenset({"model_type", "architectures", "top_k_tokens_per_head"})
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **Format.only,
+        "architectures": ("MLPSpeculatorPreTrainedModel",),
+        "model_type": ("mlp_speculator",),
+    }
+    other_keys = frozenset({"top_k_tokens_per_head"})
+    harmless = frozenset({"n_candidates"})
     fixed = {
         "cell": Fixed("rnn", "it has LSTM cells, and the format has IBM's RNN cells"),
         "own_embedding": Fixed(True, "it reads the base's embedding, and the format stores the head's"),
@@ -79,8 +86,6 @@ class MLPSpeculatorFormat(Format):
         """Fill in a missing ``inner_dim`` from ``emb_dim``, and drop copies of tied tensors."""
         checkpoint = super().normalize(checkpoint)
         config, tensors = dict(checkpoint.config), checkpoint.tensors
-        if (kinds := config.get("architectures")) and "MLPSpeculatorPreTrainedModel" not in kinds:
-            raise UserError(f"{checkpoint.source} is a {kinds}: only MLPSpeculatorPreTrainedModel can be imported")
         if not config.get("inner_dim"):
             config["inner_dim"] = config.get("emb_dim")
         if config.get("tie_weights"):

@@ -6,7 +6,8 @@ no other argument. There is no ``model_type``, because vLLM 0.32.0 would look fo
 written, because the library's default is true.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,7 +37,9 @@ class SpeculatorsFormat(Eagle3Format):
         Engine("SGLang", "no, it reads to=eagle3"),
         Engine("llama.cpp", "no, it reads to=gguf"),
     )
-    other_keys = Eagle3Format.other_keys | {TYPE, LAYER, METHODS, "num_aux_hidden_states"}
+    other_keys = Eagle3Format.other_keys | {TYPE, LAYER, METHODS}
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Eagle3Format.only, "model_type": ("llama", "qwen3")}
+    sections: ClassVar[Mapping[str, str]] = {LAYER: ".*", **Eagle3Format.sections}
 
     def config(self, head: Eagle3Head) -> dict[str, Any]:
         config = super().config(head)
@@ -71,9 +74,18 @@ class SpeculatorsFormat(Eagle3Format):
         return config.get(TYPE) == "eagle3"
 
     def normalize(self, checkpoint: PublishedCheckpoint) -> PublishedCheckpoint:
-        """Move the layer's config keys to the top level, as in ``eagle3``, and fill in the library's defaults."""
-        config = {**(checkpoint.config.get(LAYER) or {}), **checkpoint.config}
-        config.setdefault("norm_before_residual", True)  # the library's default
-        methods = (config.get(METHODS) or {}).get("proposal_methods") or [{}]
-        config.setdefault("num_tokens", methods[0].get("speculative_tokens"))
-        return super().normalize(checkpoint.updated(config=config))
+        """Take the base's name and the number of drafts from ``speculators_config``, and fill in vLLM's default."""
+        config, methods = dict(checkpoint.config), checkpoint.config.get(METHODS) or {}
+        given = {
+            "num_tokens": (methods.get("proposal_methods") or [{}])[0].get("speculative_tokens"),
+            BASE_NAME: (methods.get("verifier") or {}).get("name_or_path"),
+        }
+        config = {key: value for key, value in given.items() if value is not None} | config
+        notes = []
+        if "norm_before_residual" not in config:
+            config["norm_before_residual"] = True
+            notes = ["its config.json has no norm_before_residual; true is assumed, as vLLM does"]
+        return super().normalize(checkpoint.updated(*notes, config=config))
+
+    def settings(self, checkpoint: PublishedCheckpoint) -> dict[str, Any]:
+        return {**super().settings(checkpoint), "qk_norm": checkpoint.config.get("model_type") == "qwen3"}

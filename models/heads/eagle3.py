@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.settings import Positive, settings
+from drafthead.data.utils.settings import Positive, PositiveFloat, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
@@ -49,7 +49,8 @@ class EagleLayer(HeadDecoderLayer):
     """
 
     def __init__(self, base: BaseModel, config: "Eagle3Config") -> None:
-        super().__init__(base, config.intermediate_size, config.qk_norm, input_width=2 * base.hidden_size)
+        width, theta = 2 * base.hidden_size, config.rope_theta
+        super().__init__(base, config.intermediate_size, config.qk_norm, input_width=width, rope_theta=theta)
         self.hidden_norm = HeadRMSNorm(base)
         self.norm_before_residual = config.norm_before_residual
 
@@ -88,6 +89,10 @@ class Eagle3Config(DraftHeadConfig):
     norm_output: bool = False
     """Let the next step read the layer's output after the final norm, as in later checkpoints. With false, it reads the
     output before the norm, as published."""
+
+    rope_theta: PositiveFloat | None = None
+    """Theta of the layer's own rotary embedding, without scaling, as many published heads have it. With null, the
+    layer rotates as the base does."""
 
     parallel: bool = False
     """Draft all positions in one pass (P-EAGLE). ``ttt_steps`` of them are trained."""
@@ -137,7 +142,9 @@ class Eagle3Head(DraftHead):
         self.midlayer = EagleLayer(base, config)
         self.layers = nn.ModuleDict(
             {
-                str(n): HeadDecoderLayer(base, config.intermediate_size, config.qk_norm, layer_idx=n)
+                str(n): HeadDecoderLayer(
+                    base, config.intermediate_size, config.qk_norm, layer_idx=n, rope_theta=config.rope_theta
+                )
                 for n in range(1, config.num_layers)
             }
         )

@@ -74,7 +74,7 @@ def test_there_and_back(
     assert again.config == head.config and again.tree == TREE
     for name, tensor in head.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
-    assert "3 draft positions" in capsys.readouterr().out
+    assert "draft positions   3, of which 3 are trained" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

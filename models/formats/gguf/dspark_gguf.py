@@ -47,7 +47,9 @@ class DSparkGgufFormat(GgufLayout, BlockFormat):
         f"{CONFIDENCE}.bias": "conf_proj.bias",
     }
     needed = frozenset({"block_size", "target_layers"})
+    accepted = frozenset({"attention.causal", "sample_from_anchor", "has_confidence_head", "logit_scale"})
     other_keys = DSparkFormat.other_keys
+    only = DSparkFormat.only
 
     def has_markov(self, config: dict[str, Any]) -> bool:
         return bool(config.get("markov_rank"))

@@ -26,6 +26,7 @@ from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
 from drafthead.models.formats.format import BASE_NAME, Format, Unsupported, published_name
 from drafthead.models.formats.llama_layer import layer_config
+from drafthead.models.heads.parts.attention_layer import head_rope
 from drafthead.models.heads.parts.draft_head import DraftHead
 
 FILE, BASE_FILE = "head.gguf", "base.gguf"
@@ -55,6 +56,9 @@ SIZES = {
     "vocab_size": "vocab_size",
 }
 """Keys of a file without the architecture's name -> keys of a Llama config."""
+WINDOW = {"attention.sliding_window": "sliding_window"}
+SCALED = "rope_freqs.weight"
+"""Tensor of a scaled rotary embedding."""
 LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -120,7 +124,7 @@ class GgufFile:
         for key, name in SIZES.items():
             self.add_key(key, config[name])
         if (factors := rope_factors(config)) is not None:
-            self.add("rope_freqs.weight", factors)
+            self.add(SCALED, factors)
 
     def add(self, name: str, tensor: Tensor, kind: str | None = None) -> None:
         """Add a tensor: integers as int64, vectors as float32, matrices as ``kind`` (None: the file's type)."""
@@ -196,6 +200,9 @@ class GgufLayout(Format):
     """True if llama.cpp rotates neighbouring rows of queries and keys (see ``to_pairs``)."""
     needed: ClassVar[frozenset[str]]
     """Keys that a file must have in addition to those of ``SIZES``."""
+    accepted: ClassVar[frozenset[str]] = frozenset()
+    """Further keys that an import reads. Other keys with the architecture's name are noted."""
+    harmless: ClassVar[frozenset[str]] = frozenset({SCALED})
 
     @abstractmethod
     def keys(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -255,15 +262,19 @@ class GgufLayout(Format):
         if (kind := keys.get("general.architecture")) != expected:
             hint = "".join(f" (format={name})" for name, architecture in DRAFTERS.items() if architecture == kind)
             raise UserError(f"{path} has the architecture {kind}, expected {expected}{hint}")
+        unread = {name for name in keys if name.startswith(f"{expected}.")}
         keys = {name.removeprefix(f"{expected}."): value for name, value in keys.items()}
         if missing := sorted((self.needed | SIZES.keys()) - keys.keys()):
             raise UserError(
                 f"{path} lacks the keys {', '.join(missing)}, which an export writes; export the head again"
             )
         names = self._names(keys["block_count"])
-        if unknown := sorted(stored.keys() - {*names.values(), "d2t", "rope_freqs.weight"}):
+        if unknown := sorted(stored.keys() - {*names.values(), "d2t", SCALED}):
             raise UserError(f"{path} has unknown tensors: {', '.join(unknown[:4])}; use a file that drafthead wrote")
-        config = {name: keys[key] for key, name in SIZES.items()}
+        config = {name: keys[key] for key, name in {**SIZES, **WINDOW}.items() if key in keys}
+        known = {*SIZES, *WINDOW, *self.needed, *self.accepted}
+        config |= {name: True for name in unread - {f"{expected}.{key}" for key in known}}
+        config[SCALED] = SCALED in stored
         tensors = {
             name: rotated(name, stored[theirs], config, to_halves) if self.pairs else stored[theirs]
             for name, theirs in names.items()
@@ -275,11 +286,10 @@ class GgufLayout(Format):
             config["draft_vocab_size"] = len(stored["d2t"])
         return PublishedCheckpoint(config | self.config_of(keys, tensors), tensors, source=str(path))
 
-    def require_same(self, checkpoint: PublishedCheckpoint, head: DraftHead) -> None:
+    def attach(self, checkpoint: PublishedCheckpoint, base: BaseModel) -> DraftHead:
         # A file stores only the tensor computed from the rotary scaling, so the scaling is taken from the base.
-        scaling = getattr(head.base.model.config, "rope_parameters", None) or {}
-        config = {**checkpoint.config, "rope_scaling": scaling, "rope_parameters": None}
-        super().require_same(checkpoint.updated(config=config), head)
+        scaling = head_rope(base) if checkpoint.config[SCALED] else {}
+        return super().attach(checkpoint.updated(config={**checkpoint.config, "rope_scaling": scaling}), base)
 
 
 # Base -----------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,12 @@ class HeadAttention(nn.Module):
     """
 
     def __init__(
-        self, base: BaseModel, input_width: int | None = None, qk_norm: bool = False, layer_idx: int = 0
+        self,
+        base: BaseModel,
+        input_width: int | None = None,
+        qk_norm: bool = False,
+        layer_idx: int = 0,
+        rope_theta: float | None = None,
     ) -> None:
         """Create the weights in float32 on the base's device.
 
@@ -49,6 +54,7 @@ class HeadAttention(nn.Module):
             input_width: width I of the inputs; None: the base's hidden size.
             qk_norm: normalise the queries and keys of each attention head before rotation, as Qwen3 does.
             layer_idx: index of this layer, from 0, in the cache that its head drafts with.
+            rope_theta: theta of a Llama rotary embedding without scaling; None: the base's rotary embedding.
 
         Raises:
             UserError: the base has no rotary embedding.
@@ -60,7 +66,7 @@ class HeadAttention(nn.Module):
                 "base; choose a head without attention (medusa, hydra, mlp_speculator)"
             )
         heads, (kv_heads, head_dim) = base.model.config.num_attention_heads, attention_sizes(base.model.config)
-        rotary = _rotary(base, heads, head_dim)
+        rotary = _rotary(base, heads, head_dim, rope_theta)
         width = input_width or base.hidden_size
         self.kv_heads, self.grouped = kv_heads, heads != kv_heads
         # Attributes that FusedAttention reads from a stock module.
@@ -182,9 +188,9 @@ class HeadMLP(nn.Module):
         return FusedMLP(self, dtype)
 
 
-def _rotary(base: BaseModel, heads: int, head_dim: int) -> nn.Module:
-    """Return the base's rotary embedding if it rotates like Llama's, else a new Llama rotary embedding."""
-    if rotates_like_llama(base, head_dim):
+def _rotary(base: BaseModel, heads: int, head_dim: int, theta: float | None) -> nn.Module:
+    """Return the base's rotary embedding if it rotates like Llama's, else a new one, as always with a ``theta``."""
+    if theta is None and rotates_like_llama(base, head_dim):
         stock: nn.Module = base.model.model.rotary_emb
         return stock
     settings = LlamaConfig(
@@ -192,7 +198,7 @@ def _rotary(base: BaseModel, heads: int, head_dim: int) -> nn.Module:
         num_attention_heads=heads,
         head_dim=head_dim,
         max_position_embeddings=base.max_context,
-        rope_parameters=head_rope(base),
+        rope_parameters=head_rope(base) if theta is None else {"rope_type": "default", "rope_theta": theta},
     )
     with torch.device(base.device):
         rotary: nn.Module = LlamaRotaryEmbedding(settings)
@@ -241,11 +247,12 @@ class HeadDecoderLayer(nn.Module):
         qk_norm: bool = False,
         layer_idx: int = 0,
         input_width: int | None = None,
+        rope_theta: float | None = None,
     ) -> None:
         """Create a layer; ``inner`` is the argument of ``HeadMLP``, and the others are those of ``HeadAttention``."""
         super().__init__()
         self.input_layernorm = HeadRMSNorm(base)
-        self.self_attn = HeadAttention(base, input_width, qk_norm, layer_idx)
+        self.self_attn = HeadAttention(base, input_width, qk_norm, layer_idx, rope_theta)
         self.post_attention_layernorm = HeadRMSNorm(base)
         self.mlp = HeadMLP(base, inner)
         nn.init.zeros_(self.self_attn.o_proj.weight)

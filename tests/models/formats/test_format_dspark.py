@@ -173,11 +173,11 @@ def test_heads_that_a_layout_cannot_express_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"markov_head_type": "gated"}, "a Markov head of type gated"),
+        ({"markov_head_type": "gated"}, "has markov_head_type 'gated'"),
         ({"hidden_act": "gelu"}, "has hidden_act 'gelu'"),
         ({"is_neox_style": False}, "has is_neox_style False"),
         ({"num_attention_heads": 2}, "num_attention_heads 2, but"),
-        ({"layer_types": ["sliding_attention"] * 2}, "has layers with a sliding window"),
+        ({"layer_types": ["sliding_attention"] * 2}, "has layer_types 'sliding_attention'"),
         ({"target_layer_ids": [-2, 2]}, r"has target_layer_ids \[-2, 2\], expected a list of layers"),
         ({"mask_token_id": "none"}, "has mask_token_id 'none', expected a token's id"),
         ({"mask_token_id": 10**6}, "has mask_token_id 1000000, expected a token's id below"),

@@ -104,12 +104,14 @@ ENGINES = {"eagle3": eagle_engine, "speculators": speculators_engine, "gguf": ll
         (EAGLE, {"own_lm_head": False}),
         (EAGLE, {"fc_norm": True, "norm_output": True}),
         (EAGLE, {"norm_before_residual": True}),
+        (EAGLE, {"rope_theta": 500.0}),
         (SPECULATORS, {}),
         (SPECULATORS, {"norm_before_fc": True}),
         (SPECULATORS, {"norm_output": True, "fc_norm": True}),
         (GGUF, {}),
         (GGUF, {"norm_before_fc": True}),
         (GGUF, {"own_lm_head": False}),
+        (GGUF, {"rope_theta": 500.0}),
         (GGUF, {"norm_before_residual": True}),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
@@ -229,6 +231,7 @@ def test_what_a_file_leaves_open_or_says_twice(tiny_base: TinyBase, tmp_path: Pa
     tensors = load_file(tmp_path / "model.safetensors")
     rewrite(tmp_path, tensors, eagle_config=None, **{LAYER_IDS: None})
     assert ["config.layers" in note for note in EAGLE.read(tmp_path).notes] == [True]
+    del tensors["t2d"]
     tensors["d2t"][7] -= 1
     rewrite(tmp_path, tensors, layers=[1, 2])
     with pytest.raises(UserError, match=f"{tmp_path}: the draft vocabulary .* 1 of 50"):
@@ -247,6 +250,19 @@ def test_settings_that_llamacpp_ignores_or_aborts_on_are_refused(tmp_path: Path)
     (tmp_path / "head.gguf").write_bytes(b"GGUF no more")
     with pytest.raises(UserError, match="head.gguf cannot be read"):
         GGUF.load(tmp_path, deep_base())
+
+
+@pytest.mark.parametrize("key", ["attention.sliding_window", "attention.other"])
+def test_keys_of_a_gguf_file_that_change_the_drafts(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse a window, note an unknown key."""
+    written = type(GGUF).keys
+    monkeypatch.setattr(type(GGUF), "keys", lambda self, config: written(self, config) | {key: 4})
+    GGUF.export(eagle(deep_base(), **THREE), tmp_path)
+    if key == "attention.other":
+        assert "unknown keys, which are ignored: eagle3.attention.other" in GGUF.read(tmp_path).notes[0]
+        return
+    with pytest.raises(UserError, match="has sliding_window 4"):
+        GGUF.read(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

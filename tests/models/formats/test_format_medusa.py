@@ -306,6 +306,7 @@ def test_an_import_may_override_the_keys_that_a_format_reads(tiny_base: TinyBase
     head = randomised(form.head_config(**layers, **settings.get(name, {})).build(base).eval())
     form.export(head, tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
+    assert not form.read(tmp_path).notes
     (tmp_path / "config.json").write_text(json.dumps({"base_model_name_or_path": "x"}))
     again = form.attach(form.read(tmp_path, {k: v for k, v in content.items() if k in form.config_keys}), base)
     assert all(torch.equal(value, head.state_dict()[key]) for key, value in again.state_dict().items())
