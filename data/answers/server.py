@@ -18,6 +18,7 @@ import openai
 from openai.types import Completion, CompletionChoice
 
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
+from drafthead.data.answers.http_client import LimitedClient, masked
 from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.text.chat import Tokenizer
 from drafthead.data.utils.errors import UserError
@@ -173,7 +174,7 @@ class Server:
             api_key=self._key or "none",
             timeout=openai.Timeout(self.config.timeout, connect=min(30.0, self.config.timeout)),
             max_retries=self.config.tries - 1,
-            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [self._note_status]}),
+            http_client=LimitedClient(event_hooks={"response": [self._note_status]}),
         )
         return self
 
@@ -189,9 +190,11 @@ class Server:
                 f"no completions server answers at {self.config.root} ({self._error_text(error)}); start it (such as "
                 "`vllm serve MODEL`) or correct data.answers.server.url"
             ) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             rows = []
-        return {row.id: getattr(row, "max_model_len", None) for row in rows or [] if getattr(row, "id", None)}
+        if not isinstance(rows, list):
+            return {}
+        return {row.id: getattr(row, "max_model_len", None) for row in rows if isinstance(getattr(row, "id", None), str)}
 
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
         """Send ``request`` and return ``parse(response)``; send it again if ``parse`` raises a ``BadAnswerError``.
@@ -204,7 +207,7 @@ class Server:
             try:
                 try:
                     completion = await self._client.completions.create(**request)
-                except ValueError:
+                except (ValueError, RecursionError):
                     raise BadAnswerError("a response that is not JSON") from None
                 return parse(completion)
             except BadAnswerError as error:
@@ -238,6 +241,12 @@ class Server:
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             state = f"{API_KEY} is set, but not accepted" if self._key else f"{API_KEY} is not set"
             return UserError(f"{root} refuses access ({text}); {state}. {RESUMES.capitalize()}")
+        if isinstance(error, openai.APIStatusError) and error.status_code < 400:
+            address = masked(error.response.headers.get("location", "an address that it does not name"), self._key)
+            return UserError(
+                f"{root} redirects {request_name} to {address}, which gets no prompts; set data.answers.server.url to "
+                f"the server's own address. {RESUMES.capitalize()}"
+            )
         if isinstance(error, openai.NotFoundError):
             return UserError(
                 f"{root} does not serve completions of this model ({text}); correct data.answers.server.url or "
@@ -254,13 +263,12 @@ class Server:
         """Return the reason of an error in one line, without the API key, which some servers repeat in messages."""
         if not isinstance(error, openai.APIStatusError):
             cause = error.__cause__
-            return f"{type(cause).__name__}: {cause}" if cause else str(error)
+            return masked(f"{type(cause).__name__}: {cause}" if cause else str(error), self._key)
         body: Any = error.body
         for key in ("error", "message", "detail"):
             if isinstance(body, dict) and key in body:
                 body = body[key]
-        text = " ".join((body if isinstance(body, str) else json.dumps(body)).split())
-        return f"{error.status_code}: {text.replace(self._key, '...') if self._key else text}"[:300]
+        return f"{error.status_code}: {masked(body if isinstance(body, str) else json.dumps(body), self._key)}"
 
 
 def check_server(config: ServerConfig, base: str, longest: int) -> str:

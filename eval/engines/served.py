@@ -246,6 +246,7 @@ class EngineStart:
             if not (url := config.plain_url if plain else config.url):
                 return None
             server = kind(url, self.base.eos_ids, timeout, drafts=drafts)
+            self.stack.callback(server.close)
             if not server.is_ready():
                 raise EngineError(
                     f"no {kind.name} server answers at {url}; start it, or correct engine.{self.name}.url"
@@ -256,6 +257,7 @@ class EngineStart:
         process = EngineProcess(kind.name, python, arguments, variables)
         self.stack.callback(process.close)
         server = kind(f"http://127.0.0.1:{port}", self.base.eos_ids, timeout, process, drafts)
+        self.stack.callback(server.close)
         process.wait_until(server.is_ready, self.settings.start_timeout_s)
         return server
 

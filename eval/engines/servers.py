@@ -1,5 +1,6 @@
 """HTTP clients of engines: they send and receive token ids, and read counts of drafted and accepted tokens."""
 
+import asyncio
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 
 import openai
 
+from drafthead.data.answers.http_client import LimitedClient, masked
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 
@@ -74,15 +76,22 @@ class EngineServer(ABC):
         """
         self.url, self.eos_ids, self._timeout_s, self._process = url.rstrip("/"), eos_ids, timeout_s, process
         self._drafts = drafts
+        self._key = os.environ.get("OPENAI_API_KEY", "").strip()
+        self._runner = asyncio.Runner()
         # A proxy of the environment is for other machines.
         is_local = re.match(r"https?://(127\.|localhost)", url) is not None
-        self._client = openai.OpenAI(
+        self._client = openai.AsyncOpenAI(
             base_url=self.url,
-            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            api_key=self._key or "none",
             timeout=timeout_s,
             max_retries=0,  # a repeated request would be counted twice
-            http_client=openai.DefaultHttpxClient(trust_env=not is_local),
+            http_client=LimitedClient(trust_env=not is_local),
         )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._runner.run(self._client.close())
+        self._runner.close()
 
     @abstractmethod
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
@@ -95,7 +104,7 @@ class EngineServer(ABC):
     def is_ready(self) -> bool:
         """Return true if the server answers."""
         try:
-            self._client.with_options(timeout=2).get("/health", cast_to=str)
+            self._runner.run(self._client.with_options(timeout=2).get("/health", cast_to=str))
         except openai.OpenAIError:
             return False
         return True
@@ -106,12 +115,13 @@ class EngineServer(ABC):
         Failures raise an ``EngineError`` of one line.
         """
         try:
-            if body is None:
-                text = self._client.get(path, cast_to=str)
-            else:
-                text = self._client.post(path, cast_to=str, body=body)
+            client = self._client
+            sent = client.get(path, cast_to=str) if body is None else client.post(path, cast_to=str, body=body)
+            text = self._runner.run(sent)
         except openai.APIStatusError as error:
-            message = " ".join(error.response.text.split())[:300]
+            message = masked(error.response.text, self._key)
+            if error.status_code < 400:
+                message = f"it redirects to {masked(error.response.headers.get('location', ''), self._key)}"
             raise EngineError(f"{self.name} at {self.url} refused {path} ({error.status_code}): {message}") from None
         except openai.APIConnectionError as error:
             if self._process is not None:
@@ -123,7 +133,7 @@ class EngineServer(ABC):
             raise EngineError(f"{self.name} at {self.url} does not answer ({error.__cause__ or error})") from None
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
 
     def _timed(self, path: str, body: dict[str, Any]) -> tuple[Any, float]:

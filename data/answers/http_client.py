@@ -1,0 +1,57 @@
+"""HTTP client for model servers, which may be slow, faulty or hostile."""
+
+import asyncio
+from typing import Any
+
+import httpx2
+import openai
+
+MAX_RESPONSE = 16 << 20
+"""Largest response that is read, in bytes. An answer of 100,000 tokens with its prompt has about 2 MB."""
+SHOWN_KEY = 4
+"""Number of a key's characters from which on messages do not repeat them."""
+QUOTED = 2000
+"""Number of characters of a server's message that are searched for the key."""
+
+
+class LimitedClient(openai.DefaultAsyncHttpxClient):
+    """Client that limits the time of a whole request and the size of its response, and follows no redirect.
+
+    httpx alone limits only the wait for the next bytes, and sends the prompts of a redirected request elsewhere.
+    """
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        """Send a request; its read timeout is the limit for the time until the end of the response."""
+        request.headers["Accept-Encoding"] = "identity"  # a small compressed response can be huge
+        seconds = request.extensions["timeout"]["read"]
+        try:
+            async with asyncio.timeout(seconds):
+                response = await super().send(request, **options | {"stream": True, "follow_redirects": False})
+                try:
+                    content = await _content(response)
+                finally:
+                    await response.aclose()
+        except TimeoutError:
+            raise httpx2.ReadTimeout(f"no whole response within {seconds:g} s", request=request) from None
+        return httpx2.Response(response.status_code, headers=response.headers, content=content, request=request)
+
+
+async def _content(response: httpx2.Response) -> bytes:
+    """Return the body of a response; reject one that is compressed or larger than ``MAX_RESPONSE``."""
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+        raise httpx2.DecodingError(f"a response with content-encoding {encoding!r}, which was not requested")
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) > MAX_RESPONSE:
+            raise httpx2.DecodingError(f"a response of more than {MAX_RESPONSE >> 20} MiB")
+    return bytes(content)
+
+
+def masked(text: str, key: str) -> str:
+    """Return the beginning of a server's message in one line, without the parts of ``key`` that it repeats."""
+    text = " ".join(text[:QUOTED].split())
+    for size in range(len(key), SHOWN_KEY - 1, -1):
+        for start in range(len(key) - size + 1):
+            text = text.replace(key[start : start + size], "...")
+    return text[:300]
