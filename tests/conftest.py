@@ -151,6 +151,8 @@ class CompletionsServer:
         self.key: str | None = None
         self.fault: Callable[[int, dict[str, Any]], str | None] = lambda number, body: None
         """(number of the request, its body) -> what goes wrong."""
+        self.elsewhere = ""
+        """Address that the fault ``redirect`` names."""
         self.bodies: list[dict[str, Any]] = []
         self.most_at_once = 0
         self._at_once = 0
@@ -186,6 +188,10 @@ class CompletionsServer:
             return handler.connection.shutdown(socket.SHUT_RDWR)
         if fault == "slow":
             self._released.wait(30)
+        if fault in ("drips", "endless", "redirect"):
+            return self._hostile(handler, fault)
+        if fault == "brackets":
+            return _send(handler, 200, b"[" * 200_000, {})
         if self.dialect == "strict" and not isinstance(body["prompt"], str):
             return _send(handler, 422, {"error": "invalid type: prompt", "error_type": "validation"}, {})
         payload = self.payload(body)
@@ -206,6 +212,18 @@ class CompletionsServer:
             handler.wfile.write(content[: len(content) // 2])
             return handler.connection.shutdown(socket.SHUT_RDWR)
         _send(handler, 200, content[:-5] if fault == "malformed" else payload, {})
+
+    def _hostile(self, handler: BaseHTTPRequestHandler, fault: str) -> None:
+        if fault == "redirect":
+            return _send(handler, 307, {}, {"Location": f"{self.elsewhere}/v1/completions"})
+        handler.send_response(200)
+        handler.end_headers()
+        part = b" " if fault == "drips" else b" " * (1 << 20)
+        try:
+            while not self._released.wait(0.05 if fault == "drips" else 0):
+                handler.wfile.write(part)
+        except OSError:  # the client has hung up
+            handler.close_connection = True
 
     def payload(self, body: dict[str, Any]) -> dict[str, Any]:
         ids = body["prompt"]

@@ -35,11 +35,13 @@ from drafthead.data.utils.files import (
     write_json,
     write_manifest,
 )
+from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.prompts.prompt_files import read_jsonl
 from drafthead.eval.timing.result_log import ResultLog
 from drafthead.eval.trees.answers import read_texts
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.decoding.step import DecodeResult, StepRecord
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.heads.parts.head_folder import read_trees
@@ -190,9 +192,22 @@ PROMPTS = """{"prompt": "Why?", "task": "a"}
 {"input_ids": [1, 2, 3]}
 """
 STEP = dict.fromkeys(("position", "proposed", "depth", "accepted", "committed"), 1)
-DECODED = {"key": "k", "decoder": "d", "result": {"tokens": [1], "prefill_s": 0.1, "total_s": 0.2, "steps": []}}
-DECODED["result"]["steps"] = [STEP | dict.fromkeys(("draft_s", "verify_s", "total_s"), 0.1)]  # type: ignore[index]
+SECONDS = dict.fromkeys(("draft_s", "verify_s", "total_s"), 0.1)
 ROWS = '{"text": "one two"}\n{"text": "three"}\n'
+
+
+def make_log(folder: Path) -> None:
+    for tokens in ([1], [2]):
+        decoded = DecodeResult(tokens=tokens, steps=[StepRecord(**STEP, **SECONDS)], prefill_s=0.1, total_s=0.2)
+        ResultLog(folder / "log").add("k", "d", EvalPrompt("chat", 3, []), decoded)
+
+
+def read_log(folder: Path) -> Any:
+    """Return the last line's result. A missing or cut line is not damage: its prompt is answered again."""
+    log = ResultLog(folder / "log")
+    if ("k", "d") not in log or log["k", "d"].tokens == [1]:
+        raise UserError("a prompt to be answered again")
+    return repr(log["k", "d"])
 
 
 def source(kind: str, name: str) -> Callable[[Path], Any]:
@@ -215,6 +230,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
         lambda folder: write_checksummed_json(folder / "calibration.json", MADE_BY),
         lambda folder: read_checksummed_json(folder / "calibration.json"),
     ),
+    "evaluation log": (make_log, read_log),
     "stream positions": (read_stream, read_stream),
     "prompts": (read_prompts, read_prompts),
     "training settings": (make_run, lambda folder: check_settings(folder / SETTINGS, run_config())),
@@ -230,7 +246,6 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "metrics": (written("m.jsonl", '{"a": 1}\n{"a": 2}\n'), lambda folder: read_json_lines(folder / "m.jsonl")),
     "suite": (written("s.jsonl", PROMPTS), lambda folder: read_jsonl(folder / "s.jsonl")),
     "texts": (written("t.jsonl", '{"ids": [1, 2, 3], "boundary": 1}\n'), lambda folder: read_texts(folder / "t.jsonl")),
-    "journal": (written("j", 2 * (json.dumps(DECODED) + "\n")), lambda folder: ("k", "d") in ResultLog(folder / "j")),
     "jsonl source": (written("a.jsonl", ROWS), source("jsonl", "a.jsonl")),
     "gzip source": (written("a.jsonl.gz", gzip.compress(ROWS.encode())), source("jsonl", "a.jsonl.gz")),
     "text source": (written("a.txt", "one\ntwo é\n"), source("text", "a.txt")),

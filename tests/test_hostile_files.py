@@ -3,9 +3,11 @@
 import json
 import os
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from hypothesis import example, given
@@ -13,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, safe_join, write_json
+from drafthead.data.utils.files import MAX_HEADER, read_json, safe_join, write_json
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.head_folder import read_weights
-from drafthead.models.heads.parts.loading import load_head
+from drafthead.models.heads.parts.loading import load_base, load_head
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, fuzz, small_head
+from support import TINY, TinyBase, fuzz, random_base, small_head
 
 VALUES = (
     st.none() | st.integers() | st.text(max_size=8) | st.dictionaries(st.text(max_size=5), st.integers(), max_size=3)
@@ -143,8 +145,84 @@ def test_settings_without_limits_are_compared_with_the_weights(tiny_base: TinyBa
     config = read_json(tmp_path / "config.json")
     config["settings"]["inner_dim"] = 10**9
     write_json(tmp_path / "config.json", config)
-    with pytest.raises(UserError, match=r"[\d,]{13,} parameters"):
+    with pytest.raises(UserError, match="more than 10,020,504 parameters, the file has 10,252"):
         load_head(tmp_path, tiny_base())
+
+
+SMALL_LAYERS = dict.fromkeys(("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"), 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("a text", "base.recipe of type str"),
+        ({"shape": {"vocab_size": 10**9}}, "a random base of more than 20,000,000 parameters"),
+        ({"shape": {"num_hidden_layers": 10**13}}, "'num_hidden_layers': 10000000000000, but at most 10,000 is read"),
+        ({"shape": {"num_hidden_layers": 9999, "head_dim": 2, **SMALL_LAYERS}}, "a random base of more than"),
+        (
+            {"shape": {"model_type": "gpt_neo", "num_hidden_layers": 4, "attention_types": [[["global"], 10**10]]}},
+            "'attention_types': 10000000000",
+        ),
+        ({"shape": {"num_attention_heads": 0}}, "bad settings"),
+        ({"shape": {"pad_token_id": 10**9}}, "bad settings"),
+        ({"dtype": "int4"}, "dtype must be one of"),
+    ],
+)
+def test_a_random_base_that_asks_too_much(head: Path, change: Any, says: str) -> None:
+    """Nothing that a head's config names takes memory before it is counted."""
+    config = read_json(head / "config.json")
+    recipe = config["base"]["recipe"]
+    if isinstance(change, dict):
+        change = recipe | change | {"shape": recipe["shape"] | change.get("shape", {})}
+    config["base"]["recipe"] = change
+    write_json(head / "config.json", config)
+    with pytest.raises(UserError, match=f"config.json.*{says}.*; copy the head again"):
+        load_head(head)
+
+
+def test_a_base_larger_than_its_file(tmp_path: Path) -> None:
+    """transformers would initialise the missing weights at random."""
+    base = random_base(TINY, prepack=False)
+    base.model.save_pretrained(tmp_path)
+    load = partial(load_base, str(tmp_path), tokenizer="builtin:tiny", prepack=False)
+    assert load().hidden_size == base.hidden_size
+    for change in ({"intermediate_size": 10**9}, {"num_hidden_layers": 9999}, {"num_labels": 10**11}):
+        write_json(tmp_path / "config.json", base.model.config.to_dict() | change)
+        with pytest.raises(UserError, match="describes a far larger model|'num_labels': 100000000000"):
+            load()
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    write_json(tmp_path / "config.json", base.model.config.to_dict())
+    with pytest.raises(UserError, match="only has pytorch_model.bin: pickles"):
+        load()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8])
+def test_weights_of_other_dtypes(head: Path, tiny_base: TinyBase, dtype: torch.dtype) -> None:
+    path, config = head / "model.safetensors", read_json(head / "config.json")
+    save_file({k: v.to(dtype) if v.ndim > 1 else v for k, v in load_file(path).items()}, path)
+    write_json(head / "config.json", {k: v for k, v in config.items() if k != "weights_sha256"})
+    with pytest.raises(UserError, match="quantised"):
+        load_head(head, tiny_base())
+
+
+def test_a_long_header_is_not_parsed(head: Path, tiny_base: TinyBase) -> None:
+    path = head / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", MAX_HEADER + 1))
+        file.truncate(2 * MAX_HEADER)
+    with pytest.raises(UserError, match="model.safetensors has a header of 8 MiB"):
+        load_head(head, tiny_base())
+
+
+@pytest.mark.parametrize("array", [(gguf.GGUFValueType.UINT8, 1 << 60), (gguf.GGUFValueType.STRING, 1 << 60)])
+def test_the_header_of_a_gguf_file_ends_with_the_file(tmp_path: Path, array: tuple[int, int]) -> None:
+    """gguf reads on behind the end, up to the lengths that the file states."""
+    key = b"general.architecture"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key
+    for content in (header[:30], header + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, *array)):
+        (tmp_path / "base.gguf").write_bytes(content)
+        with pytest.raises(UserError, match="ends within its header"):
+            load_base(str(tmp_path), gguf_file="base.gguf")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from drafthead.data.answers.store import AnswerStore, ProcessGroup, open_answers
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, read_json_lines, write_json
+from drafthead.data.utils.files import claimed, read_json, read_json_lines, write_json
 from drafthead.data.utils.hub import push as push_to_hub
 from drafthead.data.utils.machine import other_processes_line
 from drafthead.eval.evaluate import development_answers
@@ -148,6 +148,7 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         at_end.push(context.close_tracker)  # after ``launched`` has told the other processes of an error
         if launch.is_main:
             preflight(run, launch.accelerator.num_processes)
+            at_end.enter_context(claimed(context.folder))
             open_folder(run)
             for warning in write_provenance(context.folder, resolved):
                 launch.display.line(f"warning: {warning}")

@@ -192,9 +192,8 @@ class Server:
             ) from None
         except (ValueError, RecursionError):
             rows = []
-        if not isinstance(rows, list):
-            return {}
-        return {row.id: getattr(row, "max_model_len", None) for row in rows if isinstance(getattr(row, "id", None), str)}
+        named = [r for r in rows if isinstance(getattr(r, "id", None), str)] if isinstance(rows, list) else []
+        return {row.id: getattr(row, "max_model_len", None) for row in named}
 
     async def ask(self, request: dict[str, Any], parse: Callable[[Completion], T], request_name: str) -> T:
         """Send ``request`` and return ``parse(response)``; send it again if ``parse`` raises a ``BadAnswerError``.

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.renamed import update_names
 
 MANIFEST_NAME = "manifest.json"
+MAX_HEADER = 8 << 20
+"""Largest header of a safetensors file that is parsed, in bytes. It describes about 50,000 tensors."""
 
 
 def cache_dir() -> Path:
@@ -106,19 +109,20 @@ def read_json(path: Path) -> Any:
 
 def write_checksummed_json(path: Path, content: Any) -> None:
     """Write ``content`` with its checksum, atomically; for files that people do not edit."""
-    write_json(path, {"content": content, "sha256": _digest(content)})
+    write_json(path, {"content": content, "sha256": digest(content)})
 
 
 def read_checksummed_json(path: Path) -> Any:
     """Return the content that ``write_checksummed_json`` wrote; raise a ``UserError`` if the file is damaged."""
     saved = read_json(path)
     complete = isinstance(saved, dict) and set(saved) == {"content", "sha256"}
-    if not complete or saved["sha256"] != _digest(saved["content"]):
+    if not complete or saved["sha256"] != digest(saved["content"]):
         raise UserError(f"{path} is damaged: its checksum does not match; restore or remove the file")
     return saved["content"]
 
 
-def _digest(content: Any) -> str:
+def digest(content: Any) -> str:
+    """Return the sha256 of a JSON value as hexadecimal digits."""
     read_back = json.loads(json.dumps(content))  # turns all keys into strings, which can be sorted
     return hashlib.sha256(json.dumps(read_back, sort_keys=True).encode()).hexdigest()
 
@@ -190,6 +194,17 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
         )
 
 
+def check_header(path: Path) -> None:
+    """Reject a safetensors file with a header above ``MAX_HEADER``, which would take minutes and GB to parse."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check the path and its permissions") from None
+    if MAX_HEADER < size < path.stat().st_size:  # a larger one is damage, which safetensors reports
+        raise UserError(f"{path} has a header of {size >> 20} MiB, at most {MAX_HEADER >> 20} are read; copy it again")
+
+
 def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
     """Write ``entries`` (JSON values) as ``folder/manifest.json``, atomically."""
     write_json(folder / MANIFEST_NAME, entries)
@@ -212,7 +227,7 @@ def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "")
     a folder's manifest is ignored.
     """
     expected = json.loads(json.dumps(manifest))
-    named = parent / f"{prefix}{_digest(expected)[:8]}"
+    named = parent / f"{prefix}{digest(expected)[:8]}"
     others = (path.parent for path in sorted(parent.glob(f"{prefix}*/{MANIFEST_NAME}")))
     for folder in [named] if named.exists() else others:
         try:
@@ -287,4 +302,18 @@ def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *
         progress("waiting for another process that writes this corpus", 0, 1)
         held = lock.acquire()
     with held:
+        yield
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold the lock of the results' ``folder`` during the block; if another process does, a ``UserError`` names it."""
+    note = folder / ".lock-holder"
+
+    def refuse(*_: object) -> None:
+        holder = note.read_text(errors="replace") if note.exists() else "another process"
+        raise UserError(f"{folder} is in use by {holder}; wait until it ends, or choose another folder (out=...)")
+
+    with exclusive(folder, refuse):
+        write_atomic(note, f"process {os.getpid()} on {socket.gethostname()}")
         yield

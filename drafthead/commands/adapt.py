@@ -23,7 +23,7 @@ from typing import Any
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import make_folder, read_json_lines, write_atomic
+from drafthead.data.utils.files import claimed, make_folder, read_json_lines, write_atomic
 from drafthead.data.utils.settings import settings
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.prompts.prompt import conversation_ids
@@ -76,30 +76,31 @@ def main(config: AdaptConfig) -> None:
         display.line(f"   skipping {skipped} of {len(ids)} prompts, which do not fit the context of {base.max_context}")
     made_by = stream_identity(config, frozen.base_identity, ids)
     log = folder / "answers.jsonl"
-    if config.resume and learner.restore(folder / "checkpoints", made_by):
-        display.line(f"   continuing after {learner.answered} answers and {learner.updates} updates")
-    rows: list[dict[str, Any]] = read_json_lines(log)[: learner.answered] if learner.answered else []
-    with display.stage(f"answering {len(fits)} prompts of {config.suite}"):
-        for position in range(learner.answered, len(fits)):
-            number = fits[position]
-            seed = config.seed + number
-            result, lesson = learner.answer(
-                ids[number], max_new_tokens=config.max_new_tokens, sampler=config.sampler, seed=seed
-            )
-            row = {"prompt": number, "task": prompts[number].task, "steps": len(result.steps), "s": result.total_s}
-            row |= {"tokens": sum(step.committed for step in result.steps), "rejected": len(lesson.rejected)}
-            if config.sampler.greedy:
-                tree = default_draft_config(frozen).tree
-                assert isinstance(tree, TokenTree)
-                row["steps_frozen"] = replayed(frozen, tree, lesson.text, lesson.hidden)[0]
-            rows.append(row)
-            if learner.answered % config.interval == 0:
-                # Write the log first: a resumed stream truncates it to the checkpoint's answers.
-                write_atomic(log, "".join(json.dumps(each) + "\n" for each in rows))
-                learner.save(folder / "checkpoints", made_by)
-            display.progress("answers", position + 1, len(fits))
-    write_atomic(log, "".join(json.dumps(each) + "\n" for each in rows))
-    head.save_pretrained(folder / "head")
+    with claimed(folder):
+        if config.resume and learner.restore(folder / "checkpoints", made_by):
+            display.line(f"   continuing after {learner.answered} answers and {learner.updates} updates")
+        rows: list[dict[str, Any]] = read_json_lines(log)[: learner.answered] if learner.answered else []
+        with display.stage(f"answering {len(fits)} prompts of {config.suite}"):
+            for position in range(learner.answered, len(fits)):
+                number = fits[position]
+                seed = config.seed + number
+                result, lesson = learner.answer(
+                    ids[number], max_new_tokens=config.max_new_tokens, sampler=config.sampler, seed=seed
+                )
+                row = {"prompt": number, "task": prompts[number].task, "steps": len(result.steps), "s": result.total_s}
+                row |= {"tokens": sum(step.committed for step in result.steps), "rejected": len(lesson.rejected)}
+                if config.sampler.greedy:
+                    tree = default_draft_config(frozen).tree
+                    assert isinstance(tree, TokenTree)
+                    row["steps_frozen"] = replayed(frozen, tree, lesson.text, lesson.hidden)[0]
+                rows.append(row)
+                if learner.answered % config.interval == 0:
+                    # Write the log first: a resumed stream truncates it to the checkpoint's answers.
+                    write_atomic(log, "".join(json.dumps(each) + "\n" for each in rows))
+                    learner.save(folder / "checkpoints", made_by)
+                display.progress("answers", position + 1, len(fits))
+        write_atomic(log, "".join(json.dumps(each) + "\n" for each in rows))
+        head.save_pretrained(folder / "head")
     for line in summary(rows, learner):
         display.line(line)
     draw(rows, folder / "stream.png", config.interval)

@@ -29,7 +29,7 @@ from typing import Any
 from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, read_json_lines, write_atomic, write_json
+from drafthead.data.utils.files import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.eval.config import EvalRunConfig
 from drafthead.eval.engines.served import check_engines
 from drafthead.eval.evaluate import development_prompts, evaluate
@@ -75,39 +75,44 @@ def main(config: EvalRunConfig) -> None:
     default = folder_beside(config.head)
     folder = Path(config.out) if config.out else default / f"eval-{suite_label(config.suite)}"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = asdict(config) | {"measured_with": measured_with(base, drafter.identity(), draft_config)}
-    if earlier := keep_earlier(folder, settings):
-        display.line(f"earlier results in {folder} had other settings, weights or machine; they are now in {earlier}")
-    if not config.resume:
-        for path in folder.glob("eval-log-*.jsonl"):
-            path.unlink()
-    with display.stage("step costs on this machine"):
-        costs = measure_costs(
-            base, drafter, prompts=development_prompts(base, config, TIMED_ON), progress=display.progress
-        )
-    training_log = read_json_lines(default / "metrics.jsonl")
-    with display.stage(f"evaluation: {config.suite}"):
-        result = evaluate(
-            base,
-            drafter,
-            config,
-            folder,
-            display.progress,
-            draft_config=draft_config,
-            head=head,
-            candidates={c.name: (c.head, c.draft_config) for c in candidates if c.name != METHOD},
-            costs=costs,
-            training_log=training_log,
-        )
-    write_atomic(folder / "results.md", markdown_table(result))
-    display.console.print(console_table(result))
-    for line in console_lines(result, training_log):
-        display.line(line)
-    if candidates:
-        display.line(keep_fastest(result, candidates, config, config.dry))
-    if failures := engine_failures(result):
-        raise UserError(f"an engine does not serve the head as trained: {'; '.join(failures)} (see {folder}/eval.json)")
-    display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")
+    with claimed(folder):
+        settings = asdict(config) | {"measured_with": measured_with(base, drafter.identity(), draft_config)}
+        if earlier := keep_earlier(folder, settings):
+            display.line(
+                f"earlier results in {folder} had other settings, weights or machine; they are now in {earlier}"
+            )
+        if not config.resume:
+            for path in folder.glob("eval-log-*.jsonl"):
+                path.unlink()
+        with display.stage("step costs on this machine"):
+            costs = measure_costs(
+                base, drafter, prompts=development_prompts(base, config, TIMED_ON), progress=display.progress
+            )
+        training_log = read_json_lines(default / "metrics.jsonl")
+        with display.stage(f"evaluation: {config.suite}"):
+            result = evaluate(
+                base,
+                drafter,
+                config,
+                folder,
+                display.progress,
+                draft_config=draft_config,
+                head=head,
+                candidates={c.name: (c.head, c.draft_config) for c in candidates if c.name != METHOD},
+                costs=costs,
+                training_log=training_log,
+            )
+        write_atomic(folder / "results.md", markdown_table(result))
+        display.console.print(console_table(result))
+        for line in console_lines(result, training_log):
+            display.line(line)
+        if candidates:
+            display.line(keep_fastest(result, candidates, config, config.dry))
+        if failures := engine_failures(result):
+            raise UserError(
+                f"an engine does not serve the head as trained: {'; '.join(failures)} (see {folder}/eval.json)"
+            )
+        display.line(f"report: {folder / 'report.html'}   for a model card: {folder / 'results.md'}")
 
 
 def keep_earlier(folder: Path, settings: dict[str, Any]) -> Path | None:

@@ -115,9 +115,8 @@ class EngineServer(ABC):
         Failures raise an ``EngineError`` of one line.
         """
         try:
-            client = self._client
-            sent = client.get(path, cast_to=str) if body is None else client.post(path, cast_to=str, body=body)
-            text = self._runner.run(sent)
+            get, post = self._client.get, self._client.post
+            text = self._runner.run(get(path, cast_to=str) if body is None else post(path, cast_to=str, body=body))
         except openai.APIStatusError as error:
             message = masked(error.response.text, self._key)
             if error.status_code < 400:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import digest
 from drafthead.data.utils.floats import finite
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.models.decoding.step import DecodeResult, StepRecord
@@ -63,6 +64,8 @@ class ResultLog:
         for number, line in enumerate(whole.split(b"\n") if whole else [], start=1):
             try:
                 row = json.loads(line)
+                if row.pop("sha256") != digest(row):
+                    raise ValueError("its checksum does not match")
                 if row.get("made_of") != self._made_of.get(row["decoder"]):
                     # An earlier line of this decoder is stale too: the others were timed again in a later process.
                     self._results.pop((row["key"], row["decoder"]), None)
@@ -100,6 +103,6 @@ class ResultLog:
             row |= {"other_cpu_s": other_cpu_s, "result": finite(asdict(result))}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.write(json.dumps(row | {"sha256": digest(row)}, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())

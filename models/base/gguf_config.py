@@ -8,12 +8,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.base.text_model import check_lengths
 
 SAME = {
     "attention.sliding_window": "sliding_window",
@@ -25,6 +27,8 @@ SAME = {
 """Keys of a GGUF file without prefix (``llama.``) -> keys of a transformers config."""
 WIDE_GEMMA = {"gemma2": 46, "gemma3_text": 62}
 """Model type -> number of layers of its 27B checkpoint, which scales queries differently (a rule of llama.cpp)."""
+MAX_PARTS = 10_000_000
+"""Largest number of values in the header of a GGUF file. A vocabulary of 250,000 tokens has about 2 million."""
 FACTORS = "rope_freqs.weight"
 """Name of the tensor that the rotary frequencies are divided by."""
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -33,14 +37,13 @@ ELSEWHERE = "use the checkpoint that it was converted from: set base.name, witho
 
 def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
     """Return the config of the base in ``gguf_file`` of ``name``, a folder or a Hub id."""
-    from gguf import GGUFReader  # imported here, as most bases are not GGUF files
-
-    config = AutoConfig.from_pretrained(name, gguf_file=gguf_file, **options)
     path = cached_file(name, gguf_file, revision=options.get("revision"))
-    reader = GGUFReader(Path(str(path)))
+    reader = checked_reader(Path(str(path)))
     fields, tensors = reader.fields, {entry.name: entry for entry in reader.tensors}
     architecture = fields["general.architecture"].contents()
     keys = {n.removeprefix(f"{architecture}."): f.contents() for n, f in fields.items() if n.startswith(architecture)}
+    check_lengths(keys, gguf_file)
+    config = AutoConfig.from_pretrained(name, gguf_file=gguf_file, **options)
     changes = _sizes(gguf_file, config, keys)
     scaling = keys.get("rope.scaling.type", "none")
     if scaling != "none" and config.model_type != "gpt_oss":
@@ -58,6 +61,24 @@ def gguf_config(name: str, gguf_file: str, **options: Any) -> PreTrainedConfig:
         else:
             raise UserError(f"{gguf_file} has rotary factors other than those of Llama 3; {ELSEWHERE}")
     return type(config)(**{**config.to_dict(), **changes}) if changes else config
+
+
+def checked_reader(path: Path) -> Any:
+    """Return gguf's reader of a file; raise a ``ValueError`` if the header is damaged or takes much memory."""
+    from gguf import GGUFReader  # imported here, as most bases are not GGUF files
+
+    class CheckedReader(GGUFReader):  # type: ignore[misc]
+        """Reader that stops at the end of the file, where gguf reads on, up to the lengths that the header states."""
+
+        parts = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **options: Any) -> Any:
+            self.parts += 1
+            if offset + int(count) * np.dtype(dtype).itemsize > len(self.data) or self.parts > MAX_PARTS:
+                raise ValueError(f"{path} ends within its header, or has a header of more than {MAX_PARTS:,} values")
+            return super()._get(offset, dtype, count, *order, **options)
+
+    return CheckedReader(path)
 
 
 def _sizes(gguf_file: str, config: PreTrainedConfig, keys: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,16 @@ Of a composite (vision-language) checkpoint, only the language model is built an
 Shape legend: B rows, T tokens, V vocabulary.
 """
 
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -17,9 +22,13 @@ from drafthead.data.utils.errors import UserError
 
 LOAD_ERRORS = (
     *(OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError),
-    *(SafetensorError, StrictDataclassError),
+    *(SafetensorError, StrictDataclassError, struct.error, AssertionError),
 )
 """Errors that transformers and its libraries raise for missing, damaged or contradictory files."""
+SMALLEST_TENSOR = 10_000
+"""Number of parameters that a smaller tensor counts as in ``parameter_limit``, for the memory of its module."""
+LISTED, LONGEST = ("_layers", "n_layer", "_labels", "block_count", "attention_types"), 10_000
+"""Ends of the names of settings for which transformers makes lists, and the longest list that is allowed."""
 INNER_NAMES = {
     r"^(model\.)?language_model\.model\.": "model.",
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
@@ -81,3 +90,35 @@ def text_class(config: PreTrainedConfig) -> Any:
 def build(config: PreTrainedConfig, **options: Any) -> Any:
     """Build a language model with random weights (none on the meta device); ``options`` are transformers' arguments."""
     return text_class(config)._from_config(text_config(config), **options)
+
+
+def check_lengths(value: Any, source: str, key: str = "") -> None:
+    """Reject settings of a model, read from ``source``, for which transformers would make very long lists."""
+    for name, item in value.items() if isinstance(value, dict) else ():
+        check_lengths(item, source, str(name))
+    for item in value if isinstance(value, list) else ():
+        check_lengths(item, source, key)
+    if isinstance(value, int) and value > LONGEST and key.endswith(LISTED):
+        raise UserError(f"{source} has {key!r}: {value}, but at most {LONGEST:,} is read; correct it")
+
+
+@contextmanager
+def parameter_limit(most: int, error: UserError) -> Iterator[None]:
+    """Raise ``error`` as soon as the modules that the block builds on the meta device exceed ``most`` parameters.
+
+    So a config with a million layers, too, is rejected before it takes memory.
+    """
+    total, thread = 0, threading.get_ident()
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal total
+        if tensor is not None and tensor.is_meta and threading.get_ident() == thread:
+            total += max(tensor.numel(), SMALLEST_TENSOR)
+            if total > most:
+                raise error
+
+    with (
+        torch_module.register_module_parameter_registration_hook(count),
+        torch_module.register_module_buffer_registration_hook(count),
+    ):
+        yield

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import read_json, require_space, safe_join, write_json
+from drafthead.data.utils.files import check_header, read_json, require_space, safe_join, write_json
 from drafthead.data.utils.hub import refuse_pickles
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.parts.head_folder import check_tensors
 
 CONFIG = "config.json"
 
@@ -34,12 +35,7 @@ class PublishedCheckpoint:
         """Read a published folder; its weights may be split into several files (``WEIGHTS_FILE.index.json``)."""
         config = read_config(folder)
         tensors = _read_tensors(folder, weights_file)
-        for name, tensor in tensors.items():
-            if tensor.ndim > 1 and not tensor.is_floating_point():
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                raise UserError(f"{folder} has {name} as {dtype}, expected floats; use weights that are not quantised")
-            if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
-                raise UserError(f"{folder} has numbers in {name} that are not finite; copy it again")
+        check_tensors(tensors, folder)
         return cls(config=config, tensors=tensors, source=str(folder))
 
     def write(self, folder: Path, weights_file: str, dtype: torch.dtype | None) -> None:
@@ -147,8 +143,9 @@ def _read_tensors(folder: Path, weights_file: str) -> dict[str, Tensor]:
         )
     tensors: dict[str, Tensor] = {}
     for name in files:
+        check_header(path := safe_join(folder, name))
         try:
-            tensors |= load_file(safe_join(folder, name))
+            tensors |= load_file(path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / name} cannot be read ({one_line(error)}); copy it again") from None
     return tensors

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, read_json_lines, write_json
+from drafthead.data.utils.files import claimed, read_json, read_json_lines, write_json
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.models.decoding.loop import decode_batch, default_draft_config
 from drafthead.models.heads.medusa import ResBlock
@@ -239,6 +239,12 @@ def test_resume_false_keeps_files_that_no_run_wrote(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="head, but .* has no training-settings.json"):
         train(tmp_path, "resume=false")
     assert precious.exists()
+
+
+def test_two_runs_in_one_folder_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with claimed(tmp_path / "run"), pytest.raises(UserError, match="run is in use by process"):
+        train(tmp_path)
+    assert not (tmp_path / "run" / "training-settings.json").exists()
 
 
 def test_settings_of_the_launcher_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.gguf_config import llama3_factors
+from drafthead.models.base.gguf_config import checked_reader, llama3_factors
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets
 from drafthead.models.formats.format import BASE_NAME, Format, Unsupported, published_name
 from drafthead.models.formats.llama_layer import layer_config
@@ -152,7 +152,7 @@ class GgufFile:
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the keys of a file, and its tensors, dequantised and in torch's order of dimensions."""
     try:
-        reader = gguf.GGUFReader(path)
+        reader = checked_reader(path)
         keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
         tensors = {entry.name: torch.from_numpy(_values(entry)) for entry in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError) as error:

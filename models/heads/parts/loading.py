@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.settings import check
 from drafthead.models.base.base_config import ADAPTER, SAVED_KEYS, SWITCHES, BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
+from drafthead.models.base.text_model import LOAD_ERRORS, build, parameter_limit
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.head_folder import (
     check_base,
@@ -24,6 +25,8 @@ from drafthead.models.heads.parts.head_folder import (
 )
 
 PACKAGE = "drafthead.models.heads"
+RANDOM_LIMIT = 20_000_000
+"""Largest number of parameters of a random base that a head names: no file bounds it, and only tests need one."""
 
 
 def load_base(name: str, device: torch.device | str | None = None, **settings: Any) -> BaseModel:
@@ -68,20 +71,37 @@ def load_base_and_head(
     trained = read_head_config(folder)["base"]
     config = base or BaseConfig()
     if not config.name and not config.random:
-        # Saved settings only locate the base and switch its reasoning, and never override the caller's. So a downloaded
-        # config cannot turn on trust_remote_code.
-        default = BaseConfig()
-        recipe = dict(trained.get("recipe") or {})
-        saved_settings = {k: v for k, v in recipe.items() if k in SAVED_KEYS}
-        if isinstance(variables := recipe.get("chat_template_kwargs"), dict):
-            saved_settings["chat_template_kwargs"] = {k: v for k, v in variables.items() if k in SWITCHES}
-        if recipe.get("adapter") is not None:
-            # The adapter is always in the head's folder; a path in the config is not followed.
-            saved_settings["adapter"] = str(folder / ADAPTER)
-        unset = {k: v for k, v in saved_settings.items() if getattr(config, k) == getattr(default, k)}
-        config = replace(config, **unset)
+        config = _with_saved(config, folder, trained.get("recipe"))
     model = BaseModel.load(config, device)
     return model, _attached(folder, model)
+
+
+def _with_saved(config: BaseConfig, folder: Path, recipe: Any) -> BaseConfig:
+    """Return ``config`` with the settings of the base in a head's ``recipe`` in place of defaults.
+
+    Saved settings only locate the base and switch its reasoning, and never override the caller's. So a downloaded
+    config cannot turn on trust_remote_code. A random base is rejected above ``RANDOM_LIMIT``.
+    """
+    if not isinstance(recipe, dict):
+        raise UserError(f"{folder}/config.json has a base.recipe of type {type(recipe).__name__}; copy the head again")
+    saved_settings = {k: v for k, v in recipe.items() if k in SAVED_KEYS}
+    if isinstance(variables := recipe.get("chat_template_kwargs"), dict):
+        saved_settings["chat_template_kwargs"] = {k: v for k, v in variables.items() if k in SWITCHES}
+    if recipe.get("adapter") is not None:
+        # The adapter is always in the head's folder; a path in the config is not followed.
+        saved_settings["adapter"] = str(folder / ADAPTER)
+    default = BaseConfig()
+    unset = {k: v for k, v in saved_settings.items() if getattr(config, k) == getattr(default, k)}
+    try:
+        config = replace(config, **unset)
+        if config.random:
+            too_large = UserError(f"a random base of more than {RANDOM_LIMIT:,} parameters; give your own with base=")
+            with parameter_limit(RANDOM_LIMIT, too_large), torch.device("meta"):
+                build(config.transformers_config())
+    except LOAD_ERRORS as error:
+        why = one_line(error)
+        raise UserError(f"{folder}/config.json names a base with bad settings ({why}); copy the head again") from None
+    return config
 
 
 def _attached(folder: Path, base: BaseModel) -> DraftHead:
@@ -98,7 +118,8 @@ def _attached(folder: Path, base: BaseModel) -> DraftHead:
         settings = parse_head({**config["settings"], "head_type": config["head_type"]})
     except UserError as error:
         raise UserError(f"{folder}/config.json has bad settings ({error}); copy the head again") from None
-    check_parameters(folder, lambda: settings.without_weights(meta_base(base.model.config)).num_parameters(), weights)
+    bare = meta_base(base.model.config)
+    check_parameters(folder, lambda: settings.without_weights(bare).num_parameters(), weights)
     head = settings.build(base, d2t)
     try:
         missing, unexpected = head.load_state_dict(weights, strict=False)

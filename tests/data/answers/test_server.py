@@ -14,6 +14,7 @@ from openai.types import Completion
 
 from drafthead.data.answers import server as client
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
+from drafthead.data.answers.http_client import masked
 from drafthead.data.answers.server import BadAnswerError, Completions, ServerBackend, check_server
 from drafthead.data.answers.store import Answer, ProcessGroup
 from drafthead.data.embedded.tiny import tiny_tokenizer
@@ -137,6 +138,35 @@ def test_too_many_tries(server: Any, fault: str, last: str) -> None:
     assert sum(body["prompt"] == PROMPTS[5][1] for body in server.bodies) == 3
 
 
+@pytest.mark.parametrize(
+    ("fault", "last"),
+    [("drips", "no whole response within 0.3 s"), ("endless", "more than 1 MiB"), ("brackets", "JSON")],
+)
+def test_a_response_without_end(server: Any, fault: str, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is cut off and requested again."""
+    monkeypatch.setattr("drafthead.data.answers.http_client.MAX_RESPONSE", 1 << 20)
+    server.fault = lambda number, body: fault if body["prompt"] == PROMPTS[5][1] else None
+    with pytest.raises(UserError, match=f"gave no answer to prompt 5 in 2 tries, lastly: .*{last}"):
+        collect(backend(server, tries=2, timeout=0.3))
+    assert sum(body["prompt"] == PROMPTS[5][1] for body in server.bodies) == 2
+
+
+def test_no_prompt_follows_a_redirect(server: Any, completions_server: Callable[..., Any]) -> None:
+    other = completions_server(answer, TOKENIZER, frozenset({EOS}))
+    server.elsewhere = other.url
+    server.fault = lambda number, body: "redirect"
+    with pytest.raises(UserError, match=f"redirects a first prompt to {other.url}/v1/completions, which gets no prom"):
+        collect(backend(server))
+    assert len(server.bodies) == 1 and not other.bodies
+
+
+def test_parts_of_the_key_are_not_shown() -> None:
+    key = "sk-proj-0123456789abcdef"
+    said = masked("no\naccess for sk-proj-01234567********cdef, " + key, key)
+    assert said == "no access for ...********..., ..."
+    assert masked("x" * 5000, key) == "x" * 300 and masked("no key", "") == "no key"
+
+
 def test_the_key_is_sent_and_never_shown(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server.key = "sk-secret"
     with pytest.raises(UserError, match="401.*OPENAI_API_KEY is not set"):
@@ -196,7 +226,8 @@ def test_another_model_is_noticed(server: Any) -> None:
         ([], "c", 10, "lists no models"),
         ([{"id": "a", "max_model_len": 64}], None, 65, "context of 64 tokens, but prompts and answers have up to 65"),
         ([{"id": "a"}, {"id": "tiny", "max_model_len": None}], None, 10, None),
-        ([{"id": "a"}, {"id": "b"}, {"no": "id"}], "b", 10, None),
+        ([{"id": "a"}, {"id": "b"}, {"no": "id"}, {"id": 5}], "b", 10, None),
+        (5, "c", 10, "lists no models"),
     ],
 )
 def test_models_served(server: Any, models: list[Any], expected: str | None, longest: int, says: str | None) -> None:

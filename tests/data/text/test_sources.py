@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ def jsonl(path: Path, rows: list[Any], **settings: Any) -> SourceConfig:
     content = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
     path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
     return SourceConfig(kind="jsonl", name=str(path), **settings)
+
+
+def test_a_few_prompts_of_a_large_file_take_little_memory(tmp_path: Path) -> None:
+    """They are the first of all prompts, as shuffled by the seed."""
+    source = jsonl(tmp_path / "x.jsonl", [{"prompt": f"What is {n}?"} for n in range(2000)], column="prompt")
+    tracemalloc.start()
+    few = load_prompts([source], 0, 10)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert few == load_prompts([source], 0, None)[:10]
+    assert most / 2000 < 600, "bytes per prompt"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])

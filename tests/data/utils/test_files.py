@@ -1,5 +1,6 @@
 """Files, manifests and locks: what a kill may have torn, what differs, and who waits."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import check_manifest, exclusive, make_folder, read_json_lines, write_manifest
+from drafthead.data.utils.files import check_manifest, claimed, exclusive, make_folder, read_json_lines, write_manifest
 
 MADE_BY: dict[str, Any] = {"base": "smol", "sampler": {"temperature": 0.0, "stops": (1, 2)}, "rows": 1}
 
@@ -50,6 +51,13 @@ def test_a_manifest_that_differs_names_the_key(tmp_path: Path, expected: dict[st
     assert check_manifest(tmp_path, MADE_BY, "x")
     with pytest.raises(UserError, match=says):
         check_manifest(tmp_path, expected, "remove it")
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    for _ in range(2):  # the first block releases the lock
+        with claimed(tmp_path), pytest.raises(UserError, match=rf"in use by process {os.getpid()} on .*\(out=...\)"):
+            with claimed(tmp_path):
+                pass
 
 
 def test_a_second_process_waits_for_the_first(tmp_path: Path) -> None:

@@ -240,6 +240,24 @@ def test_a_server_that_is_not_there_and_one_that_hangs() -> None:
     quiet.server_close()
 
 
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("drips", r"within 0.3 s \(engine.answer_timeout_s\)"),
+        ("endless", "more than 1 MiB"),
+        ("redirect", "redirects to http://other"),
+    ],
+)
+def test_a_hostile_engine(completions_server: Any, fault: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafthead.data.answers.http_client.MAX_RESPONSE", 1 << 20)
+    server = completions_server(lambda *_: [1], None, frozenset())
+    server.fault, server.elsewhere = lambda number, body: fault, "http://other"
+    engine = LlamaCppServer(server.url, frozenset(), 0.3)
+    with pytest.raises(EngineError, match=says):
+        engine._send("/v1/completions", {"prompt": [1]})
+    engine.close()
+
+
 def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     config = EvalConfig(suite="smoke", engines=["vllm"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import digest
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import Decoder, run_interleaved
 from drafthead.eval.timing.result_log import FailedDecode
@@ -130,7 +131,7 @@ def test_one_bad_prompt_does_not_lose_the_others(tmp_path: Path) -> None:
         assert results[name][0].tokens == []
     (error,) = (row for row in map(json.loads, log.read_text().splitlines()) if "error" in row)
     said = {"prompt": 7, "task": "math", "decoder": "speculative", "error": "the prompt is too long; shorten it"}
-    assert error == {"key": error["key"], "turn": 0, **said}
+    assert error == {"key": error["key"], "turn": 0, "sha256": error["sha256"], **said}
     again = Recorder()
     timed([bad, *prompts(2)], again.decoders(), log)
     assert {n for _, n in again.calls} == {TOO_LONG}, "failures are tried again, answers are not"
@@ -143,6 +144,8 @@ def test_the_cpu_time_of_other_processes_survives_a_resumption(tmp_path: Path) -
     assert timings[1].resumed == 4 and timings[0].other_processes_cores == timings[1].other_processes_cores
     assert (timings[0].other_processes_cores is not None) == Path("/proc/stat").exists()
     rows = [json.loads(line) | {"other_cpu_s": 3.0} for line in log.read_text().splitlines()]
+    for row in rows:
+        row["sha256"] = digest({key: value for key, value in row.items() if key != "sha256"})
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     seconds = sum(result.total_s for results in timings[0].results.values() for result in results)
     again = run_interleaved(prompts(4), build, Recorder().decoders(), log, 0, quiet)

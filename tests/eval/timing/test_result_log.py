@@ -1,4 +1,4 @@
-"""Finished decodings on disk: round trip, turns, decoder names, and logs of earlier versions."""
+"""Finished decodings on disk: round trip, turns, decoder names, and damage."""
 
 import json
 import math
@@ -38,15 +38,6 @@ def test_entropy_survives_and_what_was_not_measured_is_null(tmp_path: Path) -> N
     assert math.isnan(steps[1].entropy) and math.isnan(steps[2].entropy)
 
 
-def test_a_log_without_entropy_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    old = {k: v for k, v in vars(step()).items() if k != "entropy"}
-    stored = {"tokens": [1], "steps": [old], "prefill_s": 0.1, "total_s": 0.2}
-    path.write_text(json.dumps({"key": "k", "task": "t", "prompt": 0, "decoder": "d", "result": stored}) + "\n")
-    step_read = ResultLog(path)["k", "d"].steps[0]
-    assert math.isnan(step_read.entropy) and step_read.total_s == 1.0
-
-
 def test_a_decoder_that_was_made_of_something_else_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
 
@@ -78,4 +69,13 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     ResultLog(path).add("k", "d", PROMPT, result())
     path.write_text(path.read_text() + '{"key": "k", "decoder": "d", "result": {"steps": [3]}}\n')
     with pytest.raises(UserError, match=r"log.jsonl line 2 .*remove the file"):
+        ResultLog(path)
+
+
+def test_an_edited_line_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    ResultLog(path).add("k", "d", PROMPT, result())
+    ResultLog(path).add("k", "e", PROMPT, result())
+    path.write_text(path.read_text().replace('"total_s": 1.0', '"total_s": 0.0625', 1))
+    with pytest.raises(UserError, match=r"log.jsonl line 1 .*checksum.*remove the file"):
         ResultLog(path)

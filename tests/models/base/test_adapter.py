@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,7 +188,10 @@ SPOILED: list[tuple[Callable[[Path], object], str]] = [
         r"does not fit the base: size mismatch: \S+ is \[32, 3\] in the adapter, but \[32, 4\] would fit; set base",
     ),
     (lambda folder: configure(folder, peft_type="LOHA"), "adapter of type LOHA"),
-    (lambda folder: configure(folder, megatron_config={"a": 1}, megatron_core="antigravity"), "only LORA without"),
+    (lambda folder: configure(folder, megatron_config={"a": 1}, megatron_core="antigravity"), "megatron_config"),
+    (lambda folder: configure(folder, rank_pattern={"(a+)+!": 4}), "rank_pattern with '.*', a regular expression"),
+    (lambda folder: configure(folder, modules_to_save=["(a+)+!"]), "modules_to_save with '.*', a regular expression"),
+    (lambda folder: configure(folder, init_lora_weights="pissa_niter_9"), "init_lora_weights='pissa_niter_9'"),
     (lambda folder: configure(folder, target_modules=["query_key_value"]), "does not fit .*query_key_value"),
 ]
 
@@ -197,6 +201,30 @@ def test_misfitting_adapters(saved: Path, tiny_base: TinyBase, spoil: Callable[[
     spoil(saved)
     with pytest.raises(UserError, match=says):
         BaseModel.load(replace(tiny_base().config, adapter=str(saved)))
+
+
+def test_a_rank_above_that_of_the_file_takes_no_memory(
+    saved: Path, tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = set()
+
+    def initialise(weight: Tensor, **_: Any) -> None:
+        devices.add(weight.device.type)
+
+    monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", initialise)
+    configure(saved, r=10**6)
+    with pytest.raises(UserError, match=r"size mismatch: \S+ is \[.*\] in the adapter"):
+        BaseModel.load(replace(tiny_base().config, adapter=str(saved)))
+    assert devices == {"meta"}
+
+
+def test_a_regular_expression_is_replaced_by_the_layers_of_the_file(saved: Path, tiny_base: TinyBase) -> None:
+    """This one would be tried without end."""
+    config = replace(tiny_base().config, adapter=str(saved))
+    expected = BaseModel.load(config).model.state_dict()
+    configure(saved, target_modules="(([a-z_.0-9]+)+)+!")
+    actual = BaseModel.load(config).model.state_dict()
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize(
