@@ -22,7 +22,7 @@ from matplotlib.ticker import PercentFormatter
 from predictions import shown
 
 from drafthead.data.utils.files import read_json, write_atomic
-from drafthead.eval.metrics.summary import METHOD
+from drafthead.eval.config import METHOD
 from drafthead.eval.report import plots
 from drafthead.models.token_tree import TokenTree
 

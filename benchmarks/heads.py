@@ -49,9 +49,9 @@ from heads_table import caption, figure, markdown, rows
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_atomic, write_json
-from drafthead.eval.config import EvalConfig
+from drafthead.eval.config import METHOD, EvalConfig
 from drafthead.eval.evaluate import evaluate
-from drafthead.eval.metrics.summary import METHOD, speedup_of
+from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_texts, text_ranks
 from drafthead.eval.trees.calibrate import WIDTH
 from drafthead.eval.trees.search import greedy_tree

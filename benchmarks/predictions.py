@@ -15,7 +15,8 @@ from common import at_least, entry_point, new_record, parser, print_table
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
-from drafthead.eval.metrics.summary import METHOD, speedup_of
+from drafthead.eval.config import METHOD
+from drafthead.eval.metrics.summary import speedup_of
 
 
 def row_of(evaluation: dict[str, Any]) -> dict[str, Any]:

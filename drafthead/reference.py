@@ -121,6 +121,7 @@ def engines_page() -> str:
         lines += ["", f"## to={name}", f"{form.title}. Files: {files}.", ""]
         lines += _table("engine | support", ((engine.name, engine.support) for engine in form.engines))
         values = {"base": "BASE", "folder": "FOLDER", "drafts": "N", "nodes": "N_PLUS_1", "base_file": "BASE.gguf"}
+        values["dtype"] = "DTYPE"
         served = [engine.serve.format(**values) for engine in form.engines if engine.current and engine.serve]
         lines += ["", "```", *served, "```"] if served else []
     return "\n".join(lines)

@@ -22,6 +22,8 @@ Split = Literal["all", "dev", "test"]
 """Part of a suite. Trees, settings and recipes are chosen on its ``dev`` half; results are reported on ``test``."""
 TREES = "head, chain, chain:K, expansion:1-1-3, dynamic:NODES[:WIDTH], or a tree.json"
 ENGINES = ("vllm", "llamacpp", "sglang")
+METHOD = "speculative"
+"""Name of the evaluated drafter's method. The headline numbers describe this method if it ran."""
 
 
 @settings(kw_only=True)

@@ -143,10 +143,10 @@ def predict(
 ) -> dict[str, Any] | None:
     """Return the performance expected on ``config``'s test half, simulated on its dev half.
 
-    The keys are "mean_accepted_length", its "interval_95", "speedup", and the mean tree size "nodes", root included.
-    ``texts`` are the base's answers to the dev half; None: they are generated. The result is None if the simulation is
-    impossible: the split is not ``test``, the rule is lossy, the sampler has settings other than the temperature, or a
-    combined drafter samples its drafts.
+    The keys are "mean_accepted_length", its "interval_95", "speedup", the mean tree size "nodes" (root included) and
+    the number of "answers". ``texts`` are the base's answers to the dev half; None: they are generated. The result is
+    None if the simulation is impossible: the split is not ``test``, the rule is lossy, the sampler has settings other
+    than the temperature, or a combined drafter samples its drafts.
     """
     sampler = config.sampler
     if config.split != "test" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
@@ -162,7 +162,8 @@ def predict(
     nodes = simulated.nodes or {draft_config.nodes: 1.0}
     speedup = costs.answer_speedup(tau, nodes, draft_config.depth, length, prompt)
     average = sum(n * share for n, share in nodes.items())
-    return {"mean_accepted_length": tau, "interval_95": simulated.interval, "speedup": speedup, "nodes": average}
+    expected = {"mean_accepted_length": tau, "interval_95": simulated.interval, "speedup": speedup, "nodes": average}
+    return expected | {"answers": len(texts)}
 
 
 def development_answers(
@@ -327,4 +328,4 @@ def served_as_trained(
         for engine in served.facts
         if engine + PLAIN in timed.results
     }
-    return compare_engines(served, timed.results, equalities, plain, config.engine.tolerance)
+    return compare_engines(served, timed, equalities, plain, config.engine.tolerance)

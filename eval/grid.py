@@ -12,8 +12,8 @@ from typing import Any
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import same_base, write_json
-from drafthead.eval.config import EvalConfig, EvalRunConfig, GridConfig
-from drafthead.eval.metrics.summary import METHOD, speedup_of
+from drafthead.eval.config import METHOD, EvalConfig, EvalRunConfig, GridConfig
+from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.report.plots import save_png, speedup
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig

@@ -19,6 +19,7 @@ from drafthead.data.utils.hub import HubConfig
 from drafthead.data.utils.settings import NonNegative, Positive, PositiveFloat, Share, require, settings
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
+from drafthead.eval.prompts.suites import OWN
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.heads.parts.loading import parse_head
@@ -170,6 +171,9 @@ class RunConfig:
     quality_limits: QualityLimits = field(default_factory=QualityLimits)
     """Limits on the change of the base by phases with ``train_base``. A run that exceeds a limit ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
+    """Evaluation of the head. ``eval.suite=own:NAME`` measures on some conversations of ``data.prompts`` or
+    ``data.transcripts``, which are not trained on. Without such data, or with fewer than 40 conversations, it is the
+    suite NAME."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     push: bool = False
     """Upload the finished head to the Hub. Needs ``HF_TOKEN`` or ``hf auth login``."""
@@ -235,6 +239,8 @@ def parse_run(cfg: DictConfig) -> RunConfig:
         raise UserError(
             "hours needs mode=estimate, which only prints how many steps fit; to limit training, set phases.NAME.steps"
         )
+    if not run.data.has_own_prompts or run.eval.tasks:
+        run.eval.suite = run.eval.suite.removeprefix(OWN)
     limit, size = run.max_draft_vocab_size, run.head.get("draft_vocab_size")
     if limit is not None and isinstance(size, int):
         run.head["draft_vocab_size"] = min(size, limit)

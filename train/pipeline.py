@@ -4,6 +4,7 @@ Each stage reads its input from the run folder and writes its results there. The
 (``stages=[tree,evaluate]``). Finished work found on disk is skipped.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -17,14 +18,15 @@ from drafthead.data.answers.store import AnswerStore, ProcessGroup, open_answers
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import claimed, read_json, read_json_lines, write_json
+from drafthead.data.utils.files import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.data.utils.hub import push as push_to_hub
 from drafthead.data.utils.machine import other_processes_line
+from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
 from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_line
 from drafthead.eval.prompts.prompt import conversation_ids
-from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.prompts.suites import OWN, load_suite, suite_label
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table, quality_table
@@ -38,13 +40,14 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import RunConfig
-from drafthead.train.corpora.corpora import Corpora, is_held_out
+from drafthead.train.corpora.answers import TURN_STRIDE
+from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, Corpora, is_held_out
 from drafthead.train.corpora.transcripts import agreement_line
 from drafthead.train.distributed.launcher import Launch, launched, rank_group
 from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.preflight import preflight
 from drafthead.train.publish.card import contents, serving_lines, write_card
-from drafthead.train.run_folder import CALIBRATION, CONTINUED, QUALITY, TRANSCRIPTS, open_folder
+from drafthead.train.run_folder import CALIBRATION, CONTINUED, QUALITY, SUITE, TRANSCRIPTS, open_folder
 from drafthead.train.tracking.provenance import write_provenance
 from drafthead.train.tracking.tracker import Tracker
 from drafthead.train.trainer import checkpoint
@@ -53,6 +56,8 @@ from drafthead.train.trainer.trainer import Trainer
 
 MAX_HELD_OUT_ANSWERS = 64
 """Largest number of held-out answers per corpus on which a head with continued training (``init_from``) is measured."""
+MOST_COPIES = 0.25
+"""Share of held-out answers that may nearly repeat a trained answer without a warning."""
 SHOWN_TOKENS = 96
 """Largest number of tokens of the answer that the stage evaluate shows at its end."""
 
@@ -81,7 +86,8 @@ class RunContext:
         group = rank_group(launch.accelerator, run.per_node_data) if is_shared else ProcessGroup()
         states = run.stores_answer_states
         longest = run.answer_row_length
-        return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line, states, longest)
+        own = run.eval.suite.startswith(OWN)
+        return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line, states, longest, own)
 
     @cached_property
     def base(self) -> BaseModel:
@@ -104,12 +110,30 @@ class RunContext:
             self.tracker.finish(failed=error is not None)
 
     @cached_property
+    def eval(self) -> EvalConfig:
+        """Settings of the evaluation. A suite ``own:NAME`` is replaced by a file of held-out prompts, or by NAME."""
+        run, path, fallback = self.run, self.folder / SUITE, self.run.eval.suite.removeprefix(OWN)
+        if fallback == run.eval.suite:
+            return run.eval
+        if not (prompts := self.corpora.suite_prompts):
+            count = len({number % TURN_STRIDE for number in self.corpora.answers().done})
+            reason = f"{count} conversations are too few to hold {FEWEST_SUITE_PROMPTS} out; 40 are enough"
+            self.display.line(f"   the tree and the report are measured on {fallback}: {reason}")
+            return replace(run.eval, suite=fallback)
+        write_atomic(path, "".join(json.dumps({"input_ids": ids, "task": "own prompts"}) + "\n" for ids in prompts))
+        self.display.line(
+            f"   the tree and the report are measured on {len(prompts)} of your prompts, which are not trained on "
+            f"({path}); eval.suite={fallback} measures on that suite and trains on these too"
+        )
+        return replace(run.eval, suite=str(path))
+
+    @cached_property
     def development_answers(self) -> list[FinishedAnswer] | None:
         """The base's answers to the suite's dev half; None unless ``eval.split=test`` and ``tree_prompts`` > 0."""
         run = self.run
         if run.eval.split != "test" or not run.tree_prompts:
             return None
-        return development_answers(self.base, run.eval, run.tree_prompts, self.load_head().spec)
+        return development_answers(self.base, self.eval, run.tree_prompts, self.load_head().spec)
 
     @property
     def agreement(self) -> str | None:
@@ -172,6 +196,14 @@ def corpora(context: RunContext) -> None:
     with checkpoint.undisturbed_rng(), display.stage(f"corpus: {contents(run)}"):
         stats = corpora.answers().stats()
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} with an end of turn")
+        if context.launch.is_main:
+            _ = context.eval  # prints its prompts
+            copies, compared = corpora.near_copies()
+            if copies > compared * MOST_COPIES:
+                display.line(
+                    f"   warning: {copies} of {compared} held-out answers nearly repeat an answer that is trained on, "
+                    "so held-out accuracy and tau hold only for prompts like these"
+                )
     lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
     for seq_len in sorted(lengths):
         with checkpoint.undisturbed_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
@@ -313,7 +345,10 @@ def tree(context: RunContext) -> None:
     """
     run, display, head = context.run, context.display, context.load_head()
     path = context.folder / CALIBRATION
-    with display.stage("tree: step costs on this machine, acceptance on answers not trained on"):
+    source = "held-out answers of the training data"
+    if context.development_answers is not None:
+        source = f"{len(context.development_answers)} answers to {suite_label(context.eval.suite)} (dev half)"
+    with display.stage(f"tree: step costs on this machine, acceptance on {source}"):
         calibrated = load_calibration(path, head)
         if calibrated is None:
             costs = measure_costs(head.base, head, progress=display.progress)
@@ -355,7 +390,7 @@ def _tree_ranks(context: RunContext, head: DraftHead) -> list[Ranks]:
 
 def evaluate(context: RunContext) -> None:
     """Answer the suite's prompts with the head and the baselines; write ``eval.json`` and ``report.html``."""
-    run, display, head = context.run, context.display, context.load_head()
+    config, display, head = context.eval, context.display, context.load_head()
     calibrated = load_calibration(context.folder / CALIBRATION, head)
     if calibrated is None:
         raise UserError(
@@ -365,12 +400,12 @@ def evaluate(context: RunContext) -> None:
     costs, calibration = calibrated
     head.tree = calibration.tree
     log = read_json_lines(context.folder / "metrics.jsonl")
-    with display.stage(f"evaluation: {run.eval.suite}"):
-        drafter, draft_config = run.eval.build(head.base, head, run.eval.draft_config(head))
+    with display.stage(f"evaluation: {suite_label(config.suite)}"):
+        drafter, draft_config = config.build(head.base, head, config.draft_config(head))
         evaluation = evaluate_drafter(
             head.base,
             drafter,
-            run.eval,
+            config,
             context.folder,
             display.progress,
             draft_config=draft_config,
@@ -385,10 +420,10 @@ def evaluate(context: RunContext) -> None:
     for line in console_lines(evaluation, log):
         display.line(line)
     context.tracker.finish(evaluation)
-    if run.eval.sampler.greedy:
-        prompt = load_suite(run.eval.suite, 1, run.eval.seed, run.eval.tasks, run.eval.split)[0]
-        ids = conversation_ids(head.base.tokenizer, prompt, template_kwargs=run.base.chat_template_kwargs)
-        tokens = min(SHOWN_TOKENS, run.eval.max_new_tokens)
+    if config.sampler.greedy:
+        prompt = load_suite(config.suite, 1, config.seed, config.tasks, config.split)[0]
+        ids = conversation_ids(head.base.tokenizer, prompt, template_kwargs=context.run.base.chat_template_kwargs)
+        tokens = min(SHOWN_TOKENS, config.max_new_tokens)
         display.console.print(side_by_side(head.base, drafter, draft_config, ids, tokens))
 
 
@@ -403,7 +438,7 @@ def card(context: RunContext) -> None:
     saved = checkpoint.checkpoints(context.checkpoints)
     processes = checkpoint.saved_state(saved[-1]).get("processes", 1) if saved else 1
     result = read_json(folder / QUALITY) if run.trains_base else None
-    stats = context.corpora.answers().stats(leave_out=is_held_out)
+    stats = context.corpora.answers().stats(leave_out=context.corpora.is_left_out)
     write_card(run, context.load_head(), stats, read_json(path), result, folder, processes, context.agreement)
     _print_commands(context)
     for line in serving_lines(context.load_head(), context.head_folder):

@@ -20,6 +20,7 @@ from drafthead.train.config import RunConfig
 SETTINGS = "training-settings.json"
 QUALITY = "quality.json"
 CONTINUED = "init_from.json"
+SUITE = "held_out_prompts.jsonl"
 TRANSCRIPTS = "transcripts.json"
 CALIBRATION = "calibration.json"
 RESULTS = {

@@ -54,10 +54,13 @@ class Display:
         self.line(f"   {name}: {seconds:.1f} s")
 
     def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
-        """Show ``done`` of ``total`` in the progress bar ``label``.
+        """Show ``done`` of ``total`` in the progress bar ``label``; if ``total`` is 0, only print the label.
 
         Without a terminal, print a line every 10 s instead, but none in the first ``after`` seconds of ``label``.
         """
+        if not total:
+            self.line(f"   {label}")
+            return
         if self.console.is_terminal:
             if self._bar is None:
                 columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn())

@@ -20,6 +20,8 @@ from drafthead.data.utils.renamed import update_names
 MANIFEST_NAME = "manifest.json"
 MAX_HEADER = 8 << 20
 """Largest header of a safetensors file that is parsed, in bytes. It describes about 50,000 tensors."""
+UMASK = os.umask(0o077)
+os.umask(UMASK)  # it can only be read by setting it
 
 
 def cache_dir() -> Path:
@@ -51,12 +53,20 @@ def new_file(path: Path, writer: str = "") -> Iterator[Path]:
     tmp_path = path.with_name(f".{path.name}{writer}.tmp")
     try:
         yield tmp_path
+        make_readable(tmp_path)
         fsync(tmp_path)
         tmp_path.replace(path)
         fsync(path.parent)
     except Exception:
         tmp_path.unlink(missing_ok=True)
         raise
+
+
+def make_readable(path: Path) -> None:
+    """Give a file, or all files of a folder, the usual mode: safetensors' files are readable by their owner only."""
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file():
+            file.chmod(0o666 & ~UMASK)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

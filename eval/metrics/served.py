@@ -3,33 +3,36 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drafthead.eval.config import METHOD
 from drafthead.eval.engines.served import PLAIN, ServedEngines
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics import steps
-from drafthead.models.decoding.step import DecodeResult
+from drafthead.eval.prompts.suites import suite_label
+from drafthead.eval.timing.interleaved import TimedResults
 
 
 def compare_engines(
     served: ServedEngines,
-    results: Mapping[str, Sequence[DecodeResult]],
+    timed: TimedResults,
     equalities: Mapping[str, Sequence[Equality]],
     against_plain: Mapping[str, Sequence[Equality]],
     tolerance: float,
 ) -> dict[str, dict[str, Any]]:
     """Return the comparison of each engine with our decoder, by engine: the key "engines" of ``eval.json``.
 
-    A comparison has the engine's version and speeds, the acceptance by draft position of both decoders, the numbers of
-    equal answers, and "failures": a line for everything that deviates too far.
+    A comparison has the engine's version and speeds, its speedup over its own decoding without the head, the acceptance
+    by draft position of both decoders, the numbers of equal answers, and "failures": a line for everything that
+    deviates too far.
 
     Args:
         served: the engines, and the name of our method that drafts the same chain.
-        results: answers of each method, from one interleaved run.
+        timed: answers of each method, from one interleaved run.
         equalities: per method, the comparison of its answers with our autoregressive answers.
         against_plain: per engine, the comparison of its answers with and without drafts, if both were measured.
         tolerance: largest accepted deviation, as in ``EnginesConfig.tolerance``.
     """
-    table = steps.step_table(results)
-    runs = {name: table[table.method == name] for name in results}
+    table = steps.step_table(timed.results, timed.prompts, timed.turns)
+    runs = {name: table[table.method == name] for name in timed.results}
     ours = _acceptance(runs[served.chain])
     by_engine = {}
     for name, facts in served.facts.items():
@@ -38,11 +41,14 @@ def compare_engines(
         row = {
             **facts,
             "drafts": served.drafts,
+            "chain": served.chain,
             "prompts": int((runs[name].step == 0).sum()),
             "tokens_per_second": {
                 "plain": None if plain is None else steps.tokens_per_second(plain),
                 "speculative": steps.tokens_per_second(runs[name]),
             },
+            "speedup": None if plain is None else steps.speedup(runs[name], plain),
+            "interval_95": None if plain is None else steps.speedup_interval(runs[name], plain),
             "acceptance": {"engine": theirs, "ours": ours},
             "texts": {
                 "compared_with": "its own without drafts" if name in against_plain else "our autoregressive ones",
@@ -93,8 +99,18 @@ def _failures(row: dict[str, Any], tolerance: float) -> list[str]:
     return failures
 
 
+def prompts_line(evaluation: dict[str, Any]) -> str:
+    """Return a phrase with the prompts of ``eval.json``, such as "on 12 prompts of mt_bench (test half)"."""
+    failed, half = {entry["prompt"] for entry in evaluation["failed"]}, evaluation.get("split", "all")
+    count = len(set(evaluation.get("prompt_order", [])) - failed)
+    return f"on {count} prompts of {suite_label(evaluation['suite'])}{'' if half == 'all' else f' ({half} half)'}"
+
+
 def engine_lines(evaluation: dict[str, Any]) -> list[str]:
-    """Return lines about every engine of ``eval.json`` for the console, the report and the model card."""
+    """Return lines about every engine of ``eval.json`` for the console, the report and the model card.
+
+    The first line of an engine states its speedup over its own decoding without the head.
+    """
     lines = []
     for row in evaluation.get("engines", {}).values():
         speeds, texts, counts = row["tokens_per_second"], row["texts"], row["acceptance"]
@@ -103,13 +119,24 @@ def engine_lines(evaluation: dict[str, Any]) -> list[str]:
             for one in (counts["engine"], counts["ours"])
         ]
         options = f"with {row['options']} " if row.get("options") else ""
-        plain = "plain not measured" if speeds["plain"] is None else f"plain {speeds['plain']:.1f}"
+        dtype = row.get("dtype") or "its dtype is not known"
+        tau, ratio = counts["engine"]["mean_accepted_length"], row.get("speedup")
+        gain = f"{speeds['speculative']:.1f} tokens/s with the head, not measured without it"
+        if ratio is not None:
+            around = row["interval_95"]
+            interval = "" if None in around else f" (95 %: {around[0]:.2f} to {around[1]:.2f})"
+            gain = f"{ratio:.2f}x with the head over without it{interval}, "
+            gain += f"{speeds['speculative']:.1f} over {speeds['plain']:.1f} tokens/s"
         lines.append(
-            f"served by {row['engine']} {row['version']} {options}({row['format']}, chain of {row['drafts']}): "
-            f"{counts['engine']['mean_accepted_length']:.2f} tokens per step against "
-            f"{counts['ours']['mean_accepted_length']:.2f} of our decoder; accepted by position {shown[0]}, ours "
+            f"in {row['engine']} {row['version']} ({dtype}): {gain}, tau {tau:.2f}, {prompts_line(evaluation)}"
+        )
+        chain = row.get("chain", METHOD)
+        ours = "our decoder" + f" ({chain}, with the exported weights)" * (chain != METHOD)
+        lines.append(
+            f"   {options}{row['format']}, chain of {row['drafts']}: {tau:.2f} tokens per step against "
+            f"{counts['ours']['mean_accepted_length']:.2f} of {ours}; accepted by position {shown[0]}, ours "
             f"{shown[1]}; answers equal to {texts['compared_with']}: {texts['same']} of {texts['of']}, near-ties: "
-            f"{texts['near_ties']}; tokens/s: speculative {speeds['speculative']:.1f}, {plain}"
+            f"{texts['near_ties']}"
         )
         lines += [f"   failed: {failure}" for failure in row["failures"]]
     return lines

@@ -10,6 +10,7 @@ import torch
 
 from drafthead.data.utils.floats import finite
 from drafthead.data.utils.machine import hardware, versions
+from drafthead.eval.config import METHOD
 from drafthead.eval.lossless.equality import Equality, equality_rate
 from drafthead.eval.metrics import steps
 from drafthead.eval.metrics.speedup_breakdown import speedup_breakdown
@@ -20,8 +21,6 @@ from drafthead.eval.trees.search import TreeOrder
 
 AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
 """Autoregressive baselines: transformers' ``generate`` over stock modules and over our modules, and our loop."""
-METHOD = "speculative"
-"""Name of the evaluated drafter's method. The headline numbers describe this method if it ran."""
 CTAR_WIDTHS = range(1, 7)
 HEADLINE = ("mean_accepted_length", "acceptance_per_depth", "tokens_per_second", "decode_tokens_per_second")
 """Metrics reported per task and method. All other metrics are reported per method, over all tasks."""

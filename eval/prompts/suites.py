@@ -15,6 +15,8 @@ from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.prompts.prompt_files import read_dataset, read_jsonl
 
 SMOKE_PROMPTS = 12
+OWN = "own:"
+"""Prefix of a run's suite: prompts of the user that the run holds out, or the suite after it if there are too few."""
 # Closed tasks whose answers repeat the question, and open ones: acceptance depends on that most.
 BUILTIN = (
     ("writing", "Write a short letter to a friend about a walk in the rain."),
@@ -33,12 +35,14 @@ def load_suite(
 
     Args:
         name: a packaged suite, the path of a .jsonl file (``prompt_files.read_jsonl``), or "hf:NAME[:SPLIT[:COLUMN]]"
-            (``prompt_files.read_dataset``). docs/reference/suites.md describes the packaged suites.
+            (``prompt_files.read_dataset``). docs/reference/suites.md describes the packaged suites. A prefix ``OWN`` is
+            ignored; a run replaces such names.
         limit: number of prompts, spread evenly over the tasks; None: all.
         seed: determines which prompts of a task a ``limit`` selects.
         tasks: only these tasks; None or empty: all.
         split: "dev" or "test", the halves of every task's prompts; "all" is both.
     """
+    name = name.removeprefix(OWN)
     if limit is not None and limit < 1:
         raise UserError(f"limit must be at least 1, got {limit}; leave it out to use the whole suite")
     if name in _SUITES:

@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def write_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": tables.number, "ms": lambda seconds: f"{1e3 * seconds:.1f} ms"}
+    environment.filters |= {"interval": partial(tables.cell_text, "95 %"), "number": tables.number}
+    environment.filters |= {"ms": lambda seconds: f"{1e3 * seconds:.1f} ms"}
     html = environment.get_template("report.html.jinja").render(
         title=folder.name,
         machine=machine_line(overall),
@@ -65,6 +67,7 @@ def write_report(
         exceptions=exceptions(evaluation),
         spans=[tables.sentence(line) for line in tables.span_lines(evaluation)],
         engines=engine_lines(evaluation),
+        served=[engine for engine in evaluation.get("engines", {}).values() if engine.get("speedup") is not None],
         explained=evaluation["speedup_breakdown"][autoregressive],
         forecast=[tables.sentence(line) for line in tables.forecast_lines(evaluation)],
         calibrated="calibration" in evaluation,

@@ -11,8 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from drafthead.data.utils.machine import BUSY_CORES, other_processes_line
+from drafthead.eval.config import METHOD
 from drafthead.eval.engines.served import PLAIN
-from drafthead.eval.metrics.served import engine_lines
+from drafthead.eval.metrics.served import engine_lines, prompts_line
 from drafthead.eval.metrics.summary import fastest_autoregressive, nodes_per_step, speedup_of
 
 DEFINITIONS = (
@@ -117,9 +118,10 @@ def task_table(evaluation: dict[str, Any]) -> ResultTable:
 def method_table(evaluation: dict[str, Any]) -> ResultTable:
     """Return every method's results over all prompts, then those of autoregressive decoding."""
     overall = evaluation["overall"]
+    chains = {engine.get("chain") for engine in evaluation.get("engines", {}).values()} - {METHOD}
     rows = [
         {
-            "method": name,
+            "method": name + " (head as exported)" * (name in chains),
             "speedup": _with_remark(speedup_of(overall, name), lossy(evaluation, name)),
             "95 %": numbers["speedup"]["interval_95"],
             "Spec-Bench": numbers["spec_bench"]["speedup"],
@@ -196,8 +198,9 @@ def console_lines(evaluation: dict[str, Any], training_log: list[dict[str, Any]]
     lines = [
         f"tokens/s: speculative {number(overall['tokens_per_second'], '{:.1f}')}, autoregressive {', '.join(speeds)}"
         + ("" if "transformers_stock" in overall["autoregressive_tokens_per_second"] else STOCK_LEFT_OUT),
-        f"mean accepted length (tau, with the bonus token): {number(overall['mean_accepted_length'])}; accepted by "
-        f"draft position, given the one before: {' '.join(number(value) for value in overall['acceptance_per_depth'])}",
+        f"mean accepted length (tau, with the bonus token) {prompts_line(evaluation)}: "
+        f"{number(overall['mean_accepted_length'])}; accepted by draft position, given the one before: "
+        f"{' '.join(number(value) for value in overall['acceptance_per_depth'])}",
     ]
     lines += [*span_lines(evaluation), *forecast_lines(evaluation)]
     held_out = [row for row in training_log or [] if row.get("held_out_accept_1") is not None]
@@ -233,11 +236,14 @@ def forecast_lines(evaluation: dict[str, Any]) -> list[str]:
     forecast = evaluation.get("predicted")
     if not forecast:
         return []
-    around = forecast.get("interval_95")
+    around, tau = forecast.get("interval_95"), evaluation["overall"]["mean_accepted_length"]
+    source = f"{forecast['answers']} answers to the suite's dev half" if "answers" in forecast else "the dev half"
+    missed = around is not None and tau is not None and not around[0] <= tau <= around[1]
     return [
-        f"forecast from the base's answers to the suite's dev half: tau {number(forecast['mean_accepted_length'])}"
+        f"forecast from {source}: tau {number(forecast['mean_accepted_length'])}"
         + (f" (95 %: {around[0]:.2f} to {around[1]:.2f})" if around else "")
         + f", speedup {number(forecast['speedup'], '{:.2f}x')}"
+        + f"; the measured {number(tau)} is outside this interval" * missed
     ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from drafthead.eval.config import EvalConfig
+from drafthead.eval.config import METHOD, EvalConfig
 from drafthead.eval.engines.served import ServedEngines
 from drafthead.eval.timing.interleaved import Decoder
 from drafthead.eval.timing.transformers_generate import transformers_generate
@@ -18,7 +18,6 @@ from drafthead.models.decoding.loop import EXACT, decode
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.drafters.expression import parse_drafter
-from drafthead.models.token_tree import TokenTree
 
 TRANSFORMERS = "hf_"
 """Prefix of the names of transformers' own speculative methods."""
@@ -78,12 +77,12 @@ def methods(
 def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
     """Return the methods to compare serving engines, by name.
 
-    They are each engine with the head and without it, and our decoder drafting a chain with the served head.
+    They are each engine with the head and without it, and our decoder drafting a chain with the served head, unless the
+    evaluated method does that already.
     """
     engines = {name: Method(*method) for name, method in served.methods.items()}
-    if served.head is not None:
-        chain = DraftConfig(tree=TokenTree.chain(served.drafts))
-        engines[served.chain] = _decoded(base, served.head, chain, replace(config, rule=EXACT))
+    if served.head is not None and served.chain != METHOD:
+        engines[served.chain] = _decoded(base, served.head, served.chain_config, replace(config, rule=EXACT))
     return engines
 
 

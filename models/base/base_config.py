@@ -27,7 +27,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.data.utils.devices import automatic_dtype, device_of
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import check_header
+from drafthead.data.utils.files import check_header, make_readable
 from drafthead.data.utils.hub import refuse_pickles
 from drafthead.data.utils.settings import settings
 from drafthead.models.base import adapter
@@ -329,6 +329,7 @@ def save_merged(config: BaseConfig, folder: Path) -> None:
     model, tokenizer = load_weights(replace(config, dtype=dtype), torch.device("cpu"), lambda line: None, True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    make_readable(folder)
 
 
 @contextmanager

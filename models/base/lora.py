@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from drafthead.data.batch import TrainBatch
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import make_readable
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
@@ -107,6 +108,7 @@ class LoraBase:
     def save(self, folder: Path) -> str:
         """Write the adapter in peft's format, and return the fingerprint of the base with this adapter merged."""
         self._peft.save_pretrained(str(folder), save_embedding_layers=False)
+        make_readable(folder)
         (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
         return adapter.fingerprint(self.base.model, adapter.digest_of(self.base.fingerprint, folder))
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import check_header, read_json, require_space, safe_join, write_json
+from drafthead.data.utils.files import check_header, make_readable, read_json, require_space, safe_join, write_json
 from drafthead.data.utils.hub import refuse_pickles
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.head_folder import check_tensors
@@ -50,7 +50,7 @@ class PublishedCheckpoint:
         require_space(folder, sum(t.nbytes for t in tensors.values()) + (1 << 20), "the export")
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / weights_file, metadata={"format": "pt"})
-        (folder / weights_file).chmod(0o644)  # safetensors allows only the owner, but a server may run as another user
+        make_readable(folder / weights_file)  # a server may run as another user
         write_json(folder / CONFIG, self.config)
 
     def integer(self, key: str) -> int:

@@ -44,6 +44,7 @@ def sglang(algorithm: str, size: str) -> Engine:
     """Return the entry of SGLang, whose name for the type of head is ``algorithm``; its block has ``size`` tokens."""
     serve = f"python -m sglang.launch_server --model-path {{base}} --speculative-algorithm {algorithm} "
     serve += f"--speculative-draft-model-path {{folder}} --speculative-{algorithm.lower()}-block-size {size}"
+    serve += " --dtype {dtype}"
     return Engine(
         "SGLang", f"0.5.23 loads it as {algorithm}, on a GPU (its source; not run)", current=True, serve=serve
     )

@@ -41,7 +41,7 @@ SGLANG = Engine(
     "SGLang",
     "loads it as EAGLE3; norm_output and fc_norm in versions of 2026 (its source; not run)",
     current=True,
-    serve="python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 "
+    serve="python -m sglang.launch_server --model-path {base} --dtype {dtype} --speculative-algorithm EAGLE3 "
     "--speculative-draft-model-path {folder} --speculative-num-steps {drafts} --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens {nodes}",
     ignores={

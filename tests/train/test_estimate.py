@@ -238,6 +238,7 @@ def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.Cap
     hours.print_estimate(recipe(*tiny))
     printed = " ".join(capsys.readouterr().out.split())
     assert "pretrain: 2 rows per step (2 per process x 1 x 1 accumulated), 128 tokens" in printed
+    assert "measuring steps of pretrain on this machine: 0/3" in printed
     assert "from 3 real steps of each phase" in printed and re.search(r"in 2 h here: phases.distill.steps=\d+", printed)
     plan = Estimate(recipe(*tiny), device="cpu")  # in float32, unlike a GPU's base
     assert 1.9 < plan.base_bytes / Estimate(recipe(*tiny)).base_bytes < 2.1
@@ -252,11 +253,13 @@ def test_an_estimate_runs_real_steps_here_or_names_the_reason(capsys: pytest.Cap
         recipe("recipe=medusa_smollm2", "hours=2")
 
 
-@pytest.mark.parametrize("device", ["cpu", None])
-def test_a_chosen_cpu_gets_no_hours_of_gpus(
-    device: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("chosen", "obstacle"), [("cpu", "too slow"), (None, ""), (None, "too slow")])
+def test_a_cpu_that_can_train_the_run_or_is_chosen_gets_no_hours_of_gpus(
+    chosen: str | None, obstacle: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hours, "chosen_device", lambda: device and torch.device(device))
+    device = None if chosen is None and obstacle else "cpu"
+    monkeypatch.setattr(hours, "chosen_device", lambda: chosen and torch.device(chosen))
+    monkeypatch.setattr(hours, "why_not_measured", lambda *_: obstacle)
     monkeypatch.setattr(hours, "machine_lines", lambda *_: [])
     monkeypatch.setattr(hours, "TOO_SHORT", 0.0)
     hours.print_estimate(

@@ -178,6 +178,14 @@ def test_data_too_few_to_hold_a_conversation_out_is_refused_before_the_base_is_l
         with pytest.raises(UserError, match=says):
             preflight(composed(tmp_path, *tiny, setting)[0])
     preflight(composed(tmp_path, *tiny, f"data.transcripts={path}", "data.own_answers=true")[0])
+
+
+def test_too_few_own_prompts_to_measure_on_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny, path = ("recipe=medusa_smollm2", "debug=tiny"), tmp_path / "prompts.jsonl"
+    path.write_text("".join(f'{{"prompt": "What is {n}?"}}\n' for n in range(24)))
+    assert composed(tmp_path, *tiny)[0].eval.suite == "builtin", "the prompts are not the user's"
+    run_pipeline(*composed(tmp_path, *tiny, f"data.prompts={path}", "stages=[corpora]"))
+    assert "measured on builtin: 24 conversations are too few to hold 8 out" in capsys.readouterr().out
     preflight(composed(tmp_path, *tiny, "data.answers.prompts=12", "stages=[corpora]")[0])
 
 

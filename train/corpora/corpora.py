@@ -24,6 +24,7 @@ from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError
+from drafthead.eval.prompts.near_duplicates import NearDuplicates
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.train.corpora import transcripts
@@ -32,6 +33,12 @@ from drafthead.train.corpora.corpus_config import HELD_OUT_EVERY, DataConfig
 from drafthead.train.corpora.precomputed import copy_precomputed
 
 ALONE = ProcessGroup()
+FEWEST_SUITE_PROMPTS = 8
+"""Smallest number of the user's prompts, held out from training, on which a run chooses its tree and is measured."""
+SUITE_GROUPS = 18
+"""Number of groups of ``HELD_OUT_EVERY`` conversations from which such prompts are taken, four from each group."""
+COMPARED = 64, 2000
+"""Largest numbers of held-out and of trained answers that are compared with each other."""
 HELD_OUT_MOST = 512
 """Largest number of held-out conversations; more would cost memory and time without measuring better."""
 _CHARACTERS_PER_TOKEN = 6
@@ -56,6 +63,8 @@ class Corpora:
     """Built-in decoding also stores the answers' final hidden states, unless transcripts are used."""
     longest: int | None = None
     """Largest number of tokens of a transcript. Longer ones are cut at the end; with None, no transcript is cut."""
+    holds_suite: bool = False
+    """Hold out conversations for the run's evaluation (``suite_prompts``)."""
     manifests: dict[str, Any] = field(default_factory=dict, init=False)
     """Manifests of the opened corpora by name. Checkpoints store them."""
     _store: AnswerStore | None = field(default=None, init=False)
@@ -183,6 +192,37 @@ class Corpora:
         self.manifests["answers"] = {**files.read_manifest(folder), **prompts, "answers": len(store.done)}
         return store
 
+    @cached_property
+    def suite_prompts(self) -> list[list[int]]:
+        """Token ids of the prompts held out for the evaluation, one per conversation: that of its last turn.
+
+        The list is empty if the run holds out none, or if there are fewer than ``FEWEST_SUITE_PROMPTS``.
+        """
+        if not self.holds_suite:
+            return []
+        answers = sorted(self.answers().read(with_hidden_states=False), key=lambda answer: answer.prompt_number)
+        prompts = {
+            answer.prompt_number % TURN_STRIDE: answer.input_ids[: answer.boundary].tolist()
+            for answer in answers
+            if is_suite_prompt(answer.prompt_number)
+        }
+        return list(prompts.values()) if len(prompts) >= FEWEST_SUITE_PROMPTS else []
+
+    def is_left_out(self, prompt_number: int) -> bool:
+        """Return True if the answer to prompt ``prompt_number`` is not trained on."""
+        return is_held_out(prompt_number) or (bool(self.suite_prompts) and is_suite_prompt(prompt_number))
+
+    def near_copies(self) -> tuple[int, int]:
+        """Return how many of the answers not trained on nearly repeat a trained one, and how many were compared."""
+        answers: dict[bool, list[str]] = {True: [], False: []}
+        for answer in self.answers().read(with_hidden_states=False):
+            texts, most = answers[left_out := self.is_left_out(answer.prompt_number)], COMPARED[not left_out]
+            if len(texts) < most:
+                ids = answer.input_ids[answer.boundary :].tolist()
+                texts.append(str(self.base.tokenizer.decode(ids, skip_special_tokens=True)))
+        trained = NearDuplicates(answers[False])
+        return sum(text in trained for text in answers[True]), len(answers[True])
+
     def answer_rows(self, seq_len: int, held_out: bool) -> tuple[datasets.Dataset, list[int]]:
         """Pack the answers for training, or the held-out ones, into rows of up to ``seq_len`` tokens.
 
@@ -190,7 +230,8 @@ class Corpora:
         training on transcripts a document is a whole conversation, and the list of prompt numbers is empty.
         """
         answers = self.answers().read(with_hidden_states=False)
-        chosen = [answer for answer in answers if is_held_out(answer.prompt_number) == held_out]
+        leaves_out = is_held_out if held_out else self.is_left_out
+        chosen = [answer for answer in answers if leaves_out(answer.prompt_number) == held_out]
         if not chosen:
             raise UserError(
                 f"{len(self.answers().done)} answers are too few to {'hold some out' if held_out else 'train on'} (one "
@@ -259,3 +300,9 @@ def is_held_out(prompt_number: int) -> bool:
     """Return True if the answer to prompt ``prompt_number`` is held out, with all turns of its conversation."""
     group, index = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)
     return index == HELD_OUT_EVERY - 1 and group < HELD_OUT_MOST
+
+
+def is_suite_prompt(prompt_number: int) -> bool:
+    """Return True if prompt ``prompt_number`` belongs to the run's own suite: one in five, up to a limit."""
+    group, index = divmod(prompt_number % TURN_STRIDE, HELD_OUT_EVERY)
+    return index in (3, 7, 11, 15) and group < SUITE_GROUPS

@@ -142,6 +142,11 @@ class DataConfig:
         require(bool(self.transcripts) or not self.own_answers, "own_answers", "false without data.transcripts", True)
 
     @property
+    def has_own_prompts(self) -> bool:
+        """Return True if all conversations are the user's: ``prompts`` or ``transcripts``."""
+        return bool(self.prompts) or not self.uses_answers
+
+    @property
     def uses_answers(self) -> bool:
         """Return True if the run trains on the base's own answers."""
         return self.own_answers or not self.transcripts

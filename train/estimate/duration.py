@@ -13,7 +13,7 @@ from rich.table import Table
 
 from drafthead.data.utils.display import duration
 from drafthead.eval.prompts.prompt import conversation_ids
-from drafthead.eval.prompts.suites import load_suite
+from drafthead.eval.prompts.suites import OWN, load_suite
 from drafthead.eval.trees.cost_model import SIZES
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import reading_copy
@@ -126,7 +126,7 @@ class StageDurations:
         if prompts:
             seconds += MAX_TURNS * run.eval.max_new_tokens * _pass_seconds(self.base, prompts)
             seconds += MAX_TURNS * sum(self._prompt_tokens("dev", prompts)) * self.read_s
-        return f"answers to {prompts} prompts, and the costs of a step", seconds
+        return f"answers to {prompts} prompts ({self._suite}), and the costs of a step", seconds
 
     def _evaluate(self) -> tuple[str, float]:
         config = self.run.eval
@@ -135,8 +135,13 @@ class StageDurations:
         methods = 3 + config.stock_baseline + len(config.baselines)
         prompt_s = mean(self._prompt_tokens(config.split, config.limit)) * self.read_s
         answer = config.max_new_tokens * self.step_s + prompt_s
-        work = f"{turns} answers of {config.max_new_tokens} tokens ({config.suite}), each by {methods} methods in turn"
+        work = f"{turns} answers of {config.max_new_tokens} tokens ({self._suite}), each by {methods} methods in turn"
         return work, (turns + 1) * methods * answer
+
+    @property
+    def _suite(self) -> str:
+        fallback = (suite := self.run.eval.suite).removeprefix(OWN)
+        return suite if suite == fallback else f"of your own, held out, or {fallback} if they are too few"
 
     def _prompt_tokens(self, split: str, limit: int | None) -> list[int]:
         """Return the numbers of tokens of up to ``limit`` (None: all) first turns in the suite's half ``split``."""

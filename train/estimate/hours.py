@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from drafthead.data.embedded.packages import smollm2_path
 from drafthead.data.utils.devices import chosen_device, device_of, memory, peak_memory
-from drafthead.data.utils.display import duration
+from drafthead.data.utils.display import Display, duration
+from drafthead.eval.trees.cost_model import Progress
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.config import RunConfig
@@ -120,7 +121,7 @@ def gpu_table(plan: Estimate, hours: float | None) -> Group:
     return Group(table, *reason)
 
 
-def measured_step(run: RunConfig, base: BaseModel, plan: Estimate) -> dict[str, float]:
+def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, progress: Progress) -> dict[str, float]:
     """Train a new head on random tokens; return the seconds of a step of one full micro-batch, by phase."""
     sharding = Sharding(run.shard, base.device)
     size = run.head_config().draft_vocab_size
@@ -133,7 +134,8 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate) -> dict[str, 
         if run.trains_base:
             head.train_base(now=phase.train_base)
         optimizer, seconds = head_optimizer(head, phase.optim), []
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            progress(f"measuring steps of {name} on this machine", step, STEPS)
             base.synchronise()
             started = perf_counter()
             batches, clip = micro_batches(head, phase, plan.trained_share(name)), phase.optim.clip_norm
@@ -179,15 +181,20 @@ def print_estimate(run: RunConfig) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     check_sources(run)
-    console = Console(highlight=False)
+    display = Display()
+    console = display.console
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     run = replace(run, shard=with_launcher_settings(os.environ, run.shard))
-    chosen = chosen_device()
-    device = "cuda" if chosen is None else chosen.type  # without device=, the tables are those of a GPU
-    plan = Estimate(run, devices, int(os.environ.get("LOCAL_WORLD_SIZE", devices)), device)
+    chosen, per_node = chosen_device(), int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    plan = local = Estimate(run, devices, per_node, device_of(None).type)
+    reason = why_not_measured(run, local)
+    # A run that this CPU cannot train is for a GPU elsewhere, unless the user chose the CPU.
+    if chosen is None and local.device == "cpu" and reason:
+        plan = Estimate(run, devices, per_node, "cuda")
+    device = plan.device
     base = run.base.name or run.base.transformers_config().model_type
     dtype = str(plan.base.dtype).removeprefix("torch.") if run.base.dtype == "auto" else run.base.dtype
-    where = "a CPU" if device == "cpu" else "GPUs (for a CPU add device=cpu)" if chosen is None else device
+    where = "a CPU" if device == "cpu" else device if plan is local else "GPUs (for a CPU add device=cpu)"
     console.print(f"[bold]{run.name}[/bold]: {base} in {dtype} on {where}")
     for name, phase in run.phases.items():
         rows = plan.rows_per_step(name)
@@ -197,22 +204,23 @@ def print_estimate(run: RunConfig) -> None:
         console.print(f"free memory on this machine: {size(memory()[0])}")
     elif sum(gpu_seconds(plan, GPUS["A10"]).values()) > TOO_SHORT:
         console.print(gpu_table(plan, run.hours))
-    for line in machine_lines(run, devices):
+    if reason:
+        console.print(f"time on this machine: not measured, because {reason}")
+        return
+    for line in machine_lines(run, local, display.progress):
         console.print(line)
 
 
-def machine_lines(run: RunConfig, devices: int) -> list[Table | str]:
+def machine_lines(run: RunConfig, plan: Estimate, progress: Progress) -> list[Table | str]:
     """Return a table and lines about a run's time and memory on this machine, measured in real training steps.
 
-    If steps cannot be measured, return one line with the reason. ``devices`` is the number of processes of the run.
+    ``plan`` is the run's estimate for this machine. ``progress`` is called before every step.
     """
-    plan = Estimate(run, devices, device=device_of(None).type)
-    if reason := why_not_measured(run, plan):
-        return [f"time on this machine: not measured, because {reason}"]
+    progress(f"loading {run.base.name or 'the base'} to measure its steps", 0, 0)
     base = BaseModel.load(run.base)
-    stages = StageDurations(run, base, 1, measured_step(run, base, plan))
+    stages = StageDurations(run, base, 1, measured_step(run, base, plan, progress))
     lines: list[Table | str] = [stages.table(f"time on this machine, from {STEPS} real steps of each phase")]
-    # Without device=cpu, the tables above are those of a GPU. A CPU has packed copies of its weights, in float32.
+    # The tables above are computed; a CPU has packed copies of its weights.
     weights = f"{size(plan.base_bytes)} of base weights in {str(base.dtype).removeprefix('torch.')}"
     lines.append(f"memory on this machine: {size(peak_memory())} at the peak of these steps, with {weights}")
     if run.hours:

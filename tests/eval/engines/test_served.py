@@ -108,17 +108,24 @@ def test_an_engine_that_drafts_alike_passes(tiny_base: TinyBase, tmp_path: Path,
     assert theirs["mean_accepted_length"] == pytest.approx(ours["mean_accepted_length"])
     assert row["texts"]["same"] == row["texts"]["same_as_ours"] == 4
     assert row["texts"]["compared_with"] == "its own without drafts" and row["tokens_per_second"]["plain"] > 0
-    assert {"vllm", "vllm_plain", "chain:3"} <= set(evaluation["overall"]["methods"])
-    (line,) = engine_lines(evaluation)
-    assert line.startswith("served by vLLM 9.9.9 (eagle3, chain of 3): ") and "near-ties: 0" in line
-    assert line in console_lines(evaluation) and line in markdown_table(evaluation)
-    assert "served by vLLM 9.9.9" in (tmp_path / "report.html").read_text()
+    assert set(evaluation["overall"]["methods"]) == {"speculative", "vllm", "vllm_plain"}, "speculative is chain:3"
+    headline, line = engine_lines(evaluation)
+    low, high = row["interval_95"]
+    assert row["speedup"] == row["tokens_per_second"]["speculative"] / row["tokens_per_second"]["plain"]
+    assert low < row["speedup"] < high
+    says = f"{row['speedup']:.2f}x with the head over without it (95 %: {low:.2f} to {high:.2f}), "
+    assert headline.startswith(f"in vLLM 9.9.9 (its dtype is not known): {says}")
+    assert headline.endswith(f", tau {theirs['mean_accepted_length']:.2f}, on 4 prompts of suite")
+    assert line.startswith("   eagle3, chain of 3: ") and "near-ties: 0" in line
+    assert {headline, line} <= {*console_lines(evaluation)} and headline in markdown_table(evaluation)
+    page = (tmp_path / "report.html").read_text()
+    assert f"<b>{row['speedup']:.2f}x</b><span>with the head over without it in vLLM 9.9.9</span>" in page
     assert json.loads((tmp_path / "eval.json").read_text())["engines"]["vllm"]["failures"] == []
 
 
 def compared(base: BaseModel, folder: Path, spec: Any, plain: Any, head: Eagle3Head | None = None) -> dict[str, Any]:
     """The engine's row of an evaluation, without the rest of one."""
-    config = EvalConfig(max_new_tokens=NEW, engines=["vllm"])
+    config = EvalConfig(max_new_tokens=NEW, engines=["vllm"], tree="dynamic:6")
     config.engine.vllm.url, config.engine.vllm.plain_url = spec.url, "" if plain is None else plain.url
     prompts = [EvalPrompt("chat", n, [{"role": "user", "content": text}]) for n, text in enumerate(PROMPTS)]
     with serve(base, head or trained(base), config, folder, lambda line: None) as engines:
@@ -162,7 +169,9 @@ def test_other_texts_are_a_failure(tiny_base: TinyBase, tmp_path: Path, fake_vll
     base = tiny_base()
     row = compared(base, tmp_path, fake_vllm(base, trained(base), wrong_token=True), None)
     assert row["failures"] == ["4 of 4 answers of vLLM differ from our autoregressive ones, beyond near-ties"]
-    assert "plain not measured" in engine_lines({"engines": {"vllm": row}})[0]
+    evaluation = {"engines": {"vllm": row}, "suite": "smoke", "failed": []}
+    assert "not measured without it" in engine_lines(evaluation)[0]
+    assert "of our decoder (chain:3, with the exported weights)" in engine_lines(evaluation)[1]
 
 
 def test_counts_become_steps() -> None:

@@ -177,9 +177,13 @@ def test_the_chosen_tree_is_marked_on_the_cost_curve() -> None:
 
 
 def test_the_two_forecasts_of_the_speedup_have_two_names(compared: dict[str, Any], tmp_path: Path) -> None:
-    forecast = {"mean_accepted_length": 1.9, "interval_95": [1.8, 2.0], "speedup": 1.31, "nodes": 3.0}
+    forecast = {"mean_accepted_length": 1.9, "interval_95": [1.8, 2.0], "speedup": 1.31, "nodes": 3.0, "answers": 7}
     evaluation = compared | {"predicted": forecast}
-    line = "forecast from the base's answers to the suite's dev half: tau 1.90 (95 %: 1.80 to 2.00), speedup 1.31x"
+    line = "forecast from 7 answers to the suite's dev half: tau 1.90 (95 %: 1.80 to 2.00), speedup 1.31x"
+    forecast["interval_95"] = [1.8, 2.01]
+    line = line.replace("2.00)", "2.01)")
+    wide = compared | {"predicted": forecast | {"interval_95": [1.8, 1.9]}}
+    assert any("; the measured 2.00 is outside this interval" in text for text in tables.console_lines(wide))
     page = page_of(tmp_path, evaluation)
     assert line in tables.console_lines(evaluation) and f"<p>F{line[1:].replace(chr(39), '&#39;')}.</p>" in page
     assert "1.54x from this run's step times" in page and "predicted" not in page

@@ -122,7 +122,8 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     stock = transformers_generate(base, ids, 8, model=base.stock())
     assert stock.tokens == decode(base, None, ids, max_new_tokens=8).tokens
     assert evaluation["predicted"]["mean_accepted_length"] >= 1
-    assert any(line.startswith("forecast from the base's answers to the suite's") for line in console_lines(evaluation))
+    start = f"forecast from {evaluation['predicted']['answers']} answers to the suite's dev half"
+    assert any(line.startswith(start) for line in console_lines(evaluation))
     config = replace(CONFIG, stock_baseline=False)
     without = evaluate(base, head, config, tmp_path / "two", lambda *_: None, costs=costs)
     assert "transformers_stock" not in without["overall"]["autoregressive_tokens_per_second"]

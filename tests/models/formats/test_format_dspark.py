@@ -141,7 +141,8 @@ def test_the_command_for_sglang(tmp_path: Path, form: Any, settings: dict[str, A
     """SGLang reads another key for causal heads, and its Markov heads have the whole vocabulary."""
     base = deep_base()
     sglang = next(e for e in form.engines_for(block_head(base, None, **settings)) if e.name == "SGLang")
-    assert sglang.command("org/base", "out", 3).endswith(f"--speculative-draft-model-path out --speculative-{says}")
+    line = sglang.command("org/base", "out", 3, "bfloat16")
+    assert line.endswith(f"--speculative-draft-model-path out --speculative-{says} --dtype bfloat16")
     reduced = next(e for e in form.engines_for(block_head(base, D2T, **settings)) if e.name == "SGLang")
     assert reduced.current == (form is DFLASH)
     for causal in (False, True):

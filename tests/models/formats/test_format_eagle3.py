@@ -133,8 +133,9 @@ def test_engine_and_round_trip(tmp_path: Path, form: Format, settings: dict[str,
 def test_no_engine_is_promised_that_ignores_a_setting(settings: dict[str, Any], engines: list[str]) -> None:
     head = eagle(deep_base(), **{"layers": [2, 3, 5], **settings})
     assert [engine.name for engine in EAGLE.engines_for(head) if engine.current] == engines
-    said = {engine.name: engine.command("user/base", "out/eagle3", 3) for engine in EAGLE.engines_for(head)}
+    said = {engine.name: engine.command("user/base", "out/eagle3", 3, "float32") for engine in EAGLE.engines_for(head)}
     assert '"model": "out/eagle3", "num_speculative_tokens": 3' in said["vLLM"] and "TGI" in said
+    assert all("--dtype float32 " in said[name] for name in {"vLLM", "SGLang"} & {*engines}), "served as measured"
     assert ("--speculative-num-draft-tokens 4" in said["SGLang"]) is ("SGLang" in engines)
     assert bool(said["llama.cpp"]) is ("llama.cpp" in engines) and not said["TGI"]
 
@@ -306,6 +307,7 @@ def test_a_rotary_scaling_that_is_no_tensor_is_refused() -> None:
 def test_the_command_names_the_base_that_was_written() -> None:
     llamacpp = next(engine for engine in GGUF.engines if engine.current)
     assert GGUF.base_file == "base.gguf"
-    assert " -m out/base.gguf -md out/head.gguf " in llamacpp.command("user/base", "out", 3, "out/base.gguf")
-    line = llamacpp.command("user/base", "out", 3)
-    assert " -m BASE.gguf -md out/head.gguf " in line and "base_gguf" in line
+    line = llamacpp.command("user/base", "out", 3, "q8_0", "out/base.gguf")
+    assert " -m out/base.gguf -md out/head.gguf " in line and "-ctk" not in line
+    line = llamacpp.command("user/base", "out", 3, "float32")
+    assert " -m BASE.gguf -md out/head.gguf " in line and "base_gguf=f32" in line and " -ctk f32 -ctv f32 " in line

@@ -11,6 +11,7 @@ from drafthead.data.text.packing import collate
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
+from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig
@@ -56,6 +57,30 @@ def test_turns_of_a_conversation_are_one_document(tiny_base: TinyBase, tmp_path:
     assert len(list(tmp_path.glob("transcripts-*"))) == 2
 
 
+def test_prompts_of_the_report_are_not_trained_on_and_near_copies_are_counted(
+    tiny_base: TinyBase, tmp_path: Path
+) -> None:
+    base, path = tiny_base(), chats(tmp_path / "chats.jsonl", 42)
+    corpora = make(base, tmp_path, path)
+    assert not corpora.suite_prompts and corpora.near_copies() == (0, 4)
+    corpora = make(base, tmp_path, path)
+    corpora.holds_suite = True
+    asked = [base.tokenizer.decode(ids) for ids in corpora.suite_prompts]
+    trained = base.tokenizer.decode(sum(corpora.answer_rows(512, held_out=False)[0]["input_ids"], []))
+    numbers = [n for n in range(42) if n % 20 in (3, 7, 11, 15)]
+    assert [text.count("Seven.") for text in asked] == 8 * [1]
+    assert all(f"Sure? {n}<" in text for n, text in zip(numbers, asked, strict=True)), "of the last turn"
+    assert not any(f"How many? {n}<" in trained for n in (*numbers, 19, 39)) and "How many? 41<" in trained
+    few = make(base, tmp_path, chats(tmp_path / "chats.jsonl", 35))
+    few.holds_suite = True
+    assert not few.suite_prompts and not few.is_left_out(3), "7 prompts are too few to measure on"
+    text = (
+        '{"messages": [{"role": "user", "content": "a %d"}, {"role": "assistant", "content": "one two three four %d"}]}'
+    )
+    (tmp_path / "chats.jsonl").write_text("\n".join(text % (n, n) for n in range(40)))
+    assert make(base, tmp_path, str(tmp_path / "chats.jsonl")).near_copies() == (2, 2)
+
+
 def test_the_base_agrees_with_its_own_answers_and_not_with_others(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     own = make(base, tmp_path, None).answers().read(with_hidden_states=False)
@@ -84,7 +109,9 @@ def test_a_mixture_spreads_both(tiny_base: TinyBase, tmp_path: Path) -> None:
         make(base, tmp_path, None, own_answers=True)
 
 
-def test_a_run_reports_the_agreement(tmp_path: Path) -> None:
+def test_a_run_reports_the_agreement_and_is_measured_on_its_own_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = chats(tmp_path / "chats.jsonl")
     steps = ("phases.pretrain.steps=2", "phases.distill.steps=4", "eval.limit=1", "eval.max_new_tokens=8")
     run_pipeline(*composed(tmp_path, "recipe=medusa_smollm2", "debug=tiny", *steps, f"data.transcripts={path}"))
@@ -92,7 +119,14 @@ def test_a_run_reports_the_agreement(tmp_path: Path) -> None:
     share = f"{100 * read_json(folder / 'transcripts.json')['greedy']:.1f} % of the transcripts"
     card = (folder / "head" / "README.md").read_text()
     assert share in card and "`chats.jsonl`" in card and "base's answers" not in card
-    assert "transcripts: 76 assistant turns" in card, "of 80; the turns of every 20th conversation are held out"
+    assert "transcripts: 60 assistant turns" in card, "of 80; 2 of 40 conversations are held out, and 8 for the report"
+    suite, evaluation = load_suite(str(folder / "held_out_prompts.jsonl")), read_json(folder / "eval.json")
+    assert len(suite) == 8 and evaluation["suite"] == str(folder / "held_out_prompts.jsonl")
+    assert "held_out_prompts, at most 8 new tokens" in card and "| own prompts |" in card
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "measured on 8 of your prompts, which are not trained on" in shown
+    assert "acceptance on 4 answers to held_out_prompts (dev half)" in shown
+    assert "on 1 prompts of held_out_prompts (test half)" in shown
     assert share in (folder / "report.html").read_text()
 
 
