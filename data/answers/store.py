@@ -218,10 +218,15 @@ class AnswerStore:
         last = entry.first + len(table["input_ids"][entry.row]) - 1
         return cast("npt.NDArray[np.float16]", self._open_hidden_states(entry.shard)[entry.first : last])
 
-    def token_counts(self, vocab_size: int) -> npt.NDArray[np.int64]:
-        """Return how often each token id occurs in the answers, [vocab_size], without prompts."""
+    def token_counts(
+        self, vocab_size: int, leave_out: Callable[[int], bool] = lambda prompt_number: False
+    ) -> npt.NDArray[np.int64]:
+        """Return how often each token id occurs in the answers, [vocab_size], without prompts.
+
+        Answers with a prompt number in ``leave_out`` are not counted.
+        """
         counts = np.zeros(vocab_size, dtype=np.int64)
-        for answer in map(self.answer, self._entries):
+        for answer in (self.answer(number) for number in self._entries if not leave_out(number)):
             of_answer = np.bincount(answer, minlength=vocab_size)
             if len(of_answer) > vocab_size:
                 raise UserError(

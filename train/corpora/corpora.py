@@ -249,7 +249,7 @@ class Corpora:
 
         These are the ids that end a turn, and the most frequent ids in the answers.
         """
-        counts = self.answers().token_counts(self.base.vocab_size)
+        counts = self.answers().token_counts(self.base.vocab_size, self.is_left_out)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
     def stored_hidden_states(

@@ -11,6 +11,7 @@ from time import perf_counter
 import torch
 from rich.table import Table
 
+from drafthead.data.text.sources import num_entries
 from drafthead.data.utils.display import duration
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import OWN, load_suite
@@ -18,6 +19,7 @@ from drafthead.eval.trees.cost_model import SIZES
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import reading_copy
 from drafthead.train.config import PhaseConfig, RunConfig
+from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, is_suite_prompt
 from drafthead.train.estimate.memory import Estimate
 
 LONG_PASS = 256
@@ -52,6 +54,10 @@ class StageDurations:
         self.step_s = _pass_seconds(base, 1)
         """Seconds of one autoregressive step."""
         self.costs = Estimate(run, devices, device=base.device.type)
+        entries = sum(num_entries(source) or 0 for source in (*run.data.prompts, *run.data.transcripts))
+        own = sum(map(is_suite_prompt, range(entries))) if run.eval.suite.startswith(OWN) else 0
+        self.own = own // 2 if own >= FEWEST_SUITE_PROMPTS else 0
+        """Number of the user's prompts, held out, for the tree and as many for the report; 0: prompts of the suite."""
 
     def rows(self) -> list[tuple[str, str, float]]:
         """Return (stage, description of its work, seconds) for the stages of the run that take long.
@@ -122,7 +128,7 @@ class StageDurations:
     def _tree(self) -> tuple[str, float]:
         run = self.run
         seconds = TREE_REPEATS * sum(max(self.step_s, n * self.read_s) for n in SIZES)
-        prompts = run.tree_prompts if run.eval.split == "test" else 0
+        prompts = min(run.tree_prompts, self.own or run.tree_prompts) if run.eval.split == "test" else 0
         if prompts:
             seconds += MAX_TURNS * run.eval.max_new_tokens * _pass_seconds(self.base, prompts)
             seconds += MAX_TURNS * sum(self._prompt_tokens("dev", prompts)) * self.read_s
@@ -130,7 +136,7 @@ class StageDurations:
 
     def _evaluate(self) -> tuple[str, float]:
         config = self.run.eval
-        suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)
+        suite = load_suite(config.suite, config.limit, config.seed, config.tasks, config.split)[: self.own or None]
         turns = sum(prompt.turns for prompt in suite)
         methods = 3 + config.stock_baseline + len(config.baselines)
         prompt_s = mean(self._prompt_tokens(config.split, config.limit)) * self.read_s
@@ -140,8 +146,7 @@ class StageDurations:
 
     @property
     def _suite(self) -> str:
-        fallback = (suite := self.run.eval.suite).removeprefix(OWN)
-        return suite if suite == fallback else f"of your own, held out, or {fallback} if they are too few"
+        return "your own, held out" if self.own else self.run.eval.suite.removeprefix(OWN)
 
     def _prompt_tokens(self, split: str, limit: int | None) -> list[int]:
         """Return the numbers of tokens of up to ``limit`` (None: all) first turns in the suite's half ``split``."""
