@@ -4,6 +4,7 @@ import gc
 import sys
 from importlib import import_module
 
+from drafthead.data.utils.errors import print_any_text
 from drafthead.version import __version__
 
 COMMANDS = {
@@ -59,6 +60,7 @@ def main() -> None:
     Raises:
         SystemExit: 0 after ``--help`` and ``--version``; 1 after bad input to a command; 2 for an unknown command.
     """
+    print_any_text()
     command, rest = (sys.argv[1:2] or ["--help"])[0], sys.argv[2:]
     if command in ("--help", "-h", "help"):
         sys.stdout.write(HELP)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json
-from drafthead.data.utils.settings import BelowOne, NonNegative, Positive, PositiveFloat, require, settings
+from drafthead.data.utils.settings import BelowOne, NonNegative, Positive, PositiveFloat, Seed, require, settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, Drafter, DraftSampling, DynamicTree
@@ -81,7 +81,7 @@ class SuiteConfig:
     """Number of prompts, spread evenly over the suite's tasks. With null, all prompts."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 128
     """Largest number of tokens of an answer."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the choice of prompts by ``limit``, of their order, of sampling and, in ``replay``, of the bootstrap."""
 
 

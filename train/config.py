@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
-from drafthead.data.utils.compose import parse, schema
+from drafthead.data.utils.compose import override, parse, schema
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import HubConfig
-from drafthead.data.utils.settings import NonNegative, Positive, PositiveFloat, Share, require, settings
+from drafthead.data.utils.settings import NonNegative, Positive, PositiveFloat, Seed, Share, require, settings
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.eval.prompts.suites import OWN
@@ -115,7 +115,7 @@ class RunConfig:
 
     name: str
     """Name of the run. Its folder ``out`` is by default ``outputs/NAME``."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seed of the head's initial weights, the order of the data and sampling."""
     mode: Literal["train", "estimate"] = "train"
     """``train`` trains a head. ``estimate`` only prints memory, disk and hours; it runs a few steps if the base is on
@@ -219,7 +219,7 @@ def composed(overrides: Sequence[str]) -> RunConfig:
     GlobalHydra.instance().clear()  # inside a command, it holds the command's own settings
     try:
         with initialize_config_module("drafthead.recipes", version_base="1.3"):
-            return parse_run(compose("train", overrides=list(overrides)))
+            return parse_run(compose("train", overrides=[override(item, RunConfig) for item in overrides]))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"{overrides[0]}: {str(error).splitlines()[0]}") from None
 

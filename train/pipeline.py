@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 
 import datasets
 from accelerate.utils import set_seed
@@ -455,13 +456,14 @@ def _print_commands(context: RunContext) -> None:
     """Print commands that use the head, and the report's path if the run has one; nothing without a head."""
     head, report = context.head_folder, context.folder / "report.html"
     commands = {
-        "try it": f'drafthead generate head={head} "Why is the sky blue?"',
-        "measure it on other prompts": f"drafthead eval head={head} suite=spec_bench_like limit=18",
+        "try it": f'drafthead generate {quote(f"head={head}")} "Why is the sky blue?"',
+        "measure it on other prompts": f"drafthead eval {quote(f'head={head}')} suite=spec_bench_like limit=18",
         "look at the report": str(report) if report.exists() else "",
     }
     for purpose, command in commands.items():
         if command and (head / "config.json").exists():
-            context.display.line(f"{purpose}:\n   {command}")
+            context.display.line(f"{purpose}:")
+            context.display.line(f"   {command}")
 
 
 def push(context: RunContext) -> None:

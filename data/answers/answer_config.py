@@ -5,11 +5,12 @@ from urllib.parse import urlsplit
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import (
     NonNegative,
-    NonNegativeFloat,
     Positive,
     PositiveFloat,
     PositiveShare,
+    Seed,
     Share,
+    Temperature,
     require,
     settings,
 )
@@ -19,7 +20,7 @@ from drafthead.data.utils.settings import (
 class SamplerConfig:
     """Settings of the sampler for the base's answers."""
 
-    temperature: NonNegativeFloat = 0.0
+    temperature: Temperature = 0.0
     """Sampling temperature. 0 is greedy decoding."""
     top_k: NonNegative = 0
     """Sample from the k most likely tokens. 0: from all tokens."""
@@ -29,7 +30,7 @@ class SamplerConfig:
     """Largest number of tokens of an answer."""
     ignore_eos: bool = False
     """Continue answers after the end-of-turn token."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seed of the sampled answers."""
 
 

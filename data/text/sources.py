@@ -274,6 +274,14 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
 
 
+def check_characters(text: str) -> None:
+    """Reject lone surrogates, which JSON can hold, but no file and no tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"holds half a character ({error.reason}), which no tokenizer reads") from None
+
+
 def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
     """Return the messages up to the first one to answer, and the texts of the user's later messages.
 
@@ -293,10 +301,7 @@ def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
             raise UserError("holds a conversation without a user's turn")
     else:
         raise UserError(f"holds {shown(value)}")
-    try:
-        "".join(m["content"] for m in messages).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"holds half a character ({error.reason}), which no tokenizer reads") from None
+    check_characters("".join(m["content"] for m in messages))
     # Of the user's unanswered messages at the end, all but the first wait for an answer.
     first = max((i for i, m in enumerate(messages[:-1]) if m["role"] != "user"), default=-1) + 1
     return messages[: first + 1], tuple(m["content"] for m in messages[first + 1 :])
@@ -362,7 +367,9 @@ def _set_of(source: SourceConfig, known: tuple[str, ...], kind: str) -> str:
 
 def files_of(source: SourceConfig) -> list[Path]:
     """Return the files that a source's path or glob matches, sorted; a ``UserError`` if there are none."""
-    files = [Path(p) for p in sorted(glob(str(Path(source.name).expanduser()), recursive=True)) if Path(p).is_file()]
+    path = Path(source.name).expanduser()
+    names = [str(path)] if path.is_file() else glob(str(path), recursive=True)  # a file's name may contain [1]
+    files = [Path(name) for name in sorted(names) if Path(name).is_file()]
     if not files:
         raise UserError(f"source {source} matches no file; check the path")
     return files

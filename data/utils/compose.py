@@ -16,9 +16,17 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, visible
 from drafthead.data.utils.help import help_text
-from drafthead.data.utils.settings import check, default_of, is_settings, types_of, unknown_key, without_none
+from drafthead.data.utils.settings import (
+    check,
+    default_of,
+    is_settings,
+    takes_text,
+    types_of,
+    unknown_key,
+    without_none,
+)
 
 T = TypeVar("T")
 INTERRUPTED = 130
@@ -104,9 +112,9 @@ def one_line_errors(cls: type[Any] | None = None) -> Iterator[None]:
         elif isinstance(error, MissingConfigException) and error.options:
             group, _, name = str(error.missing_cfg_file).partition("/")
             reason = _unknown_choice(group, name, error.options)
-        raise SystemExit(f"error: {reason}") from None
+        raise SystemExit(f"error: {visible(reason)}") from None
     except OSError as error:  # a folder that cannot be made, a full disk: the message names the path
-        raise SystemExit(f"error: {error}; choose another folder (out=..., data.folder=...)") from None
+        raise SystemExit(f"error: {visible(str(error))}; choose another folder (out=..., data.folder=...)") from None
     except KeyboardInterrupt:
         say("interrupted; finished work is kept, and runs resume if you give the same command again")
         raise SystemExit(INTERRUPTED) from None
@@ -131,6 +139,19 @@ def take_device() -> None:
             choose_device(argument.removeprefix("device="))
 
 
+def override(argument: str, cls: type[Any], sweeps: bool = False) -> str:
+    """Return ``key=value`` in Hydra's syntax, in which many characters of a path have a meaning.
+
+    If it ``sweeps`` (``-m``), a text is left as it is, because ``a,b`` are two values.
+    """
+    key, _, value = argument.partition("=")
+    if takes_text(cls, key.lstrip("+"), value) and not sweeps:
+        doubled = re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + match[2].replace("'", r"\'"), value)
+        return f"{key}='{doubled}'"
+    # Free keys, which Hydra takes only as additions: base.chat_template_kwargs={enable_thinking: true}
+    return f"++{argument}" if re.match(r"[\w.]+=\{", argument) else argument
+
+
 def run_recipe(task: Callable[[DictConfig], None], cls: type[Any], usage: str) -> None:
     """Run ``task`` on the recipe that Hydra composes; ``--help`` prints ``usage`` and the settings of ``cls``."""
     if {"--help", "-h"} & {*sys.argv[1:]}:
@@ -139,8 +160,8 @@ def run_recipe(task: Callable[[DictConfig], None], cls: type[Any], usage: str) -
     for argument in sys.argv[1:]:
         if argument.startswith("="):
             raise SystemExit(f"error: {argument!r} names no setting; settings are key=value, see --help")
-    # Free keys, which Hydra takes only as additions: base.chat_template_kwargs={enable_thinking: true}
-    sys.argv[1:] = [f"++{argument}" if re.match(r"[\w.]+=\{", argument) else argument for argument in sys.argv[1:]]
+    sweeps = bool({"-m", "--multirun"} & {*sys.argv[1:]})
+    sys.argv[1:] = [override(argument, cls, sweeps) for argument in sys.argv[1:]]
     take_device()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # otherwise Hydra ends the process itself, with its own traceback
 

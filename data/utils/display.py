@@ -2,11 +2,12 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,16 +17,31 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
+
+from drafthead.data.utils.errors import visible
 
 LOG_WIDTH = 120
 """Columns of output to files, unless ``COLUMNS`` is set; rich would fold tables at 80."""
+
+
+class PlainConsole(Console):
+    """A console that prints texts as they are, without markup, and makes control characters in them visible."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of ``renderable``; those of rich's own control codes are unchanged."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text, keep="\n\t"))
 
 
 class Display:
     """The console of a run. It prints only if ``enabled``, which is False in all processes but the main one."""
 
     def __init__(self, enabled: bool = True) -> None:
-        self.console = Console(quiet=not enabled, highlight=False)
+        self.console = PlainConsole(quiet=not enabled)
         if not self.console.is_terminal and "COLUMNS" not in os.environ:
             self.console.width = LOG_WIDTH
         self.stages: list[tuple[str, float]] = []
@@ -36,12 +52,12 @@ class Display:
 
     def line(self, text: str) -> None:
         """Print one plain line."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(visible(text), soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Print the heading ``name`` before the block, and the block's duration after it."""
-        self.console.print(f"[bold]== {name}[/bold]")
+        self.console.print(f"== {visible(name)}", style="bold")
         started = monotonic()
         try:
             yield
@@ -63,7 +79,7 @@ class Display:
             return
         if self.console.is_terminal:
             if self._bar is None:
-                columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn())
+                columns = (TextColumn("   {task.description}", markup=False), BarColumn(), MofNCompleteColumn())
                 times = (TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
                 self._bar = Progress(*columns, *times, console=self.console)
                 self._bar.start()

@@ -14,6 +14,7 @@ from dataclasses import field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, wraps
+from pathlib import Path
 from types import UnionType
 from typing import (
     Annotated,
@@ -29,7 +30,7 @@ from typing import (
 )
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from drafthead.data.utils.errors import UserError
@@ -61,8 +62,21 @@ def settings(**options: Any) -> Callable[[type[T]], type[T]]:
 
 _CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_types_allowed=True)
 
+MIN_TEMPERATURE = 1e-5
+"""Smallest temperature other than 0. Logits divided by a much smaller one are infinite in float32."""
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"a temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {value:g}; use 0")
+    return value
+
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""Seed of random numbers. NumPy takes seeds below 2 ** 32, and some seeds are sums."""
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -171,7 +185,8 @@ def limit_of(kind: Any) -> str:
         return ""
     metadata = [item for extra in get_args(kind)[1:] if isinstance(extra, FieldInfo) for item in extra.metadata]
     limits = [(words, getattr(item, name, None)) for item in metadata for name, words in _LIMITS.items()]
-    bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
+    shown = [(words, f"{limit:g}" if isinstance(limit, float) else limit) for words, limit in limits]
+    bounds = " and ".join(f"{words} {limit}" for words, limit in shown if limit is not None)
     return ", ".join(filter(None, [limit_of(get_args(kind)[0]), bounds]))
 
 
@@ -229,6 +244,18 @@ def locate(cls: Any, location: Sequence[int | str]) -> tuple[list[int | str], An
             continue
         typed.append(step)
     return typed, kind
+
+
+def takes_text(cls: Any, key: str, value: str) -> bool:
+    """Return True if ``value`` is the text of the setting ``key`` as it is; False if it has the syntax of YAML.
+
+    A path may hold any character, so that only null and a value in quotes are YAML for a text. Where a list is
+    expected, any other value is its only item.
+    """
+    kind, ends = _container(locate(cls, key.split("."))[1]), value[:1] + value[-1:]
+    if value in ("", "null") or ends in ("''", '""'):
+        return False
+    return kind in (str, Path) or (get_origin(kind) is list and ends not in ("[]", "{}", "$}"))
 
 
 def _names(kind: Any) -> set[str]:

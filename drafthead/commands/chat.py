@@ -24,10 +24,11 @@ from rich.text import Text
 
 from drafthead.commands.command import command
 from drafthead.data.text.chat import Message, user_turn
+from drafthead.data.utils.display import PlainConsole
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import disk_errors, write_atomic
 from drafthead.data.utils.machine import OtherProcesses, other_processes_line
-from drafthead.data.utils.settings import Positive, settings
+from drafthead.data.utils.settings import Positive, Seed, settings
 from drafthead.eval.report.side_by_side import ACCEPTED, coloured
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
@@ -61,7 +62,7 @@ class ChatConfig(DrafterConfig):
     """Largest number of tokens of an answer."""
     sampler: OutputSampler = field(default_factory=OutputSampler)
     """Distribution of the output, by default that of transformers' ``generate``."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the first sampled answer. It rises by 1 with each answer."""
     record: Path | None = None
     """SVG file to which the whole chat is written at the end, with accepted drafts in colour."""
@@ -72,7 +73,7 @@ def main(config: ChatConfig) -> None:
     """Answer all messages."""
     if config.record is not None and not config.record.resolve().parent.is_dir():
         raise UserError(f"record={config.record}: its folder does not exist; create it or choose another file")
-    console = Console(highlight=False)
+    console = PlainConsole()
     base, head, head_config = load_base_and_drafter(config.head, config.base)
     chat = Chat(config, base, *config.build(base, head, head_config), console)
     for message in [config.message] if config.message else _lines(console):
@@ -201,13 +202,13 @@ class Chat:
         if self.config.record is None:
             return
         self.transcript.append("coloured", style=ACCEPTED).append(": accepted drafts of the head")
-        recording = Console(record=True, width=SVG_WIDTH, file=io.StringIO(), highlight=False)
+        recording = PlainConsole(record=True, width=SVG_WIDTH, file=io.StringIO())
         recording.print(self.transcript)
         svg = recording.export_svg(title=f"drafthead chat: {self.base.name}", theme=MONOKAI)
         svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # rich's fonts lie on another site
         with disk_errors("the recording", self.config.record.parent):
             write_atomic(self.config.record, svg)
-        self.console.print(f"recorded in {self.config.record}", markup=False, soft_wrap=True)
+        self.console.print(f"recorded in {self.config.record}", soft_wrap=True)
 
 
 def _rate(steps: list[StepRecord]) -> float:

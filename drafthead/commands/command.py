@@ -17,7 +17,7 @@ from drafthead.data.utils.compose import one_line_errors, parse, schema, take_de
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import make_folder
 from drafthead.data.utils.help import help_text
-from drafthead.data.utils.settings import default_of, types_of
+from drafthead.data.utils.settings import default_of, takes_text, types_of
 
 T = TypeVar("T")
 Task = Callable[[T], None]
@@ -89,13 +89,13 @@ def _composed(arguments: list[str], cls: Any, words: str) -> DictConfig:
             raise UserError(f"{argument} has no value; give one ({argument}VALUE), see --help")
         else:
             key = {"base": "base.name", "from": "from_"}.get(key, key)
+            if takes_text(cls, key, value):
+                OmegaConf.update(given, key, value.replace("${", r"\${"))  # not an interpolation
+                continue
             value = re.sub(r"([{,]\s*\w+):(?=[^\s/])", r"\1: ", value) if "{" in value else value  # {a:b} as {a: b}
             try:
                 given.merge_with_dotlist([f"{key}={value}"])
             except YAMLError as error:
-                if value[0] not in "[{'\"":
-                    OmegaConf.update(given, key, value)  # a text that YAML would read otherwise
-                    continue
                 raise UserError(f"{argument} cannot be read ({one_line(error)}); quote the value") from None
     if text:
         given[words] = " ".join(text).replace("${", r"\${")  # not an interpolation

@@ -12,13 +12,12 @@ All words that are not settings are the prompt; - reads the prompt from standard
 import sys
 from dataclasses import field
 
-from rich.console import Console
-
 from drafthead.commands.command import command
 from drafthead.data.text.chat import user_turn
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.display import PlainConsole
+from drafthead.data.utils.errors import UserError, visible
 from drafthead.data.utils.machine import OtherProcesses, other_processes_line
-from drafthead.data.utils.settings import Positive, settings
+from drafthead.data.utils.settings import Positive, Seed, settings
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
@@ -42,7 +41,7 @@ class GenerateConfig(DrafterConfig):
     """Largest number of tokens of the answer."""
     sampler: OutputSampler = field(default_factory=OutputSampler)
     """Distribution of the output, by default that of transformers' ``generate``."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the sampled answer."""
     raw: bool = False
     """Continue the prompt itself, without the chat template."""
@@ -69,13 +68,13 @@ def main(config: GenerateConfig) -> None:
     if config.compare:
         wait_for_huge_pages()  # moving weights slows decoding down, and would slow only the first answer
     decode(base, drafter, ids[-8:], max_new_tokens=4, draft_config=draft_config)  # warm up, for the same reason
-    console = Console(highlight=False)
+    console = PlainConsole()
     sampler = stock_sampler(base, ids, config.max_new_tokens, config.sampler)
     most, seed = config.max_new_tokens, config.seed
     with OtherProcesses() as others:
         answer = stream(base, drafter, ids, max_new_tokens=most, sampler=sampler, seed=seed, draft_config=draft_config)
         for piece in answer:
-            console.out(piece.text, end="", highlight=False)
+            console.out(visible(piece.text, keep="\n\t"), end="")
     console.out("")
     tokens = answer.sequence.answer
     rate = len(tokens) / answer.sequence.total_s
@@ -87,6 +86,6 @@ def main(config: GenerateConfig) -> None:
         same = "the same text" if baseline.tokens == tokens else "another text (a near-tie; see drafthead eval)"
         baseline_rate = len(baseline.tokens) / baseline.total_s
         line += f"; autoregressive {baseline_rate:.1f} tokens/s and {same}: speedup {rate / baseline_rate:.2f}"
-    console.print(f"\n[dim]{line}; {other_processes_line(others.cores)}[/dim]", soft_wrap=True)
-    for line in sampling_lines(base, sampler):
-        console.print(line, style="dim", markup=False, soft_wrap=True)
+    console.print()
+    for note in (f"{line}; {other_processes_line(others.cores)}", *sampling_lines(base, sampler)):
+        console.print(note, style="dim", soft_wrap=True)

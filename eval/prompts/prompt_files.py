@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from drafthead.data.text.readers import dataset_errors, json_object, open_dataset, read_lines
-from drafthead.data.text.sources import PROMPT_COLUMNS, shown, suite_prompt
+from drafthead.data.text.sources import PROMPT_COLUMNS, check_characters, shown, suite_prompt
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 
@@ -85,6 +85,7 @@ def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
     """
     if not isinstance(task, str) or not task:
         raise UserError(f"has a task that is not a text: {shown(task)}")
+    check_characters(task)
     if isinstance(value, list) and all(type(token) is int for token in value):
         return EvalPrompt(task, number, [], input_ids=tuple(value))
     messages, later = suite_prompt(value)

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from drafthead.data.utils.errors import visible
 from drafthead.data.utils.files import write_atomic
 from drafthead.eval.metrics.summary import fastest_autoregressive, nodes_per_step, speedup_of
 from drafthead.models.token_tree import TokenTree
@@ -108,7 +109,7 @@ def save_training_plots(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 def short_name(spec: str) -> str:
     """Shorten paths in a drafter's name: "head:outputs/run/head" becomes "head:run", "max_gram:a/b" "max_gram:b"."""
     spec = re.sub(r"head:(?:[^+@()]*/)?([^/+@()]+)/head\b", r"head:\1", spec)
-    return re.sub(r"max_gram:(?:[^+@()]*/)?([^/+@()]+)", r"max_gram:\1", spec)
+    return visible(re.sub(r"max_gram:(?:[^+@()]*/)?([^/+@()]+)", r"max_gram:\1", spec))
 
 
 def speedup(rows: Sequence[BarRow]) -> Figure:

@@ -3,6 +3,7 @@
 ``evaluation`` is always the contents of ``eval.json``.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -10,6 +11,7 @@ from typing import Any, Self
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from drafthead.data.utils.errors import visible
 from drafthead.data.utils.machine import BUSY_CORES, other_processes_line
 from drafthead.eval.config import METHOD
 from drafthead.eval.engines.served import PLAIN
@@ -58,7 +60,7 @@ def cell_text(column: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table of text cells. A cell may end with a remark in parentheses."""
+    """A table of cells, each one line of plain text, which may end with a remark in parentheses."""
 
     title: str
     columns: tuple[str, ...]
@@ -69,15 +71,13 @@ class ResultTable:
     @classmethod
     def of(cls, title: str, rows: Sequence[Mapping[str, Any]], has_total: bool = False) -> Self:
         """Return a table from rows that map column names to values. The first row must have all columns."""
-        columns = tuple(rows[0])
-        return cls(
-            title, columns, [tuple(cell_text(name, row.get(name)) for name in columns) for row in rows], has_total
-        )
+        cells = [tuple(visible(cell_text(name, row.get(name))) for name in rows[0]) for row in rows]
+        return cls(title, tuple(map(visible, rows[0])), cells, has_total)
 
     def markdown(self) -> str:
         """Return the table as Markdown, for a model card."""
         lines = [self.columns, ("---", *["---:"] * (len(self.columns) - 1)), *self.rows]
-        return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+        return "".join("| " + " | ".join(map(escaped, line)) + " |\n" for line in lines)
 
     def console(self) -> Table:
         """Return the table for a terminal of 80 columns, without the column "decode tok/s"."""
@@ -174,9 +174,9 @@ def quality_table(quality: dict[str, Any]) -> ResultTable:
 def markdown_table(evaluation: dict[str, Any]) -> str:
     """Return the results for a model card: tables, the rule, engines, and failed prompts."""
     parts = [f"{table.title}:\n\n{table.markdown()}" for table in result_tables(evaluation)]
-    parts.append(f"{sentence(rule_line(evaluation))}\n")
+    parts.append(f"{escaped(sentence(rule_line(evaluation)))}\n")
     for lines in (engine_lines(evaluation), failures(evaluation)):
-        parts.append("".join(f"- {line.strip()}\n" for line in lines))
+        parts.append("".join(f"- {escaped(line.strip())}\n" for line in lines))
     return "\n".join(filter(None, parts))
 
 
@@ -247,6 +247,19 @@ def forecast_lines(evaluation: dict[str, Any]) -> list[str]:
     ]
 
 
+_MARKUP = re.compile(r"[\\`*\[\]<|~$&]|(?<![^\W_])_|_(?![^\W_])")
+
+
+def escaped(text: str) -> str:
+    """Return Markdown that shows ``text`` as it is, in one line, also in the cell of a table."""
+    return _MARKUP.sub(r"\\\g<0>", visible(text))
+
+
+def code(text: str) -> str:
+    """Return ``text`` as inline code of Markdown, or escaped if code could not hold it."""
+    return escaped(text) if {"`", "|"} & {*text} else f"`{visible(text)}`"
+
+
 def sentence(text: str) -> str:
     """Return ``text`` with a capital first letter and a full stop."""
     return f"{text[0].upper()}{text[1:]}."
@@ -286,7 +299,7 @@ def rule_line(evaluation: dict[str, Any]) -> str:
     rule = evaluation["rule"]
     effect = "lossless"
     if not rule["lossless"]:
-        effect = f"lossy: total variation {rule['total_variation']:.2g} on synthetic distributions, see `certify`"
+        effect = f"lossy: total variation {rule['total_variation']:.2g} on synthetic distributions (drafthead certify)"
     # Settings that change nothing are not named.
     used = {k: v for k, v in evaluation["sampler"].items() if k == "temperature" or v not in (None, 0, 1)}
     sampler = ", ".join(f"{key.replace('_', '-')} {value:g}" for key, value in used.items())

@@ -29,7 +29,7 @@ from drafthead.data.utils.devices import automatic_dtype, device_of
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import check_header, make_readable
 from drafthead.data.utils.hub import refuse_pickles
-from drafthead.data.utils.settings import settings
+from drafthead.data.utils.settings import Seed, settings
 from drafthead.models.base import adapter
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import OTHER_BASE, llama_like
@@ -90,7 +90,7 @@ class BaseConfig:
     """Run code from the model's repository. Set it only for repositories that you trust."""
     random: bool = False
     """Use random weights of ``shape`` instead of loading ``name``. For tests and ``debug=tiny``."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     """Seed of the random weights (``random``)."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Transformers config of the base, such as ``{model_type: llama, hidden_size: 64}``. With it, ``mode=estimate`` and

@@ -23,10 +23,10 @@ from transformers import (
 from drafthead.data.utils.settings import (
     BelowOne,
     NonNegative,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveShare,
     Share,
+    Temperature,
     settings,
 )
 
@@ -62,7 +62,7 @@ class TargetSampler(Protocol):
 class Sampler:
     """Sampling of a next token from logits. The defaults are greedy decoding."""
 
-    temperature: NonNegativeFloat = 0.0
+    temperature: Temperature = 0.0
     """Sampling temperature. 0 is greedy decoding."""
     top_k: NonNegative = 0
     """Sample from the k most likely tokens. 0 keeps all."""
@@ -129,7 +129,7 @@ WARPERS = {key: key for key in ("temperature", "top_k", "top_p", "min_p", "typic
 class OutputSampler:
     """Sampling as in ``generate`` of transformers: unset values are those of the base's ``generation_config.json``."""
 
-    temperature: NonNegativeFloat | None = None
+    temperature: Temperature | None = None
     """Sampling temperature. 0 is greedy decoding. With null, the base's ``generation_config.json`` decides."""
     top_k: NonNegative | None = None
     """Sample from the k most likely tokens. 0 keeps all. With null, the base's value, else 50 as in transformers."""

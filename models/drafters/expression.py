@@ -212,8 +212,8 @@ def is_drafter(spec: str) -> bool:
 
     An existing folder is a head even if its path contains ``+`` or starts with ``(``.
     """
-    is_combination = ("+" in spec or spec.startswith("(")) and not Path(spec).is_dir()
-    return is_combination or re.split("[:@]", spec)[0] in KINDS
+    is_expression = "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in KINDS
+    return is_expression and not Path(spec).is_dir()
 
 
 def build_drafter(

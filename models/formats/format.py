@@ -6,8 +6,10 @@ export saves the head's parameters (or views of them) under their published name
 are both errors: engines skip unknown names silently, so a misnamed tensor would stay at its initial value.
 """
 
+import json
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +78,10 @@ class Engine:
         if not self.current:
             return ""
         values = {"base": base, "folder": folder, "drafts": drafts, "nodes": drafts + 1, "dtype": dtype}
-        line = self.serve.format(**values, base_file=base_file or "BASE.gguf")
+        values["base_file"] = base_file or "BASE.gguf"
+        in_json = {key: json.dumps(str(value), ensure_ascii=False)[1:-1] for key, value in values.items()}
+        words = [w.format(**(in_json if w.startswith("{{") else values)) for w in shlex.split(self.serve)]
+        line = shlex.join(words)
         if "{base_file}" in self.serve:
             kind = GGUF_TYPES.get(dtype, dtype)
             line += " -ctk f32 -ctv f32 -ctkd f32 -ctvd f32" * (kind == "f32")

