@@ -16,7 +16,10 @@ COMMANDS = {
     "replay": ("drafthead.commands.replay", "simulate any draft length and tree of a head, without decoding"),
     "study": ("drafthead.commands.study", "train draft models of several shapes, and find the fastest here"),
     "adapt": ("drafthead.commands.adapt", "answer a stream of prompts with a head that learns from its answers"),
-    "certify": ("drafthead.commands.certify", "prove that the acceptance rules keep the base's distribution"),
+    "certify": (
+        "drafthead.commands.certify",
+        "check exhaustively, on small distributions, that the acceptance rules keep them",
+    ),
     "doctor": ("drafthead.commands.doctor", "check this machine: versions, exactness, costs, recipes that fit"),
     "export": ("drafthead.commands.export", "write a head in a published format, and check the export's drafts"),
     "import": ("drafthead.commands.import_head", "turn a published head into a head folder, attached to its base"),
@@ -31,11 +34,11 @@ usage: drafthead COMMAND [key=value ...]
 
 {chr(10).join(f"  {name:<10} {line}" for name, (_, line) in COMMANDS.items())}
 
-  drafthead train recipe=medusa_smollm2              a real model on 2 CPU cores, without a login
-  drafthead train recipe=medusa_llama3 mode=estimate memory and tokens of a run; loads no weights
-  drafthead train recipe=medusa_llama3 debug=tiny    the whole run on a random tiny base, offline
+  drafthead train recipe=medusa_smollm2               # a real model on 2 CPU cores, without a login
+  drafthead train recipe=medusa_llama3 mode=estimate  # memory and tokens of a run; loads no weights
+  drafthead train recipe=medusa_llama3 debug=tiny     # the whole run on a random tiny base, offline
   drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
-  drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
+  drafthead generate head=outputs/medusa_smollm2/head "Why is the sky blue?"
   drafthead chat head=outputs/medusa_smollm2/head
   drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench
   drafthead adapt head=outputs/medusa_smollm2/head suite=code

@@ -141,6 +141,74 @@ def test_bad_settings_are_one_line(
     assert command == "train" or not list(tmp_path.iterdir())
 
 
+PATHS = ["a b", "x #1", "[1]", "[1", "a=b", "a,b", "it's", 'a"b"', "é日", "{a}", "(a)", "a: b", "* ?", "'", "$a\\'"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("train", "out data.folder base.name base.adapter init_from eval.suite eval.tree"),
+        ("eval", "head suite base.name out tree"),
+        ("generate", "head base.adapter"),
+        ("replay", "head texts save plot"),
+        ("export", "head out texts"),
+        ("import", "from_ out"),
+        ("push", "head"),
+        ("chat", "head record"),
+    ],
+)
+def test_settings_take_any_path(command: str, keys: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {key: f"{key.rstrip('_')}=/x/{path}" for key in keys.split()}
+    others = [setting for setting in SETTINGS[command] if setting.partition("=")[0] not in given]
+    call(command, *others, *given.values(), "--cfg", "job")
+    composed = OmegaConf.create(capsys.readouterr().out)
+    assert {OmegaConf.select(composed, key) for key in given} == {f"/x/{path}"}
+
+
+@pytest.mark.parametrize("path", [path for path in PATHS if path not in ("[1]", "* ?")])
+def test_a_list_takes_one_path(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    call("train", "recipe=medusa_smollm2", f"data.prompts={path}.jsonl", "--cfg", "job")
+    assert OmegaConf.create(capsys.readouterr().out).data.prompts == f"{path}.jsonl"
+
+
+def test_settings_keep_their_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    call(
+        "train",
+        "recipe=medusa_smollm2",
+        "init_from=null",
+        "out='a b'",
+        "name=x",
+        "data.folder=y/${name}",
+        "--cfg",
+        "job",
+    )
+    composed = OmegaConf.create(capsys.readouterr().out)
+    assert (composed.init_from, composed.out, composed.data.folder) == (None, "a b", "y/x")
+    call("eval", "head=x", "suite='a b'", "tasks=[a, b]", "base.adapter=null", "--cfg", "job")
+    composed = OmegaConf.create(capsys.readouterr().out)
+    assert (composed.suite, composed.tasks, composed.base.adapter) == ("a b", ["a", "b"], None)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_output_in_any_encoding(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(written := BytesIO(), encoding))
+    call("generate", "head=x", "日 – é", "--cfg", "job")
+    sys.stdout.flush()
+    assert rb"prompt: \u65e5" in written.getvalue()
+
+
+def test_errors_show_control_characters() -> None:
+    with pytest.raises(SystemExit, match=r"^error: no published head at /x\\x1b\[2J\\ny: [^\n]*$"):
+        call("import", "from=/x\x1b[2J\ny", "out=y", "base=b")
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate"])
+def test_a_seed_that_numpy_does_not_take_is_one_line(command: str) -> None:
+    with pytest.raises(SystemExit, match="^error: seed must be at least 0 and at most 2147483647, got 1e"):
+        call(command, *SETTINGS[command], "seed=1e18")
+
+
 @pytest.mark.parametrize("prompt", ["-", "caf\udce9"])
 def test_a_prompt_that_is_no_text_is_one_line(prompt: str) -> None:
     """Bytes of another encoding, on standard input or as an argument."""

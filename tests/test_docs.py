@@ -20,16 +20,21 @@ LAUNCHED = re.compile(
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """Return the command and the arguments of every ``drafthead`` and ``train/run.py`` line of a page."""
+    """Return the command and the arguments of every ``drafthead`` and ``train/run.py`` line of a page.
+
+    Reject lines that a shell would read differently: zsh ends a command with ``[`` or ``?`` outside quotes.
+    """
     blocks = [block for language, block in FENCE.findall(text) if language in ("", "bash", "sh", "console")]
     prose = FENCE.sub("", text)
     blocks += re.findall(r"^    .*$", prose, re.MULTILINE)
-    blocks += [inline for inline in re.findall(r"`(drafthead [^`]+)`", prose.replace("\n", " ")) if "=" in inline]
+    inline = [line for line in re.findall(r"`(drafthead [^`]+)`", prose.replace("\n", " ")) if "=" in line]
     found = []
-    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+    for line in "\n".join(blocks + inline).replace("\\\n", " ").splitlines():
         line = re.sub(r"^ *(\$ )?([A-Z_]+=\S+ )*", "", line)
         line = LAUNCHED.sub(lambda match: f"drafthead {'data' if 'data' in match[1] else 'train'} ", line)
         if line.startswith("drafthead "):
+            bare = re.sub(r"'[^']*'|\"[^\"$`]*\"|\[\.\.\.\]| #.*", "", line)
+            assert line in inline or not re.search(r"[][*?{}()!^~$;]|[<>](?! )", bare), f"quote it: {line}"
             name, *arguments = shlex.split(line, comments=True)[1:]
             ends = [i for i, word in enumerate(arguments) if re.match(r"[|<>&]", word)]
             found.append((name, arguments[: min(ends, default=None)]))
@@ -52,6 +57,15 @@ def test_every_command_is_accepted(page: Path, tmp_path: Path, capsys: pytest.Ca
             call(name, *arguments, "--cfg", "job")
         except SystemExit as stop:
             pytest.fail(f"drafthead {name} {shlex.join(arguments)}: {stop}")
+
+
+@pytest.mark.parametrize("command", ["--help", *cli.COMMANDS])
+def test_examples_of_help_are_accepted(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        call(*([command] if command == "--help" else [command, "--help"]))
+    for name, arguments in commands(f"```\n{capsys.readouterr().out}```"):
+        if "-m" not in arguments:  # of Hydra's sweeps, which it cannot print
+            call(name, *arguments, "--cfg", "job")
 
 
 def test_the_commands_of_the_pages_are_found() -> None:

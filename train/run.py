@@ -2,11 +2,11 @@
 
 usage: drafthead train recipe=NAME [key=value ...]
 
-drafthead train recipe=medusa_smollm2                the embedded real model, on 2 CPU cores
-drafthead train recipe=medusa_llama3 mode=estimate   print memory, tokens, disk and time of the run
-drafthead train recipe=medusa_llama3 debug=tiny      the whole run on a random tiny base, offline
-drafthead train recipe=medusa_llama3 --cfg job       print the composed settings
-drafthead train recipe=medusa_smollm2 'stages=[tree,evaluate]'   only these stages, on the head in the run folder
+drafthead train recipe=medusa_smollm2                # the embedded real model, on 2 CPU cores
+drafthead train recipe=medusa_llama3 mode=estimate   # print memory, tokens, disk and time of the run
+drafthead train recipe=medusa_llama3 debug=tiny      # the whole run on a random tiny base, offline
+drafthead train recipe=medusa_llama3 --cfg job       # print the composed settings
+drafthead train recipe=medusa_smollm2 'stages=[tree,evaluate]'   # only these stages, on the head in the run folder
 drafthead train recipe=medusa_smollm2 phases.distill.optim.lr=1e-3,2e-3 'name=lr_${phases.distill.optim.lr}' -m
 
 The same command resumes an interrupted run.

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def open_dataset(
         if path.suffix not in BUILDERS:
             raise UserError(f"dataset {name!r} is a file, but none of {', '.join(BUILDERS)}; convert the file")
         builder = BUILDERS[path.suffix]
-        return datasets.load_dataset(builder, data_files=str(path), split=split or "train", streaming=stream)
+        return datasets.load_dataset(builder, data_files=escape(str(path)), split=split or "train", streaming=stream)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         loaded = datasets.load_from_disk(str(path))
         if not isinstance(loaded, dict):
@@ -100,6 +101,8 @@ def open_dataset(
         raise UserError(f"dataset {name!r} names a path that does not exist; check the path")
     if path.is_dir():
         name = str(path)
+        if escape(name) != name:
+            raise UserError(f"folder {name} has one of *?[ in its path, which datasets takes for a pattern; rename it")
     if split is None:
         names = datasets.get_dataset_split_names(name, subset, revision=revision)
         split = next((s for s in SPLITS if s in names), names[0])

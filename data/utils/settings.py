@@ -66,9 +66,10 @@ MIN_TEMPERATURE = 1e-5
 """Smallest temperature other than 0. Logits divided by a much smaller one are infinite in float32."""
 
 
-def _temperature(value: float) -> float:
+def check_temperature(value: float) -> float:
+    """Return ``value``; reject a temperature between 0 and ``MIN_TEMPERATURE``."""
     if 0 < value < MIN_TEMPERATURE:
-        raise ValueError(f"a temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {value:g}; use 0")
+        raise UserError(f"a temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {value:g}; use 0")
     return value
 
 
@@ -76,7 +77,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """Seed of random numbers. NumPy takes seeds below 2 ** 32, and some seeds are sums."""
-Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(check_temperature)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -4,7 +4,7 @@ usage: drafthead chat head=DIR [key=value ...] [MESSAGE]
 
 drafthead chat head=outputs/medusa_smollm2/head
 drafthead chat head=outputs/medusa_smollm2/head < messages.txt
-drafthead chat head=outputs/medusa_smollm2/head record=chat.svg Why is the sky blue?
+drafthead chat head=outputs/medusa_smollm2/head record=chat.svg "Why is the sky blue?"
 
 Ctrl-C stops an answer, /reset starts a new conversation, /exit or Ctrl-D ends the chat. If standard input is not a
 terminal, each of its lines is a message. If words follow the settings, they are the only message.

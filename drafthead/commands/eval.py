@@ -3,15 +3,15 @@
 usage: drafthead eval head=FOLDER_OR_REPO_OR_DRAFTER [suite=NAME] [key=value ...]
 
 drafthead eval head=outputs/medusa_smollm2/head suite=mt_bench
-drafthead eval head=outputs/medusa_smollm2/head suite=spec_bench_like tasks=[math,rag] limit=40
+drafthead eval head=outputs/medusa_smollm2/head suite=spec_bench_like 'tasks=[math,rag]' limit=40
 drafthead eval head=outputs/medusa_smollm2/head suite=my.jsonl max_new_tokens=256 tree=chain
-drafthead eval head=outputs/medusa_smollm2/head baselines=[prompt_lookup:3,head+prompt_lookup:8:2,hf_prompt_lookup:3]
+drafthead eval head=outputs/medusa_smollm2/head 'baselines=[prompt_lookup:3,head+prompt_lookup:8:2,hf_prompt_lookup:3]'
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 draft_sampling=without_replacement
 drafthead eval head=outputs/medusa_smollm2/head sampler.temperature=0.7 rule.name=typical
-drafthead eval head=outputs/eagle3_smollm2_served/head engines=[vllm,llamacpp] suite=spec_bench_like limit=24
+drafthead eval head=outputs/eagle3_smollm2_served/head 'engines=[vllm,llamacpp]' suite=spec_bench_like limit=24
 drafthead eval head=outputs/hydra_smollm2/head drafter=relay:head@2+prompt_lookup@4
 drafthead eval head=prompt_lookup:3 base=embedded:smollm2
-drafthead eval head=DIR 'grid.heads=[DIR,DIR]' grid.confidence_threshold=[0,0.4,0.8] grid.drafts=[0,4]
+drafthead eval head=DIR 'grid.heads=[DIR,DIR]' 'grid.confidence_threshold=[0,0.4,0.8]' 'grid.drafts=[0,4]'
 drafthead eval head=prompt_lookup:3 drafter=nested:early_exit:12@6+head base=embedded:smollm2
 
 suites: smoke, mt_bench, mt_bench_turns, spec_bench_like, long_context, long_questions, code, builtin

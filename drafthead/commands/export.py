@@ -5,7 +5,7 @@ usage: drafthead export head=DIR to=FORMAT out=DIR [key=value ...]
 drafthead export head=outputs/eagle3_smollm2_served/head to=eagle3 out=published
 drafthead export head=outputs/medusa_smollm2/head to=vllm_medusa vocabulary=full dtype=bfloat16 out=published
 drafthead export head=outputs/eagle3_smollm2_served/head to=gguf base_gguf=f32 out=published
-drafthead export head=outputs/mine/head to=speculators merged_base=true out=published     of a LoRA fine-tune
+drafthead export head=outputs/mine/head to=speculators merged_base=true out=published  # of a LoRA fine-tune
 
 formats: {formats}
 

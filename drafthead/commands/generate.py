@@ -2,7 +2,7 @@
 
 usage: drafthead generate head=DIR [key=value ...] PROMPT
 
-drafthead generate head=outputs/medusa_smollm2/head Why is the sky blue?
+drafthead generate head=outputs/medusa_smollm2/head "Why is the sky blue?"
 drafthead generate head=user/medusa-llama3 drafter=head+prompt_lookup:8:2 sampler.temperature=0.7 "Tell me a story"
 drafthead generate head=prompt_lookup:3 base=embedded:smollm2 - < prompt.txt
 

@@ -2,10 +2,10 @@
 
 usage: drafthead replay head=DIR [key=value ...]
 
-drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench nodes=[6,16,64] chain=[1,2,3]
+drafthead replay head=outputs/medusa_smollm2/head suite=mt_bench 'nodes=[6,16,64]' 'chain=[1,2,3]'
 drafthead replay head=outputs/medusa_smollm2/head save=answers.jsonl
 drafthead replay head=outputs/medusa_smollm2/head texts=answers.jsonl sampler.temperature=0.7 sampler.top_p=0.9
-drafthead replay head=outputs/medusa_smollm2/head drafters=[prompt_lookup@6,head+prompt_lookup:4]
+drafthead replay head=outputs/medusa_smollm2/head 'drafters=[prompt_lookup@6,head+prompt_lookup:4]'
 
 The base's answers are generated with sampler.temperature only. For other samplers, give answers with texts=FILE.
 """

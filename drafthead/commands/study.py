@@ -2,9 +2,9 @@
 
 usage: drafthead study [depths=[1,2,4]] [key=value ...]
 
-drafthead study depths=[1,2,4]
-drafthead study depths=[1,2,4,8] train=[phases.distill.steps=600]
-drafthead study depths=[1,2] widths=[3072,1536] recipe=draft_lm_smollm2
+drafthead study 'depths=[1,2,4]'
+drafthead study 'depths=[1,2,4,8]' 'train=[phases.distill.steps=600]'
+drafthead study 'depths=[1,2]' 'widths=[3072,1536]' recipe=draft_lm_smollm2
 
 The recipe trains each draft model in a run folder below out. Interrupted runs resume. Acceptance is simulated on the
 base's answers to the suite, and latency is measured. Both together predict the speed of each model's best chain, which

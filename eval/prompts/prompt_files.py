@@ -52,16 +52,17 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
     ``PROMPT_COLUMNS`` and ``MORE_COLUMNS`` that exists. Tasks come from a column "task" or "category"; otherwise the
     last part of NAME is the only task, without a data file's suffix.
     """
-    match = _SPEC.fullmatch(spec)
-    if match is None:
+    is_file = Path(spec).expanduser().is_file()  # whose name may contain colons
+    match = None if is_file else _SPEC.fullmatch(spec)
+    if match is None and not is_file:
         raise UserError(f"suite 'hf:{spec}' is not hf:NAME[:SPLIT[:COLUMN]]; write it as hf:user/name:test:prompt")
-    name, split = match["name"], match["split"]
+    name, split, wanted = match.group("name", "split", "column") if match else (spec, None, None)
     repo, subset = name, None
     if name.count("/") == 2 and name[0] not in "/.~" and not Path(name).exists():  # a hub id has one slash
         repo, subset = name.rsplit("/", 1)
     with dataset_errors(name, f"split {split or 'by default'}"):
         rows = open_dataset(repo, subset, split)
-        column = _column(match["column"], rows.column_names, name)
+        column = _column(wanted, rows.column_names, name)
         label = next((c for c in TASK_COLUMNS if c in rows.column_names and c != column), None)
         # Of these columns only: others may hold images, which cost time to decode.
         chosen = rows.select_columns([column, *([label] if label else [])])

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 from drafthead.data.utils.errors import UserError, one_line
+from drafthead.data.utils.settings import check_temperature
 from drafthead.models.base.base_model import CHANGE_TEXT, NEVER_APPLIED, BaseModel, changed_settings
 from drafthead.models.decoding.sampling import WARPERS, Contexts, FastTopP, OutputSampler, Sampler, TargetSampler
 
@@ -64,6 +65,9 @@ class ProcessedSampler:
             sample: sample from the distribution; False: take the argmax.
         """
         self._prompts, self._padding, self._pad, self._sample = prompts, padding, pad, sample
+        for processor in processors:
+            if isinstance(processor, TemperatureLogitsWarper):
+                check_temperature(processor.temperature)
         self.reads_context = any(type(processor) not in READ_LOGITS_ONLY for processor in processors)
         self._processors = [
             # Sorting a large vocabulary on a CPU costs more than the base's pass.

@@ -54,6 +54,8 @@ def test_text_files(tmp_path: Path) -> None:
     source = SourceConfig(kind="text", name=str(tmp_path / "**" / "*.txt"))
     assert list(iter_documents(source)) == ["one\n\ntwo", "three"]
     assert [m[-1]["content"] for m in iter_prompts(source)] == ["one", "two", "three"]
+    (tmp_path / "a [1].txt").write_text("four")
+    assert list(iter_documents(SourceConfig(kind="text", name=str(tmp_path / "a [1].txt")))) == ["four"]
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"c.txt is not UTF-8 text"):
         list(iter_documents(source))

@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
+from drafthead.data.text.readers import open_dataset
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.prompts.prompt_files import read_dataset, read_jsonl
@@ -64,6 +65,7 @@ BROKEN = [
     ('{"messages": [{"role": "assistant", "content": "y"}]}', "line 2 holds a conversation without a user's turn"),
     ('{"prompt": "x", "task": 3}', "line 2 has a task .*a int: 3"),
     ('{"prompt": "\\ud800"}', "line 2 holds half a character"),
+    ('{"prompt": "x", "task": "\\ud800"}', "line 2 holds half a character"),
     (b'{"prompt": "caf\xe9"}', "line 2 is not UTF-8"),
 ]
 
@@ -129,6 +131,13 @@ def test_a_dataset_folder_prefers_its_test_split(tmp_path: Path) -> None:
 def test_a_column_is_read_by_what_it_holds(tmp_path: Path, value: Any, expected: EvalPrompt) -> None:
     path = save(tmp_path / "d.parquet", number=[1], anything=[value])
     assert read_dataset(f"{path}:train:anything") == [expected]
+
+
+def test_a_data_file_of_any_name(tmp_path: Path) -> None:
+    path = save(tmp_path / "a [1]:*, b" / "d [x].parquet", prompt=["y"])
+    assert [prompt.task for prompt in read_dataset(str(path))] == ["d [x]"]
+    with pytest.raises(UserError, match=r"datasets takes for a pattern; rename it"):
+        open_dataset(str(path.parent))
 
 
 def test_a_saved_dataset(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
 )
 
+from drafthead.data.utils.errors import UserError
 from drafthead.models.decoding.drafter import DraftSampling, Proposal
 from drafthead.models.decoding.processed import ProcessedSampler
-from drafthead.models.decoding.sampling import Contexts, Sampler
+from drafthead.models.decoding.sampling import Contexts, OutputSampler, Sampler
 from drafthead.models.decoding.step import target_probs
 from drafthead.models.token_tree import TokenTree
 
@@ -93,6 +95,16 @@ def test_temperature_0_is_the_argmax_exactly() -> None:
     assert Sampler().greedy and Sampler().plain_greedy
     assert Sampler(repetition_penalty=2.0).greedy and not Sampler(repetition_penalty=2.0).plain_greedy
     assert not Sampler(temperature=0.1).greedy
+
+
+def test_a_temperature_that_overflows_is_refused() -> None:
+    logits = torch.tensor([[3.0, 2.0, -4.0]])
+    assert Sampler(temperature=1e-5).probs(logits).tolist() == [[1, 0, 0]]
+    prompts = torch.zeros(1, 1, dtype=torch.int64)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(1e-38)])
+    for refused in (Sampler, OutputSampler, lambda **_: ProcessedSampler(processors, prompts, [0], 0, True)):
+        with pytest.raises(UserError, match=r"temperature must be 0 \(greedy\) or at least 1e-05, got 1e-38"):
+            refused(temperature=1e-38)
 
 
 def test_dtypes() -> None:

@@ -1,6 +1,7 @@
 """EAGLE-3's published layouts (its authors', speculators, llama.cpp's GGUF) against plain loaders; bases as GGUF."""
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,9 @@ def test_no_engine_is_promised_that_ignores_a_setting(settings: dict[str, Any], 
     said = {engine.name: engine.command("user/base", "out/eagle3", 3, "float32") for engine in EAGLE.engines_for(head)}
     assert '"model": "out/eagle3", "num_speculative_tokens": 3' in said["vLLM"] and "TGI" in said
     assert all("--dtype float32 " in said[name] for name in {"vLLM", "SGLang"} & {*engines}), "served as measured"
+    folder = 'a b\'s "é"'
+    quoted = shlex.split(EAGLE.engines_for(head)[0].command("a b", folder, 3, "float32"))
+    assert quoted[2] == "a b" and json.loads(quoted[-1])["model"] == folder
     assert ("--speculative-num-draft-tokens 4" in said["SGLang"]) is ("SGLang" in engines)
     assert bool(said["llama.cpp"]) is ("llama.cpp" in engines) and not said["TGI"]
 
