@@ -32,7 +32,7 @@ from drafthead.data.utils.hub import refuse_pickles
 from drafthead.data.utils.settings import Seed, settings
 from drafthead.models.base import adapter
 from drafthead.models.base.gguf_config import gguf_config
-from drafthead.models.base.structure import OTHER_BASE, llama_like
+from drafthead.models.base.structure import llama_like
 from drafthead.models.base.text_model import (
     INNER_NAMES,
     LOAD_ERRORS,
@@ -44,6 +44,7 @@ from drafthead.models.base.text_model import (
 )
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
+from drafthead.models.kernels.private_apis import other_base
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")
@@ -271,7 +272,7 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
             "choose a base whose layers all have attention (docs/reference/bases.md lists families)"
         )
     if unknown:
-        raise UserError(f"{kind} models have layers of unknown type {unknown}; {OTHER_BASE}")
+        raise UserError(f"{kind} models have layers of unknown type {unknown}; {other_base()}")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise UserError(
             f"{kind} reads a prompt in both directions (use_bidirectional_attention): its tokens would change with the "
@@ -341,7 +342,7 @@ def own_attention_code(kind: str) -> Iterator[None]:
         if error.args != (attention.NAME,):
             raise
         raise UserError(
-            f"{kind} has a special attention in transformers, which drafthead cannot replace; {OTHER_BASE}"
+            f"{kind} has a special attention in transformers, which drafthead cannot replace; {other_base()}"
         ) from None
 
 

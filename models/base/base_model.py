@@ -31,6 +31,7 @@ from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
 from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
+from drafthead.models.kernels.private_apis import CACHE, other_base
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 
 
@@ -75,7 +76,7 @@ class BaseModel:
         """Freeze ``model`` in place, and measure its cache sizes and logit scale.
 
         :meth:`load` and :meth:`wrap` also compare it with stock transformers. Its modules stay the stock ones until
-        :func:`tune_for_cpu` replaces them. Architectures that cannot verify token trees are refused. On the meta device
+        :func:`fuse_for_cpu` replaces them. Architectures that cannot verify token trees are refused. On the meta device
         nothing is measured.
         """
         settings = model.config
@@ -103,7 +104,7 @@ class BaseModel:
         """Module of the output head, without scale and soft cap."""
         if self.output_layer is None or self.output_layer.bias is not None:
             raise UserError(
-                f"{settings.model_type} has no output head without bias, which draft heads need; choose another base"
+                f"{settings.model_type} has no output head without bias, which draft heads need; {other_base()}"
             )
         weight = self.output_layer.weight
         self.dtype, self.device = weight.dtype, weight.device
@@ -145,8 +146,9 @@ class BaseModel:
         """
         model, tokenizer = load_weights(config, device_of(device), progress)
         base = cls(model, tokenizer, config)
-        tune_for_cpu(base)
-        check_against_stock(base)  # after the fused modules have replaced stock ones, so that it covers them
+        fuse_for_cpu(base)
+        check_against_stock(base)  # it covers the fused modules, and a base that fails is not timed
+        choose_cpu_kernels(base)
         return base
 
     @classmethod
@@ -374,7 +376,7 @@ class BaseModel:
         spec: HiddenStatesSpec,
         partial_forward: PartialForward | None = None,
     ) -> HiddenStates:
-        options = {"position_ids": positions, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        options = {"position_ids": positions, "attention_mask": mask, CACHE: cache, "use_cache": True}
         if partial_forward is None:
             with capture_hidden_states(self.model, spec.layers) as states:
                 out = self.model.model(input_ids=tokens, **options)
@@ -402,12 +404,8 @@ def meta_base(
     return BaseModel(model.to(dtype), None, config)
 
 
-def tune_for_cpu(base: BaseModel) -> None:
-    """Fuse and prepack the base's float32 CPU linear layers in place, and choose their kernels.
-
-    Do nothing without ``config.prepack``. This may compile a kernel. With ``kernels=auto``, kernels are timed, or an
-    earlier stored choice is used.
-    """
+def fuse_for_cpu(base: BaseModel) -> None:
+    """With ``config.prepack``, fuse and prepack float32 CPU linear layers in place, which may compile a kernel."""
     config, model = base.config, base.model
     if not config.prepack:
         return
@@ -415,6 +413,11 @@ def tune_for_cpu(base: BaseModel) -> None:
     # The final norm is not fused, because heads read its weight.
     base.prepacked = fuse_modules(model.model.layers, table=table) + prepack_linears(model, table=table)
     base.output_layer = model.get_output_embeddings()
+
+
+def choose_cpu_kernels(base: BaseModel) -> None:
+    """Fill ``base.kernels``, unless it is None, by timing kernels, or with the choice that an earlier load stored."""
+    table, model = base.kernels, base.model
     if table is None:
         return
     context = min(TRIAL_CONTEXT, base.max_context // 2)

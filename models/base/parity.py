@@ -20,11 +20,11 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.structure import OTHER_BASE
 from drafthead.models.base.windows import Windows, shortened, windows_of
 from drafthead.models.cache.cache_shape import CacheShape, LayerSizes
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.kernels import attention
+from drafthead.models.kernels.private_apis import CACHE, other_base
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 WINDOW = 8
@@ -116,20 +116,20 @@ def in_one_line(config: PreTrainedConfig, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"{config.model_type} {what} ({why}); {OTHER_BASE}") from None
+        raise UserError(f"{config.model_type} {what} ({why}); {other_base()}") from None
 
 
 def measured_sizes(base: Base) -> tuple[LayerSizes | None, ...]:
     """Run one token, and return the sizes of its keys and values in each layer; None: a layer without them."""
     cache, one = DynamicCache(), torch.full((1, 1), 3, device=base.device)
     with in_one_line(base.model.config, "cannot be run over a plain key/value cache"), torch.inference_mode():
-        base.model.model(input_ids=one, position_ids=one - 3, past_key_values=cache, use_cache=True)
+        base.model.model(input_ids=one, position_ids=one - 3, use_cache=True, **{CACHE: cache})
         written: list[LayerSizes | None] = [
             ((n.keys.shape[1], n.keys.shape[3]), (n.values.shape[1], n.values.shape[3])) if n.is_initialized else None
             for n in cache.layers
         ]
     if not any(written):
-        raise UserError(f"{base.model.config.model_type} writes no keys and values into its cache; choose another base")
+        raise UserError(f"{base.model.config.model_type} writes no keys and values into its cache; {other_base()}")
     return (*written, *[None] * (base.num_layers - len(written)))
 
 
@@ -153,7 +153,7 @@ def logit_scale(base: Base, stock: StockResults) -> float:
     if errors[best] > tolerance(base):
         raise UserError(
             f"{config.model_type} computes its logits in an unknown way (recomputed ones differ by "
-            f"{errors[best]:.1%} of the largest); choose another base"
+            f"{errors[best]:.1%} of the largest); {other_base()}"
         )
     return scales[best]
 
@@ -175,7 +175,7 @@ def check_against_stock(base: Base) -> None:
                 if (error := relative_error(base, logits, stock)) > tolerance(base):
                     raise UserError(
                         f"the logits of {kind} run {what} differ from stock transformers by {error:.1%} of the largest "
-                        f"one, so drafts would change the output; {OTHER_BASE}"
+                        f"one, so drafts would change the output; {other_base()}"
                     )
     finally:
         base.windows = windows

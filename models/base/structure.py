@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.kernels.private_apis import other_base
 
-OTHER_BASE = "choose another base (docs/reference/bases.md lists families)"
 OTHER_HEAD = "choose a head that does not run them (medusa, hydra, mlp_speculator)"
 OWN_NAMES = {
     "gpt_bigcode": {"model": "transformer", "layers": "h", "norm": "ln_f"},
@@ -35,7 +35,7 @@ def llama_like(model: Any) -> Any:
             set_part(model.model, name, getattr(model.model, names[name]))
     if not (hasattr(model, "model") and hasattr(model.model, "norm") and hasattr(model.model, "layers")):
         kind = model.config.model_type
-        raise UserError(f"{kind} is not built like a Llama (model.layers, model.norm); {OTHER_BASE}")
+        raise UserError(f"{kind} is not built like a Llama (model.layers, model.norm); {other_base()}")
     return model
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.kernels.private_apis import CACHE, other_base
 
 LOAD_ERRORS = (
     *(OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError),
@@ -56,7 +57,7 @@ class TextModel:
         options.pop("labels", None)
         out = self.model(input_ids=input_ids, **options)
         hidden = out.last_hidden_state[:, -logits_to_keep:] if logits_to_keep else out.last_hidden_state
-        return CausalLMOutputWithPast(logits=self.lm_head(hidden), past_key_values=out.past_key_values)
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden), **{CACHE: getattr(out, CACHE)})
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -78,12 +79,10 @@ def text_class(config: PreTrainedConfig) -> Any:
     try:
         decoder: Any = AutoModel._model_mapping[type(inner)]
     except KeyError:
-        raise UserError(
-            f"{inner.model_type} has no causal language model in transformers; choose another base"
-        ) from None
+        raise UserError(f"{inner.model_type} has no causal language model in transformers; {other_base()}") from None
     family = decoder.__bases__[0]
     if not hasattr(decoder, "get_input_embeddings") or getattr(inner, "is_encoder_decoder", False):
-        raise UserError(f"{inner.model_type} has no text decoder that can be used alone; choose another base")
+        raise UserError(f"{inner.model_type} has no text decoder that can be used alone; {other_base()}")
     return type(f"{family.__name__}Text", (TextModel, family, GenerationMixin), {"config_class": type(inner)})
 
 

@@ -134,10 +134,13 @@ class TreeCache:
         self._is_chain = chain and self.pending == 0
         self.pending += new
 
-    def update(self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_BHTE: Tensor, value_BHTE: Tensor, layer_idx: int, kwargs: object = None
+    ) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values; return all [B, H, K, E] that it holds, up to the longest row's end.
 
-        transformers calls this; ``layer_idx`` counts from 0.
+        transformers calls this; ``layer_idx`` counts from 0. ``kwargs`` are the keywords of the attention, which no
+        cache of one sequence per row uses.
         """
         layer = self.layers[layer_idx]
         assert layer is not None

@@ -19,6 +19,7 @@ from torch import Tensor
 from drafthead.models.cache.cache_shape import CacheShape, Place
 from drafthead.models.cache.kv_cache import Row, TreeCache
 from drafthead.models.kernels.cuda_graphs import GraphBackend, Outputs, StaticCall
+from drafthead.models.kernels.private_apis import CACHE
 from drafthead.models.token_tree import TokenTree, TreeShape
 
 MIN_WINDOW, WINDOW_STEP = 256, 1024
@@ -131,8 +132,11 @@ class _Writer:
         self._window, self._slots = window, slots
         self._parts = [stack.unbind(0) for stack in window.stacks]
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Write one layer's new keys and values; return all of the layer over which the pass attends."""
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, kwargs: object = None) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values; return all of the layer over which the pass attends.
+
+        ``kwargs`` are those of ``TreeCache.update``.
+        """
         place = self._window.places[layer_idx]
         assert place is not None
         keys, values = (self._parts[place.stack + side][place.number] for side in (0, 1))
@@ -175,8 +179,8 @@ def _static_pass(
         input_ids=tokens,
         position_ids=positions,
         attention_mask=mask,
-        past_key_values=_Writer(window, torch.arange(nodes, device=tokens.device) + window.length),
         use_cache=True,
+        **{CACHE: _Writer(window, torch.arange(nodes, device=tokens.device) + window.length)},
     )
     hidden: Tensor = out.last_hidden_state
     return (hidden,) if logits is None else (hidden, logits(hidden))

@@ -40,6 +40,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import resolve_folder
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.kernels import attention
+from drafthead.models.kernels.private_apis import CACHE
 
 UNSUPPORTED = (
     *("num_beams", "num_beam_groups", "penalty_alpha", "guidance_scale", "dola_layers", "constraints"),
@@ -49,9 +50,9 @@ UNSUPPORTED = (
 """Arguments and settings of ``generate`` that are rejected, unless they have no effect."""
 MODES = ("training", "attn_temperature_tuning")
 """Attributes of the model's modules that are set to False during decoding, because they change results."""
-PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+PREPARED = ("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep")
 """Arguments of the model that ``generate`` itself adds to every call, so they are not rejected. ``attention_mask`` and
-``position_ids`` must fit left-padded prompts; a user's own ``past_key_values`` is refused; the others are ignored."""
+``position_ids`` must fit left-padded prompts; a user's own cache is refused; the others are ignored."""
 
 
 def custom_generate(
@@ -140,8 +141,8 @@ def _check_call(
     """
     values = {name: call.get(name) or getattr(config, name, None) for name in UNSUPPORTED}
     given = [name for name, value in values.items() if value is True or value not in (None, 0, 1)]
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        given.append("past_key_values")
+    if getattr(model_kwargs.get(CACHE), "_is_user_defined", False):
+        given.append(CACHE)
     given += [name for name, value in model_kwargs.items() if value is not None and name not in PREPARED]
     if given:
         raise UserError(f"drafting does not support {', '.join(given)}; leave them out, or leave out custom_generate")

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from drafthead.data.utils.errors import UserError
+from drafthead.models.kernels.private_apis import other_base
 from drafthead.models.token_tree import causal_mask
 
 NAME = "drafthead"
@@ -84,7 +85,7 @@ def grouped_sdpa(
     if unknown or is_causal is False:
         kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
         keyword = (unknown or ["is_causal=False"])[0]
-        raise UserError(f"the attention of {kind} uses {keyword!r}, which is not supported; choose another base")
+        raise UserError(f"the attention of {kind} uses {keyword!r}, which is not supported; {other_base()}")
     if _captured is not None:
         _captured.append(query)
     if s_aux is not None or softcap is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.linear import KernelTable, PrepackedLinear, can_prepack, joined_linear
-from drafthead.models.kernels.private_apis import is_gemma_norm, stock_part
+from drafthead.models.kernels.private_apis import CACHE, is_gemma_norm, stock_part
 
 
 class FusedRMSNorm(nn.Module):
@@ -86,10 +86,14 @@ class FusedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **_: Any,
+        cache: Any = None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attend: [B, T, D] -> [B, T, D], and None, since attention weights are not returned."""
+        """Attend: [B, T, D] -> [B, T, D], and None, since attention weights are not returned.
+
+        ``options``: keywords of our attention, which refuses those that it does not know, and older names of ``cache``.
+        """
+        cache = options.pop(CACHE, cache)
         batch, time, _width = hidden_states.shape
         states_BTHE = self._qkv(hidden_states).view(batch, time, -1, self.head_dim)
         value = states_BTHE[:, :, self._rotated :].transpose(1, 2)
@@ -99,9 +103,9 @@ class FusedAttention(nn.Module):
             states_BTHE = torch.cat((self.q_norm(query), self.k_norm(key)), 2)
         states_BHTE = rotate(states_BTHE, *position_embeddings).transpose(1, 2)
         query, key = states_BHTE[:, : self._queries], states_BHTE[:, self._queries :]
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        out, _weights = attention.grouped_sdpa(self, query, key, value, attention_mask, scaling=self.scaling)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        out, _weights = attention.grouped_sdpa(self, query, key, value, attention_mask, scaling=self.scaling, **options)
         return self._out(out.reshape(batch, time, -1)), None
 
 

@@ -1,16 +1,22 @@
-"""The undocumented names of torch and transformers that this project uses, and what happens if one is missing.
+"""What differs between versions of torch and transformers: renamed arguments, and undocumented names.
 
-A release may drop such a name without notice, so ``pyproject.toml`` bounds both versions. Names with a fallback are
-looked up at first use, never at import. ``tests/models/kernels/test_private_apis.py`` compares this list with the
-source and with the installed versions.
+A release may drop an undocumented name without notice, so ``pyproject.toml`` bounds both versions. Names with a
+fallback are looked up at first use, never at import. ``tests/models/kernels/test_private_apis.py`` compares this list
+with the source and with the installed versions.
 """
 
 from functools import cache, reduce
 from importlib import import_module
 from typing import Any
 
+import transformers
 from torch import nn
 
+NEWEST = 5, 24
+"""Newest minor version of transformers that is tested."""
+_INSTALLED = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+CACHE = "cache" if _INSTALLED >= (5, 24) else "past_key_values"
+"""The name of the argument for keys and values in models, layers and attention, and of the field in outputs."""
 _FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 _FUSED_PARTS = ("Attention", "MLP", "RMSNorm")
 _UNPACKED = "fallback: linear layers are not prepacked, and few rows take up to 1.7 times as long"
@@ -44,6 +50,15 @@ PRIVATE_NAMES = {
     "transformers.convert_slow_tokenizer.bytes_to_unicode": "required: the tiny test model cannot be built",
 }
 """Full name -> ``fallback`` or ``required``, with the consequence if the name is missing."""
+
+
+def other_base() -> str:
+    """Return the remedy for a base that cannot be run: another base, or a tested version of transformers."""
+    if _INSTALLED <= NEWEST:
+        return "choose another base (docs/reference/bases.md lists families)"
+    major, minor = NEWEST
+    untested = f"transformers {transformers.__version__} is newer than the tested {major}.{minor}"
+    return f"{untested}; run: pip install 'transformers<{major}.{minor + 1}'"
 
 
 @cache

@@ -33,6 +33,7 @@ from drafthead.data.utils.files import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, DraftSampling
 from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.kernels.private_apis import CACHE
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, leaning, p_value_of_answers, small_head
 
@@ -405,7 +406,7 @@ def test_every_supported_row_of_the_page_is_a_test() -> None:
 
 
 def filled_cache(model: Any) -> DynamicCache:
-    return model(IDS[:, :2], use_cache=True).past_key_values
+    return model(IDS[:, :2], use_cache=True)[CACHE]
 
 
 REJECTED: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
@@ -416,7 +417,7 @@ REJECTED: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     "`penalty_alpha` with `top_k`": (lambda model: {"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
     "`dola_layers`": (lambda model: {"dola_layers": "low"}, "dola_layers"),
     "`guidance_scale`": (lambda model: {"guidance_scale": 1.5}, "guidance_scale"),
-    "`past_key_values`": (lambda model: {"past_key_values": filled_cache(model)}, "past_key_values"),
+    "`past_key_values`, `cache` since 5.24": (lambda model: {CACHE: filled_cache(model)}, f"support {CACHE};"),
     "`cache_implementation`": (lambda model: {"cache_implementation": "static"}, "cache_implementation"),
     "`inputs_embeds`": (lambda model: {"inputs_embeds": model.get_input_embeddings()(IDS)}, "inputs_embeds"),
     "`output_attentions`": (lambda model: {"output_attentions": True}, "output_attentions"),

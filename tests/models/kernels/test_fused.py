@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.models.base.base_model import BaseModel, tune_for_cpu
+from drafthead.models.base.base_model import BaseModel, fuse_for_cpu
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.hydra import HydraConfig
 from drafthead.models.heads.kangaroo import KangarooConfig
@@ -42,7 +42,7 @@ class _Pair:
         """A copy with fused modules."""
         config = replace(self.stock.config, prepack=True)
         fused = BaseModel(copy.deepcopy(self.stock.model), self.stock.tokenizer, config)
-        tune_for_cpu(fused)
+        fuse_for_cpu(fused)
         return fused
 
     def assert_equal(self, work: Callable[[BaseModel], Tensor]) -> None:

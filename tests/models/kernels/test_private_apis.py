@@ -1,20 +1,30 @@
-"""The list of private names against the source, the installed versions, and the fallbacks without them."""
+"""Renamed arguments and private names, compared with the source, with the installed versions and with fallbacks."""
 
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
+from inspect import signature, unwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from drafthead.data.utils.errors import UserError
+from drafthead.models.base import base_model, parity
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.cache.cache_shape import CacheShape
+from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.loop import decode
-from drafthead.models.kernels import private_apis
-from drafthead.models.kernels.fused import FusedMLP
+from drafthead.models.kernels import attention, private_apis
+from drafthead.models.kernels.fused import FusedMLP, fuse_modules
 from drafthead.models.kernels.linear import DtypeLinear, can_prepack, inference_linear, packs_bfloat16
-from drafthead.models.kernels.private_apis import PRIVATE_NAMES, look_up
+from drafthead.models.kernels.private_apis import CACHE, PRIVATE_NAMES, look_up
+from drafthead.models.token_tree import causal_mask
 from support import TinyBase
 
 ROOT = Path(__file__).parents[3]
@@ -61,3 +71,74 @@ def test_renamed_stock_classes_are_left_as_they_are(tiny_base: TinyBase) -> None
     assert private_apis.stock_part(renamed()) is None
     assert private_apis.stock_part(stock.model.model.layers[0].mlp) == "MLP"
     assert isinstance(BaseModel.load(tiny_base().config).model.model.layers[0].mlp, FusedMLP)
+
+
+def llama_layer(attention_name: str) -> Any:
+    """A stock decoder layer with random weights."""
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        attn_implementation=attention_name,
+    )
+    return LlamaModel(config).eval()
+
+
+@torch.no_grad()
+def chunks(model: Any, cache: Any) -> Tensor:
+    """Outputs of a model with one layer, for 7 tokens in passes of 4, 2 and 1."""
+    outputs = []
+    for first, last in ((0, 4), (4, 6), (6, 7)):
+        ids, positions = torch.arange(first, last)[None], torch.arange(first, last)[None]
+        mask = None
+        if isinstance(cache, TreeCache):
+            cache.begin(last - first, committed=True)
+            mask = cache.mask(causal_mask(last - first, ids.device)[None], torch.float32)
+        out = model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, **{CACHE: cache})
+        if isinstance(cache, TreeCache):
+            cache.commit()
+        outputs.append(out.last_hidden_state)
+    return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_stock_modules_run_our_cache_and_attention(fused: bool) -> None:
+    stock, ours = llama_layer("eager"), llama_layer(attention.register())
+    ours.load_state_dict(stock.state_dict())
+    expected = chunks(stock, DynamicCache())
+    if fused:
+        assert fuse_modules(ours) == 7
+    sizes = ((2, 8), (2, 8))
+    shape = CacheShape(layers=(sizes,), dtype=torch.float32, device=torch.device("cpu"))
+    torch.testing.assert_close(chunks(ours, TreeCache.empty(shape, 7)), expected)
+    if fused:  # a cache under a name that is not known must not be ignored
+        with pytest.raises(UserError, match="other_name"):
+            ours.layers[0].self_attn(torch.zeros(1, 1, 32), (torch.ones(1, 1, 8),) * 2, other_name=DynamicCache())
+
+
+def arguments(function: Any) -> set[str]:
+    return set(signature(unwrap(function)).parameters) - {"self", "kwargs"}
+
+
+def test_stock_modules_have_the_arguments_that_we_use() -> None:
+    for family in private_apis._FUSED_FAMILIES:
+        stock = look_up(f"transformers.models.{family}.modeling_{family}.{family.capitalize()}Attention")
+        assert stock is not None
+        assert arguments(stock.forward) == {"hidden_states", "position_embeddings", "attention_mask", CACHE}, family
+    assert {"input_ids", "position_ids", "attention_mask", CACHE, "use_cache"} <= arguments(LlamaModel.forward)
+    needed = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"}
+    assert needed <= arguments(sdpa_attention_forward) & arguments(attention.grouped_sdpa)
+    assert CACHE in arguments(CausalLMOutputWithPast)
+
+
+def test_untested_versions_of_transformers_are_named(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_apis, "_INSTALLED", (5, 99))
+    monkeypatch.setattr(FusedMLP, "forward", lambda self, x: x)
+    monkeypatch.setattr(parity, "PASSED", set())
+    monkeypatch.setattr(base_model, "choose_kernels", lambda *_: pytest.fail("kernels were timed before the check"))
+    monkeypatch.setattr(base_model, "worth_measuring", lambda model: True)
+    with pytest.raises(UserError, match="newer than the tested 5.24; run: pip install 'transformers<5.25'"):
+        BaseModel.load(tiny_base().config)
