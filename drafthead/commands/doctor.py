@@ -87,7 +87,10 @@ def main(config: DoctorConfig) -> None:
     if config.full:
         run_steps(Path(config.out), checklist(config))
     else:
-        sys.stdout.write("\n".join(page(config)) + "\n")
+        lines = page(config)
+        sys.stdout.write("\n".join(lines) + "\n")
+        if failed := sum(" FAILED: " in line for line in lines):
+            raise UserError(f"{failed} parts of the page failed; correct what these lines say, or report the page")
 
 
 @contextmanager
