@@ -36,13 +36,18 @@ _ABSENT = object()
 def open_folder(run: RunConfig) -> None:
     """Prepare the run's folder: remove the stages' results if ``resume=false``, and write ``training-settings.json``.
 
-    Raise a ``UserError`` if the folder holds a run that was trained with other settings.
+    Raise a ``UserError`` if the folder holds a run that was trained with other settings, or with unknown ones.
     """
     path = Path(run.out) / SETTINGS
     if not run.resume:
         _clear(run)
     if path.exists():
         check_settings(path, run)
+    elif "train" in run.stages and _is_trained(path.parent):
+        raise UserError(
+            f"{path} is missing, so the settings of the training in {path.parent} are unknown; restore this file, or "
+            "give the run another name (name=...)"
+        )
     write_json(path, training_settings(run))
 
 
@@ -58,10 +63,7 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
 
 
 def check_settings(path: Path, run: RunConfig) -> None:
-    """Raise a ``UserError`` if settings of ``run`` differ from those saved in ``path``, and training has begun there.
-
-    Training has begun if the folder of ``path`` has a checkpoint or a head.
-    """
+    """Raise a ``UserError`` if settings of ``run`` differ from those in ``path``, and training has begun there."""
     saved, folder = read_json(path), path.parent
     if not isinstance(saved, dict):
         raise UserError(f"{path} holds a {type(saved).__name__}, expected an object; restore it, or use resume=false")
@@ -72,7 +74,7 @@ def check_settings(path: Path, run: RunConfig) -> None:
         if size and f"{of_phase}rows_per_step" not in saved and phase.grad_accum_steps is None:
             saved[f"{of_phase}rows_per_step"] = size * saved.pop(f"{of_phase}grad_accum_steps", 1)
     defaults = _plain(_defaults(run) | {"head": _defaults(run.head_config())})
-    is_trained = any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
+    is_trained = _is_trained(folder)
     for key in sorted({*saved, *current}):
         old, new = (settings.get(key, defaults.get(key, _ABSENT)) for settings in (saved, current))
         # Python's 0 equals False, but as settings they differ.
@@ -82,6 +84,11 @@ def check_settings(path: Path, run: RunConfig) -> None:
                 f"{folder} was trained with {' '.join(key.split())}={old_value}, this recipe has {new_value}; give the "
                 "run another name (name=...), or start over with resume=false"
             )
+
+
+def _is_trained(folder: Path) -> bool:
+    """Return True if training has begun in a run's folder: it has a checkpoint or a head."""
+    return any((folder / "checkpoints").glob("step-*")) or (folder / "head").exists()
 
 
 def _defaults(settings: Any) -> dict[str, Any]:

@@ -57,6 +57,12 @@ def test_a_folder_of_other_settings_is_rejected(finished: Path, capsys: pytest.C
     assert "all stages" not in capsys.readouterr().out
 
 
+def test_a_trained_folder_without_its_settings_is_rejected(finished: Path) -> None:
+    (finished / "run" / "training-settings.json").unlink()
+    with pytest.raises(UserError, match="training-settings.json is missing.*restore"):
+        train(finished, TRAINED, "phases.distill.optim.lr=0.005")
+
+
 @pytest.fixture(scope="module")
 def zero_floor() -> RunConfig:
     return recipe(Path("unused"), "phases.distill.boost.floor=0")
