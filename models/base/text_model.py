@@ -63,8 +63,8 @@ class TextModel:
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the language model's config: ``config`` itself, or a part of the config of a composite checkpoint."""
     inner = cast(PreTrainedConfig, config.get_text_config(decoder=True))
-    for key in ("vocab_size", "hidden_size"):
-        if getattr(inner, key, None) is None and getattr(config, key, None) is not None:
+    for key in ("vocab_size", "hidden_size", "tie_word_embeddings"):  # some checkpoints state them only at the top
+        if not getattr(inner, key, None) and getattr(config, key, None):
             setattr(inner, key, getattr(config, key))
     return inner
 

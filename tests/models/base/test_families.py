@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.utils.errors import UserError
@@ -277,3 +277,19 @@ def test_only_the_language_model_of_a_composite_checkpoint_is_loaded(tmp_path: P
     assert not [name for name, _ in base.model.named_modules() if "vision" in name]
     stock = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert sum(p.numel() for p in base.stock().parameters()) < sum(p.numel() for p in stock.parameters())
+
+
+@pytest.mark.parametrize(("top", "inner"), [(True, False), (False, True), (True, True), (False, False)])
+def test_a_composite_checkpoint_may_state_its_tie_anywhere(tmp_path: Path, top: bool, inner: bool) -> None:
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlavaConfig(
+        text_config=LlamaConfig(**size, vocab_size=300, tie_word_embeddings=inner),
+        vision_config=CLIPVisionConfig(**size, image_size=8, patch_size=4),
+        tie_word_embeddings=top,
+        image_token_index=299,
+    )
+    stock = LlavaForConditionalGeneration(config)
+    stock.save_pretrained(tmp_path)
+    base = BaseModel.load(BaseConfig(name=str(tmp_path), tokenizer="builtin:tiny"))
+    torch.testing.assert_close(base.lm_head.weight, stock.lm_head.weight.detach())
+    assert (base.lm_head.weight.data_ptr() == base.embedding.data_ptr()) == (top or inner)
