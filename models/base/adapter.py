@@ -1,8 +1,8 @@
 """Adapters of a base in peft's format: merging at load, copying, and fingerprints of adapted bases.
 
-A base with a merged adapter counts as another base: its fingerprint combines the original's with a digest of the
-adapter. The digest is stored in the model's config, so a merged model that is saved as a whole is recognised later.
-Only safetensors are read.
+A base with a merged adapter counts as another base. Its fingerprint combines the original's with a digest of the
+adapter, which is stored in the model's config, and has the fingerprint of the merged weights too. So the base is
+recognised in another dtype, and if somebody else merged the adapter. Only safetensors are read.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +34,54 @@ DIGEST = "drafthead_adapter"
 
 
 def fingerprint(model: Any, digest: str | None = None) -> str:
-    """Return two hashes of a base, 16 hex digits each: one of its ends, and one of rows of all its linear layers.
+    """Return the fingerprint of a stock model, which must not be fused or prepacked yet.
 
-    The first covers sizes, the final norm and 64 rows of the output head. Only it was known up to version 0.2.0, and
-    only it is known of quantised bases (see :func:`~drafthead.data.utils.files.same_base`). The second tells a base
-    from fine-tunes that kept these ends, such as merged LoRA adapters.
+    It is two hashes, 16 hex digits each: one of the base's ends, and one of rows of all its linear layers. The first
+    covers sizes, the final norm and 64 rows of the output head. Only it was known up to version 0.2.0, and only it is
+    known of quantised bases (see :func:`~drafthead.data.utils.files.same_base`). The second tells a base from
+    fine-tunes that kept these ends, such as merged LoRA adapters.
 
-    ``digest``: digest of an adapter (see :func:`digest_of`), to get the fingerprint of the model with this adapter
-    merged; None: that of the adapter merged already, if any. It replaces the weights that merging changes, because
-    merging rounds them differently in each dtype. Without one, the model must not be fused or prepacked yet.
+    With the ``digest`` of an adapter that is merged or live (None: as stored in the config, if any), the result is
+    a fingerprint of the adapter and the ends, "=" and these two hashes, which differ by dtype because merging rounds.
     """
+    digest = digest or getattr(model.config, DIGEST, None)
+    ends = _ends(model)
+    head = _bytes(_first_rows(model.get_output_embeddings(), 64))
+    weights = _hash(*ends, head)
+    if not getattr(model, "is_quantized", False):
+        weights += _hash(*(_bytes(_first_rows(layer, 8)) for layer in _linear_layers(model.model.layers)))
+    if digest is None:
+        return weights
+    adapted = _hash(*ends, digest[:16].encode()) + digest[16:]
+    return adapted if getattr(model, "is_quantized", False) else f"{adapted}={weights}"
+
+
+def _ends(model: Any) -> list[bytes]:
+    """Return the sizes of a model and the weights of its final norm."""
     settings = model.config
-    digest = digest or getattr(settings, DIGEST, None)
     sizes = f"{settings.hidden_size},{settings.vocab_size},{settings.num_hidden_layers}".encode()
     norm = getattr(model.model.norm, "weight", None)
     # Olmo's norm has no weights, so a weight of the first layer replaces it.
-    ends = [sizes, _bytes(next(model.model.layers[0].parameters())[:64] if norm is None else norm)]
-    if digest is not None:
-        return _hash(*ends, digest[:16].encode()) + digest[16:]
-    ends.append(_bytes(model.get_output_embeddings().weight[: min(64, settings.vocab_size)]))
-    if getattr(model, "is_quantized", False):
-        return _hash(*ends)
-    linear = [_bytes(module.weight[:8]) for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
-    return _hash(*ends) + _hash(*linear)
+    return [sizes, _bytes(next(model.model.layers[0].parameters())[:64] if norm is None else norm)]
+
+
+def _linear_layers(module: nn.Module) -> Iterator[Any]:
+    """Yield the linear layers below ``module``; one with a live LoRA adapter is one layer."""
+    for child in module.children():
+        if isinstance(child, nn.Linear) or hasattr(child, "get_delta_weight"):
+            yield child
+        else:
+            yield from _linear_layers(child)
+
+
+def _first_rows(layer: Any, count: int) -> Tensor:
+    """Return the first rows of a linear layer's weight, to which active LoRA adapters are added as peft merges them."""
+    rows: Tensor = layer.weight[:count].detach()
+    if hasattr(layer, "get_delta_weight") and not layer.merged and not layer.disable_adapters:
+        for name in layer.active_adapters:
+            if name in layer.lora_A:
+                rows = rows + layer.get_delta_weight(name)[:count].to(rows.dtype)
+    return rows
 
 
 def _bytes(weight: Tensor) -> bytes:
@@ -76,6 +101,7 @@ def digest_of(original: str, folder: Path) -> str:
     weights = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     config = read_json(folder / CONFIG)
     settings = json.dumps({key: config.get(key) for key in SCALES}, sort_keys=True)
+    original = original.partition("=")[0]
     return _hash(f"{original[:16]},{weights},{settings}".encode()) + original[16:]
 
 

@@ -110,7 +110,7 @@ class LoraBase:
         self._peft.save_pretrained(str(folder), save_embedding_layers=False)
         make_readable(folder)
         (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
-        return adapter.fingerprint(self.base.model, adapter.digest_of(self.base.fingerprint, folder))
+        return adapter.fingerprint(self.model, adapter.digest_of(self.base.fingerprint, folder))
 
 
 def _trainable_copy(base: BaseModel) -> Any:
