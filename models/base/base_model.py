@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
+from threading import RLock
 from typing import Any
 
 import torch
@@ -122,6 +123,8 @@ class BaseModel:
             self.cache_shape = replace(self.cache_shape, layers=measured_sizes(self))
             self.stock_results = StockResults.of(self)
             self.lm_head = replace(self.lm_head, scale=logit_scale(self, self.stock_results))
+        self.lock = RLock()
+        """Held by the thread that runs a decoding step, because CUDA graphs and packed copies of weights are shared."""
         self._wrapped_attention: str | None = None
         self._tree_masks: dict[TokenTree, Tensor] = {}
         self._last_layers: dict[int, Any] = {}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -73,10 +74,16 @@ def smallest(config: PreTrainedConfig, key: str) -> int | None:
 
 @contextmanager
 def capture_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Yield a dict that gets the outputs [B, T, D] of ``layers`` (0: embedding, 1: first layer) as ``model`` runs."""
+    """Yield a dict that gets the outputs [B, T, D] of ``layers`` (0: embedding, 1: first layer) as ``model`` runs.
+
+    Passes of other threads are ignored.
+    """
     states: dict[int, Tensor] = {}
+    thread = get_ident()
 
     def store(number: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if get_ident() != thread:
+            return
         states[number] = output[0] if isinstance(output, tuple) else output
         if states[number].ndim != 3:
             raise UserError(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.files import same_base
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
@@ -100,7 +101,8 @@ class DecodeLoop:
             return
         first_rows = list(rows)
         capacity = self.capacity + self.config.draft_config.nodes
-        state = DecodeState.empty(self.base, self.drafter, self.config, len(rows), capacity)
+        with self.base.lock:
+            state = DecodeState.empty(self.base, self.drafter, self.config, len(rows), capacity)
         if self.drafter is None:
             state.share_prefix([row.prompt for row in (*rows, *waiting)])
         self._prefill(state, rows, list(range(len(rows))), started)
@@ -133,7 +135,8 @@ class DecodeLoop:
     def _prefill(self, state: DecodeState, rows: list[DecodingSequence], slots: list[int], started: float) -> None:
         rng = PerRowRng([row.seed for row in rows], [0] * len(rows), VERIFY, self.base.device)
         every = len(slots) == len(state.last_token)
-        hidden = state.read_prompts([row.prompt for row in rows], rng, rows=None if every else slots)
+        with self.base.lock:
+            hidden = state.read_prompts([row.prompt for row in rows], rng, rows=None if every else slots)
         first = state.last_token[slots].tolist()
         prefill_s = perf_counter() - started
         adaptive = self.config.draft_config.adaptive
@@ -166,7 +169,8 @@ class DecodeLoop:
         # A step commits up to depth + 1 tokens: the accepted drafts and the target's next token. Only if that can be
         # more than a row may still have, the step truncates.
         short = min(most_tokens) < min(depth, config.depth) + 1
-        step = state.step([row.seed for row in rows], positions, depth, most_tokens if short else None)
+        with self.base.lock:
+            step = state.step([row.seed for row in rows], positions, depth, most_tokens if short else None)
         hidden = step.hidden.final.half() if self.keep_hidden_states else None
         for n, row in enumerate(rows):
             if row.ended:
@@ -341,7 +345,7 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
             f"the drafter's distributions have {drafter.vocab_size} ids but {base.name} has {base.vocab_size}; create "
             "the drafter with target=base"
         )
-    if drafter.base_fingerprint is not None and drafter.base_fingerprint != base.fingerprint:
+    if drafter.base_fingerprint is not None and not same_base(drafter.base_fingerprint, base.fingerprint):
         raise UserError(
             f"the draft head was loaded for another base than {base.name}; load the head with this base "
             "(load_head(name, base))"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -316,12 +316,23 @@ def attached(model: Any, source: Path | DraftHead) -> Iterator[tuple[BaseModel, 
                 "(load_head(head, base)) and give custom_generate the loaded head, or load the model again"
             )
         modes = [(module, name) for module in model.modules() for name in MODES if vars(module).get(name)]
+        thread = get_ident()
+
+        def refuse_others(*_: object) -> None:
+            if get_ident() != thread:
+                raise UserError(
+                    "another thread drafts with this model (custom_generate), which changes its attention; give "
+                    "custom_generate here too, then the threads take turns, or load the model twice"
+                )
+
         trained = [(parameter, "requires_grad") for parameter in model.parameters() if parameter.requires_grad]
+        guard = model.register_forward_pre_hook(refuse_others)
         try:
             for owner, name in modes:
                 setattr(owner, name, False)
             yield (source.base, source) if isinstance(source, DraftHead) and own else _attach(state, model, source)
         finally:
+            guard.remove()
             if model.config._attn_implementation != stock:
                 model.set_attn_implementation(stock)
             for owner, name in (*modes, *trained):

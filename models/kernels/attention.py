@@ -9,6 +9,7 @@ Shape legend: B batch, H query heads, G key/value heads, T queries, S keys, E he
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -33,21 +34,21 @@ HARMLESS = frozenset(
 """Keywords that ``grouped_sdpa`` ignores, such as ``sliding_window``: the mask already applies the window."""
 MAX_SCORES = 2**26
 """Largest number of attention scores in memory at once when they are computed explicitly."""
-_captured: list[Tensor] | None = None
+_captured: ContextVar[list[Tensor] | None] = ContextVar("captured", default=None)
 
 
 @contextmanager
 def captured_queries() -> Iterator[list[Tensor]]:
     """Yield a list that gets the queries [B, H, T, E], after rotary embedding, of each attention call.
 
-    This covers all calls of ``grouped_sdpa`` in the ``with`` block.
+    This covers all calls of ``grouped_sdpa`` in the ``with`` block, by this thread.
     """
-    global _captured
-    _captured = []
+    queries: list[Tensor] = []
+    token = _captured.set(queries)
     try:
-        yield _captured
+        yield queries
     finally:
-        _captured = None
+        _captured.reset(token)
 
 
 def grouped_sdpa(
@@ -86,8 +87,8 @@ def grouped_sdpa(
         kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
         keyword = (unknown or ["is_causal=False"])[0]
         raise UserError(f"the attention of {kind} uses {keyword!r}, which is not supported; {other_base()}")
-    if _captured is not None:
-        _captured.append(query)
+    if (queries := _captured.get()) is not None:
+        queries.append(query)
     if s_aux is not None or softcap is not None:
         return _explicit(query, key, value, attention_mask, dropout, scaling, s_aux, softcap).transpose(1, 2), None
     if (lengths := getattr(attention_mask, _LENGTHS, None)) is not None and key.shape[2] == query.shape[2]:

@@ -1,16 +1,21 @@
 """Speculative greedy decoding commits exactly what plain greedy decoding does."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.structure import capture_hidden_states
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import EXACT, GREEDY, check_ids, decode
 from drafthead.models.decoding.step import DecodeConfig, DecodeState
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.kernels.attention import captured_queries
 from drafthead.models.token_tree import TokenTree
+from plain_heads import deep_base, eagle
 from support import TinyBase, leaning
 
 PROMPT = [5, 17, 99, 42, 7]
@@ -34,6 +39,32 @@ def test_the_transformers_baseline_is_greedy_whatever_the_model_asks_for(tiny_ba
         assert base.model.generation_config is defaults
     finally:
         defaults.update(**before)
+
+
+def test_threads_share_a_base() -> None:
+    """Two threads decode different prompts at once, and one runs the model between; no states are mixed up."""
+    base = deep_base()
+    head = eagle(base, layers=[2, 3, 4])
+    prompts = [list(range(5, 25)), list(range(60, 87))]
+    expected = [decode(base, head, ids, max_new_tokens=12, ignore_eos=True) for ids in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        plain = pool.submit(lambda: [base.model(torch.arange(3, 12)[None]) for _ in range(20)])
+        calls = [pool.submit(decode, base, head, prompts[n % 2], max_new_tokens=12, ignore_eos=True) for n in range(4)]
+    for n, call in enumerate(calls):
+        assert call.result().tokens == expected[n % 2].tokens
+        accepted = [[step.accepted for step in result.steps] for result in (call.result(), expected[n % 2])]
+        assert accepted[0] == accepted[1]
+    assert len(plain.result()) == 20
+
+
+def test_states_of_another_thread_are_not_taken(tiny_base: TinyBase) -> None:
+    model = tiny_base().model
+    with torch.no_grad(), capture_hidden_states(model, [1]) as states, captured_queries() as queries:
+        model(torch.arange(4)[None])
+        first, count = states[1], len(queries)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model, torch.arange(9)[None]).result()
+        assert states[1] is first and len(queries) == count > 0
 
 
 @pytest.mark.parametrize("max_new", range(1, 12))

@@ -542,6 +542,27 @@ def test_the_model_is_left_unchanged(own_model: Any, head: Path, tmp_path: Path)
     model.save_pretrained(tmp_path / "saved")
 
 
+def test_the_model_is_refused_to_other_threads_meanwhile(model: Any, head: Path) -> None:
+    refused: list[BaseException] = []
+
+    class Elsewhere(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+            def call() -> None:
+                try:
+                    model.generate(IDS, **GREEDY)
+                except UserError as error:
+                    refused.append(error)
+
+            thread = Thread(target=call)
+            thread.start()
+            thread.join()
+            return torch.ones(len(input_ids), dtype=torch.bool)
+
+    with_head(model, head, IDS, **GREEDY, stopping_criteria=StoppingCriteriaList([Elsewhere()]))
+    assert "another thread drafts with this model" in str(refused[0])
+    model.generate(IDS, **GREEDY)
+
+
 def test_changed_weights_are_read_again(own_model: Any, head: Path, tiny_base: TinyBase, tmp_path: Path) -> None:
     model = own_model
     with_head(model, head, IDS, **GREEDY)
