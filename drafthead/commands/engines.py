@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from drafthead.commands.command import command
+from drafthead.data.embedded.packages import pip_command
 from drafthead.data.utils.display import Display
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import require_space
@@ -68,7 +69,7 @@ def main(config: EnginesCommandConfig) -> None:
         if not _vllm(folder):
             raise UserError(f"{package} was installed in {folder}, but vLLM is not there; remove the folder and retry")
     elif config.install == "llamacpp":
-        _run([sys.executable, "-m", "pip", "install", LLAMACPP], f"installing {LLAMACPP}", display)
+        _run([*pip_command(), "install", LLAMACPP], f"installing {LLAMACPP}", display)
     display.line(f"vllm: {_vllm(folder) or f'absent; drafthead engines install=vllm ({VLLM_SIZE})'}")
     llamacpp = "installed" if find_spec("xllamacpp") else "absent; drafthead engines install=llamacpp (34 MB)"
     display.line(f"llamacpp: {llamacpp}")
