@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow test-engines test-accelerator check docs coverage hooks demo clean
+.PHONY: help setup test test-slow test-engines test-accelerator test-deps test-oldest test-newest test-next check docs coverage hooks demo clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -48,6 +48,23 @@ test-engines: $(READY) ## test with a real llama.cpp and a real vLLM, installed 
 
 test-accelerator: $(READY) ## test every device path on a simulated GPU; needs g++
 	PYTHONPATH=tests $(PYTEST) -p accelerator.simulated tests/accelerator/cases.py tests/accelerator/cases_runs.py $(TWO)
+
+test-deps: test-oldest test-newest ## run core tests with the oldest and the newest versions that pyproject.toml allows
+
+# Each in an environment of its own. uv only resolves, because pip cannot choose the oldest versions; pip installs, so
+# that its configuration chooses the build of torch. test-next: with newer versions than pyproject.toml allows.
+DEPS := build/deps
+CORE := $(addprefix tests/,models/base models/cache models/decoding models/drafters/test_custom_generate.py models/kernels \
+  commands/test_generate.py hub/test_hub.py train/test_estimate.py train/test_run.py train/tracking test_api.py test_cli.py)
+test-oldest test-newest test-next: test-%:
+	$(PYTHON) -m venv --clear $(DEPS)/$*
+	cd $(DEPS)/$* && $(if $(filter oldest,$*),bin/python -m pip install -q --disable-pip-version-check uv && \
+	  bin/uv pip compile -q --python bin/python --resolution lowest-direct $(CURDIR)/pyproject.toml -o versions.txt,touch versions.txt)
+	cd $(DEPS)/$* && bin/python -m pip install -q --no-compile --disable-pip-version-check -c versions.txt -e $(CURDIR) \
+	  pytest pytest-xdist hypothesis tensorboard
+	$(if $(filter next,$*),$(DEPS)/$*/bin/python -m pip install -q -U torch transformers)
+	$(DEPS)/$*/bin/python -m pip list
+	$(DEPS)/$*/bin/python -m pytest -q -m "not slow and not gpu and not engines" $(TWO) $(CORE)
 
 check: $(READY) $(DOCS_READY) ## ruff, format, mypy, spelling, links and the fast tests; must pass before every commit
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -394,9 +393,7 @@ def _stored(
         if loader is not AutoModelForCausalLM:  # it reports the weights of other parts as not loaded
             transformers_logging.set_verbosity_error()
         most = PARAMETERS_PER_BYTE * size + EXTRA_PARAMETERS
-        # peft uses deprecated names of transformers.
-        no_warnings = warnings.catch_warnings(action="ignore", category=FutureWarning)
-        with own_attention_code(settings.model_type), parameter_limit(most, too_large), no_warnings:
+        with own_attention_code(settings.model_type), parameter_limit(most, too_large):
             model, report = loader.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )

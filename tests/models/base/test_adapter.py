@@ -124,7 +124,6 @@ def test_a_base_is_told_from_a_fine_tune_that_kept_its_ends(tiny_base: TinyBase,
         load_head(tmp_path / "head", other)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
 def test_equal_weights_are_one_base(saved: Path, tiny_base: TinyBase, tmp_path: Path) -> None:
     """A head of ``base.adapter`` fits the adapter merged elsewhere, saved or not, and live; and the other way round."""
     base = tiny_base()
