@@ -70,9 +70,11 @@ def check_settings(path: Path, run: RunConfig) -> None:
     saved, current = _plain(update_names(saved)), training_settings(run)
     for name, phase in run.phases.items():  # runs of 0.2.0 have no rows_per_step: count the rows of one process
         of_phase = f"phases.{name}."
-        size = saved.get(f"{of_phase}micro_batch_size")
-        if size and f"{of_phase}rows_per_step" not in saved and phase.grad_accum_steps is None:
-            saved[f"{of_phase}rows_per_step"] = size * saved.pop(f"{of_phase}grad_accum_steps", 1)
+        size, steps = saved.get(f"{of_phase}micro_batch_size"), saved.get(f"{of_phase}grad_accum_steps", 1)
+        is_older = f"{of_phase}rows_per_step" not in saved and type(size) is type(steps) is int
+        if is_older and phase.grad_accum_steps is None:
+            saved[f"{of_phase}rows_per_step"] = size * steps
+            saved.pop(f"{of_phase}grad_accum_steps", None)
     defaults = _plain(_defaults(run) | {"head": _defaults(run.head_config())})
     is_trained = _is_trained(folder)
     for key in sorted({*saved, *current}):

@@ -79,6 +79,7 @@ def zero_floor() -> RunConfig:
         ("init_from", ..., True),  # absent: its default is None
         ("init_from", "", False),
         ("phases.distill.optim.name", ..., True),
+        ("phases.distill.rows_per_step", ..., False),
         ("data.answers.sources", ..., False),
         ("phases.distill.unknown", False, False),
     ],

@@ -53,7 +53,7 @@ class ShardConfig:
     """Shard within each node and replicate over nodes. This needs less traffic between nodes and more memory."""
     precision: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision in which the head computes. With ``bfloat16``, weights and sums of gradients stay in float32. ``auto``
-    is bfloat16 with torch 2.13 on CPUs that multiply faster in it (measured when the base is loaded), else float32."""
+    is bfloat16 on CPUs that multiply faster in it (measured when the base is loaded), else float32."""
     checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them, which saves memory. It has an effect on heads
     with attention layers."""
@@ -79,24 +79,13 @@ def checkpoint_activations(head: DraftHead) -> None:
         setattr(owner, method, partial(_checkpointed, getattr(owner, method)))
 
 
-def _wraps_heads() -> bool:
-    """Return True if this version of torch can shard heads."""
-    return hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params")
-
-
 class Sharding:
     """Sharding of a run's base and head over the processes. All processes must call ``shard``."""
 
     def __init__(self, config: ShardConfig, device: torch.device) -> None:
-        """Reject a ``config`` that this version of torch cannot do. ``device`` is the device of the weights."""
+        """Shard as ``config`` says, with weights on ``device``; nothing is sharded before ``shard``."""
         self.config, self.device = config, device
         self._made_group = False
-        needs_wrapping = config.mode != "none" or config.precision == "bfloat16"
-        if needs_wrapping and not _wraps_heads():
-            raise UserError(
-                f"shard.mode={config.mode} with shard.precision={config.precision} needs torch 2.13 or newer, this is "
-                f"{torch.__version__}; update torch, or use shard.mode=none with shard.precision=float32"
-            )
 
     @property
     def shards_base(self) -> bool:
@@ -108,7 +97,7 @@ class Sharding:
         if self.config.precision != AUTO:
             return PRECISIONS[self.config.precision]
         faster = base.kernels is not None and base.kernels.bfloat16_reads
-        return torch.bfloat16 if faster and _wraps_heads() else torch.float32
+        return torch.bfloat16 if faster else torch.float32
 
     def shard(self, head: DraftHead) -> None:
         """Apply the settings to ``head`` in place: activation checkpointing, precision and sharding.

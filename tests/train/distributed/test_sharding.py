@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from drafthead.data.utils.errors import UserError
 from drafthead.models.base.layers import first_layers
@@ -148,13 +147,6 @@ def test_hooks_of_a_view_are_its_own() -> None:
 def test_bad_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"{next(iter(settings))} must be false unless shard.mode"):
         ShardConfig(**settings)
-
-
-def test_an_old_torch_is_rejected_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
-    Sharding(ShardConfig(), torch.device("cpu"))
-    with pytest.raises(UserError, match="shard.mode=head.* needs torch"):
-        Sharding(ShardConfig(mode="head"), torch.device("cpu"))
 
 
 def test_hybrid_needs_to_know_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
