@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
 def test_every_example_is_listed_and_has_time_and_result() -> None:
     listed = (EXAMPLES / "README.md").read_text()
     files = [path for path in EXAMPLES.iterdir() if path.suffix in (".sh", ".py", ".ipynb")]
-    assert len(files) == 5
+    assert len(files) == 6
     for path in files:
         assert f"]({path.name})" in listed
         assert "November 2026" in path.read_text()[:1500], f"{path.name} does not say when and where it was measured"
@@ -52,6 +53,15 @@ def test_serving_in_vllm(tmp_path: Path) -> None:
     printed = run(["bash", str(EXAMPLES / "serve_in_vllm.sh"), "debug=tiny"], tmp_path, SERVE="echo")
     assert printed.splitlines()[-1] == "vllm serve outputs/served/published"
     assert (tmp_path / "outputs" / "served" / "published" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_the_bias_of_assistants(tmp_path: Path) -> None:
+    """A failure after an upgrade of transformers may be good news: update docs/explanation/assistant_bias.md."""
+    printed = run([sys.executable, str(EXAMPLES / "assistant_bias.py"), "--samples", "300"], tmp_path)
+    without, biased, repaired = (float(value) for value in re.findall(r"p = (\S+)", printed))
+    assert "answers of 40 tokens are equal: True" in printed
+    assert min(without, repaired) > 1e-3 and biased < 1e-6
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ drafthead adapt head=outputs/hydra_smollm2/head suite=code limit=40
 drafthead adapt head=outputs/hydra_smollm2/head suite=my.jsonl interval=8 objective=kl positions=all
 
 The head is updated after every `interval` answers, by default with one optimiser step on the positions where its
-drafts were rejected, because decoding has already computed the base's distributions at these positions. The output is
-exactly the base's own: the acceptance rule is lossless, and weights change only between answers. Prompts are answered
-in the suite's order, first turns only. An interrupted stream resumes after its last update.
+drafts were rejected, because decoding has already computed the base's distributions at these positions. The output
+keeps the base's distribution: the acceptance rule is lossless, and weights change only between answers. Prompts are
+answered in the suite's order, first turns only. An interrupted stream resumes after its last update.
 
 Files in out: head/ is the adapted head; answers.jsonl has one line per answer; stream.png shows the mean accepted
 length along the stream. With greedy decoding it also shows the original head, simulated on the same answers.

@@ -1,4 +1,4 @@
-"""Prove that the acceptance rules keep the target's distribution, by enumerating all outcomes.
+"""Check exhaustively, on small random distributions, that the acceptance rules keep the target's distribution.
 
 usage: drafthead certify [key=value ...]
 

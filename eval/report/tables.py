@@ -32,14 +32,14 @@ BASELINE_NAMES = {
     "transformers_stock": "stock transformers",
 }
 METHOD_DEFINITIONS = (
-    "Spec-Bench: the speedup as that benchmark computes it, from means over prompts of tokens per second; the tokens "
+    "Mean of prompts: the speedup as Spec-Bench computes it, from means over prompts of tokens per second; the tokens "
     "of autoregressive decoding are counted by tokenising its text again. Decode tok/s (printed small below tok/s): "
     "without the prefill."
 )
 
 
 FORMATS = {
-    **dict.fromkeys(("speedup", "Spec-Bench"), "{:.2f}x"),
+    **dict.fromkeys(("speedup", "mean of prompts"), "{:.2f}x"),
     **dict.fromkeys(("tok/s", "AR tok/s", "decode tok/s", "predicted tok/s", "measured", "draft ms"), "{:.1f}"),
     **dict.fromkeys(("tau", "mean accepted length", "predicted speedup"), "{:.2f}"),
     **dict.fromkeys(("perplexity before", "after", "acceptance"), "{:.3f}"),
@@ -84,7 +84,7 @@ class ResultTable:
         table = Table(title=self.title)
         shown = [n for n, name in enumerate(self.columns) if name != "decode tok/s"]
         for n in shown:
-            heading = self.columns[n].replace(" tok", "\ntok").replace("Spec-", "Spec-\n")
+            heading = self.columns[n].replace(" tok", "\ntok").replace("mean of ", "mean of\n")
             if n:
                 table.add_column(heading, justify="right", no_wrap=True)
             else:  # many columns leave little room for a method's name, which may be a path
@@ -124,7 +124,7 @@ def method_table(evaluation: dict[str, Any]) -> ResultTable:
             "method": name + " (head as exported)" * (name in chains),
             "speedup": _with_remark(speedup_of(overall, name), lossy(evaluation, name)),
             "95 %": numbers["speedup"]["interval_95"],
-            "Spec-Bench": numbers["spec_bench"]["speedup"],
+            "mean of prompts": numbers["spec_bench"]["speedup"],
             "tau": numbers["mean_accepted_length"],
             "tok/s": numbers["tokens_per_second"],
             "decode tok/s": numbers["decode_tokens_per_second"],

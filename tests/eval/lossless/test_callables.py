@@ -2,6 +2,7 @@
 
 import random
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_samplers_of_the_page(
     monkeypatch.chdir(tmp_path)
     for command, output in commands:
         try:
-            call(*command.split())
+            call(*shlex.split(command))
         except SystemExit as exit:
             assert (exit.code == 1) is ("biased" in output)
         assert output in " ".join(capsys.readouterr().out.split())

@@ -60,7 +60,7 @@ def test_a_card_names_no_folder_and_its_results_are_metadata(tiny_base: TinyBase
     stored = (f"base.name={tmp_path}", "base.random=false")
     model_card = written_card(tmp_path, tiny_base(), {"name": "exact", "lossless": True}, *stored)
     assert "/home/me" not in str(model_card) + (tmp_path / "head" / "eval.json").read_text()
-    assert "exactly what the base would generate" in model_card.content
+    assert "keeps the base's distribution" in model_card.content
     assert "`acme`, from the base's card" in model_card.content
     assert "mine, at most 24 new tokens, batch size 1. Some <CPU>; CPU cores: 2" in model_card.content
     assert "drafthead 0.2.0, torch 2.13.0." in model_card.content
