@@ -5,8 +5,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, num_entries, shares
-from drafthead.data.text.transcripts import Findings, iter_transcripts
+from drafthead.data.text.transcripts import iter_transcripts
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.hub import require_login
 from drafthead.eval.prompts.suites import load_suite

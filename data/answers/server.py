@@ -20,7 +20,7 @@ from openai.types import Completion, CompletionChoice
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.answers.http_client import LimitedClient, masked
 from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
-from drafthead.data.text.chat import Tokenizer
+from drafthead.data.text.chat import Tokenizer, encode, encode_after
 from drafthead.data.utils.errors import UserError
 
 Log = Callable[[str], None]
@@ -87,7 +87,7 @@ class Completions:
         reason = getattr(choice, "finish_reason", None)
         if reason not in ("stop", "length"):
             raise BadAnswerError(f"an answer that ended by {reason!r}, expected 'stop' or 'length'")
-        answer = self._ids(choice, as_text)
+        answer = self._ids(choice, ids, as_text)
         if not answer and getattr(completion.usage, "completion_tokens", None) != 1:
             raise BadAnswerError("an empty answer")
         answer, finished = self._with_eos(answer, reason == "stop", choice, number)
@@ -99,17 +99,19 @@ class Completions:
             )
         return Answer(number, np.array([*ids, *answer], dtype=np.int32), len(ids), finished)
 
-    def _ids(self, choice: CompletionChoice, as_text: bool) -> list[int]:
+    def _ids(self, choice: CompletionChoice, prompt_ids: list[int], as_text: bool) -> list[int]:
         """Return the token ids of a response's answer: the server's ids or, with ``as_text``, those of its text.
 
-        A text can have more tokens than were requested; the last ones are then cut off.
+        The text is tokenised where it stands, after the prompt. It can have more tokens than were requested; the last
+        ones are then cut off.
         """
         most = self.sampler.max_new_tokens
         if as_text:
             text = getattr(choice, "text", None)
             if not isinstance(text, str):
                 raise BadAnswerError("no text")
-            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])[:most]
+            prompt = str(self.tokenizer.decode(prompt_ids))
+            return encode_after(self.tokenizer, prompt, encode(self.tokenizer, prompt), text)[:most]
         ids = getattr(choice, "token_ids", None)
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < self.vocab_size for i in ids):
             raise BadAnswerError(f"no token ids below {self.vocab_size} in token_ids")

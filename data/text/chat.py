@@ -3,13 +3,14 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, one_line
 from drafthead.data.utils.files import read_json
 
 Tokenizer: TypeAlias = Any
@@ -17,6 +18,8 @@ Tokenizer: TypeAlias = Any
 Message = dict[str, str]
 """``{"role": "system" | "user" | "assistant", "content": ...}``. The base fills in assistant messages whose content is
 empty."""
+MARK = "1602176634"
+"""Text that no chat template contains or changes, to find out if a template writes a message."""
 
 
 @dataclass(frozen=True)
@@ -80,28 +83,58 @@ def render(
     """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start.
 
     ``template_kwargs`` are variables of the template, such as ``{"enable_thinking": False}``. A ``UserError``
-    is raised if there is no template or if it refuses the messages.
+    is raised if there is no template, or if it refuses the messages or leaves out the users' text.
     """
-    from jinja2 import TemplateError
-
     if not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path or 'the base'} has no chat template, so conversations cannot "
             "be rendered; use an instruction-tuned base or give the base a chat template"
         )
-    conversation: Any = list(messages)
+    if _reads_parts(tokenizer, str(tokenizer.chat_template)):
+        messages = [{**m, "content": _parts(m["content"])} if m["content"] else m for m in messages]
+    return _apply(tokenizer, messages, template_variables(template_kwargs), generation_prompt)
+
+
+def _apply(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any], generation_prompt: bool
+) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    given: dict[str, Any] = {"add_generation_prompt": generation_prompt, **variables}
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                conversation,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **template_variables(template_kwargs),
-            )
-        )
-    except TemplateError as error:
-        roles = [m["role"] for m in messages]
-        raise UserError(f"the chat template refuses messages with roles {roles}: {error}; change the data") from error
+        if all(message["content"] is not None for message in messages):
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
+        # apply_chat_template leaves out null content, by which templates of DeepSeek tell a tool call from an answer.
+        given = {**tokenizer.special_tokens_map, **given}
+        template = tokenizer.get_chat_template(tools=variables.get("tools"))
+        return str(render_jinja_template([list(messages)], chat_template=template, **given)[0][0])
+    except Exception as error:  # a template is a program, which may raise anything
+        reason = f"the chat template refuses messages with roles {[m['role'] for m in messages]}: {one_line(error)}"
+        raise UserError(f"{reason}; change the data") from error
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+@lru_cache(maxsize=8)
+def _reads_parts(tokenizer: Tokenizer, template: str) -> bool:
+    """Return True if ``template`` writes the text of a user's message only if it is a list of parts.
+
+    A ``UserError`` is raised if it writes the text in neither form.
+    """
+
+    def writes(content: Any) -> bool | None:
+        """Return True if the template writes ``content``, and None if it refuses a conversation of one message."""
+        try:
+            return MARK in _apply(tokenizer, [{"role": "user", "content": content}], {}, True)
+        except UserError:
+            return None
+
+    as_text = writes(MARK)
+    if as_text is False and not writes(_parts(MARK)):
+        raise UserError("the chat template leaves out the text of the user's messages; give the base another template")
+    return not as_text and bool(writes(_parts(MARK)))
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -132,5 +165,28 @@ def unread_variables(tokenizer: Tokenizer, names: Iterable[str]) -> list[str]:
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of a text from ``render``; no special tokens are added, because the text has them."""
+    require_whole_characters(text, "the text ")
     # `verbose` would warn about long prompts.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def encode_after(tokenizer: Tokenizer, prompt: str, prompt_ids: list[int], text: str) -> list[int]:
+    """Return the token ids of ``text`` where it follows ``prompt``, whose ids are ``prompt_ids``.
+
+    No token crosses the boundary, because none can when the base writes the text.
+    """
+    ids = encode(tokenizer, prompt + text)
+    if ids[: len(prompt_ids)] != prompt_ids:
+        # A control token takes the prompt's place: SentencePiece puts a word mark before a text that stands alone.
+        prompt_ids = encode(tokenizer, tokenizer.eos_token or "")
+        ids = encode(tokenizer, (tokenizer.eos_token or "") + text)
+    return ids[len(prompt_ids) :]
+
+
+def require_whole_characters(text: str, name: str = "") -> None:
+    """Raise a ``UserError`` about ``name`` if ``text`` holds half a character, such as ``"\\ud83d"`` in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise UserError(f"{name}holds half a character ({half}), which no tokenizer reads; remove it") from None

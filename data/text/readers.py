@@ -15,12 +15,15 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from drafthead.data.text.chat import require_whole_characters
 from drafthead.data.utils.errors import UserError, one_line
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
 """Suffixes of data files, and the builders of ``datasets`` that read them."""
 SPLITS = ("test", "validation", "train")
 """Splits in the order of preference for evaluation, because the base may have been trained on training data."""
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Escape in JSON that stands for half a character, alone or as one of a pair."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 # Files -------------------------------------------------------------------------------------------------------------
@@ -47,11 +50,20 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name ("line 3") and content of each line that is not blank; ``.gz`` is decompressed."""
+    """Yield the name ("line 3") and content of each line that is not blank; ``.gz`` is decompressed.
+
+    If a file of JSON holds an array, the name ("row 3") and the JSON text of each of its entries are yielded.
+    """
     with _file_errors(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if line.strip():
+            if number == 1 and ".json" in path.suffixes and line.startswith(b"["):
+                try:
+                    entries = json.loads(line + file.read())
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{path} is not valid JSON ({one_line(error)}); repair it") from None
+                yield from ((f"row {n}", json.dumps(entry).encode()) for n, entry in enumerate(entries, start=1))
+            elif line.strip():
                 yield f"line {number}", line
 
 
@@ -59,8 +71,12 @@ def json_object(line: bytes) -> dict[str, Any]:
     """Return the object in a line of JSON. Error messages lack the line's name, which the caller puts before them."""
     try:
         row = json.loads(line.decode())
+        if SURROGATE.search(line):
+            require_whole_characters(json.dumps(row, ensure_ascii=False))
     except UnicodeDecodeError as error:
         raise UserError(f"is not UTF-8 ({error.reason} at byte {error.start})") from None
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"is not valid JSON ({error})") from None
     if not isinstance(row, dict):
@@ -106,7 +122,11 @@ def open_dataset(
     if split is None:
         names = datasets.get_dataset_split_names(name, subset, revision=revision)
         split = next((s for s in SPLITS if s in names), names[0])
-    return datasets.load_dataset(name, subset, split=split, revision=revision, streaming=stream)
+    rows = datasets.load_dataset(name, subset, split=split, revision=revision, streaming=stream)
+    if stream and getattr(rows, "features", "known") is None:
+        # An array of JSON objects is read whole even as a stream, which does not decode columns of mixed types.
+        rows = datasets.load_dataset(name, subset, split=split, revision=revision).to_iterable_dataset()
+    return rows
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from drafthead.data.embedded.tasks import PROMPT_SETS
 from drafthead.data.embedded.training_sets import DOCUMENT_SETS, content_hash
 from drafthead.data.text import readers
 from drafthead.data.text.chat import Message, conversation, user_turn
+from drafthead.data.text.findings import Findings
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
 from drafthead.data.utils.settings import Positive, PositiveFloat, require, settings
@@ -33,6 +34,8 @@ ROLES = {
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Names of columns that hold conversations."""
 AUTO = "auto"
+SYSTEM_COLUMNS = ("system", "system_prompt")
+"""Names of columns that hold a conversation's system prompt."""
 PROMPT_COLUMNS = ("prompt", *CONVERSATIONS, "turns", "input_ids")
 """Keys that may hold the prompt in a line of an evaluation suite or of ``data.prompts``, in the order of search."""
 T = TypeVar("T", str, list[Message])
@@ -119,13 +122,13 @@ def _expand(text: str) -> SourceConfig:
     if name.startswith("hf:"):
         repository, _, split = name.removeprefix("hf:").partition(":")
         return SourceConfig(kind="hf", name=repository, split=split or "train", column=AUTO, limit=limit)
-    if ".jsonl" in path.suffixes:
+    if not {".json", ".jsonl"}.isdisjoint(path.suffixes):
         return SourceConfig(kind="jsonl", name=name, column=AUTO, limit=limit)
     if path.suffix in readers.BUILDERS or path.is_dir():
         return SourceConfig(kind="hf", name=name, column=AUTO, limit=limit)
     raise UserError(
-        f"{text!r} is not a source; expected a .jsonl file, a dataset's file or folder, hf:NAME[:SPLIT], or one of "
-        f"{', '.join(PRESETS)}, optionally with :LIMIT"
+        f"{text!r} is not a source; expected a .jsonl or .json file, a dataset's file or folder, hf:NAME[:SPLIT], "
+        f"or one of {', '.join(PRESETS)}, optionally with :LIMIT"
     )
 
 
@@ -176,12 +179,12 @@ def iter_documents(source: SourceConfig, max_characters: int | None = None) -> I
     return texts if max_characters is None or source.kind in DOCUMENT_SETS else _up_to(texts, max_characters)
 
 
-def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
+def iter_prompts(source: SourceConfig, findings: Findings | None = None) -> Iterator[list[Message]]:
     """Yield conversations that end with a user's turn, in the source's order.
 
     A column holds a text (one user turn) or a conversation (see ``as_prompt``; for column ``auto``
     ``as_suite_prompt``). Prompts without messages or with an empty last message are left out. A file of kind
-    ``text`` has one prompt per line.
+    ``text`` has one prompt per line. What is left out or not read is added to ``findings``.
     """
     prompts: Iterator[list[Message]]
     if source.kind in PROMPT_SETS:
@@ -190,9 +193,37 @@ def iter_prompts(source: SourceConfig) -> Iterator[list[Message]]:
     elif source.kind == "text":
         prompts = (user_turn(line) for path in files_of(source) for line in readers.read_text(path).splitlines())
     else:
-        convert = as_suite_prompt if source.column == AUTO else partial(as_prompt, turns=source.turns)
-        prompts = (convert(*value) for value in _values(source))
+        prompts = _prompts_of_rows(source, Findings() if findings is None else findings)
     return islice((m for m in prompts if m and m[-1]["content"].strip()), source.limit)
+
+
+def _prompts_of_rows(source: SourceConfig, findings: Findings) -> Iterator[list[Message]]:
+    convert = as_suite_prompt if source.column == AUTO else partial(as_prompt, turns=source.turns)
+    for row, where in iter_rows(source):
+        value, name = column_value(row, source, where)
+        messages = with_system(convert(value, name), row, where)
+        findings.ignore("column", {n: v for n, v in row.items() if v is not value}, SYSTEM_COLUMNS)
+        for turn in value if isinstance(value, list) else ():
+            findings.ignore("key", turn if isinstance(turn, dict) else {}, ("role", "from", "content", "value"))
+        if not messages or not messages[-1]["content"].strip():
+            findings.leave_out("without a user's text", where, row=1)
+        yield messages
+
+
+def with_system(messages: list[Message], row: Mapping[str, Any], where: str) -> list[Message]:
+    """Return ``messages``, with the system prompt in the row's own column as their first message if it has one.
+
+    Errors name the row ``where``.
+    """
+    text = next((row[name] for name in SYSTEM_COLUMNS if row.get(name)), "")
+    if not isinstance(text, str):
+        raise UserError(f"{where} has a {type(text).__name__} as system prompt, expected text")
+    first = messages[0] if messages else {"role": "system", "content": text}
+    if first["role"] != "system" and text.strip():
+        return [{"role": "system", "content": text}, *messages]
+    if text.strip() and first["content"].strip() != text.strip():
+        raise UserError(f"{where} has two system prompts, in its messages and in a column of its own; remove one")
+    return messages
 
 
 def column_value(
@@ -274,14 +305,6 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}: {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def check_characters(text: str) -> None:
-    """Reject lone surrogates, which JSON can hold, but no file and no tokenizer."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"holds half a character ({error.reason}), which no tokenizer reads") from None
-
-
 def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
     """Return the messages up to the first one to answer, and the texts of the user's later messages.
 
@@ -291,9 +314,9 @@ def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
     """
     if isinstance(value, str):
         messages = user_turn(value)
-    elif isinstance(value, list) and all(isinstance(text, str) for text in value):
+    elif value and isinstance(value, list) and all(isinstance(text, str) for text in value):
         messages = [message for text in value for message in user_turn(text)]
-    elif isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
+    elif value and isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
         messages = list(iter_messages(value))
         while messages and messages[-1]["role"] != "user":
             messages.pop()
@@ -301,7 +324,6 @@ def suite_prompt(value: Any) -> tuple[list[Message], tuple[str, ...]]:
             raise UserError("holds a conversation without a user's turn")
     else:
         raise UserError(f"holds {shown(value)}")
-    check_characters("".join(m["content"] for m in messages))
     # Of the user's unanswered messages at the end, all but the first wait for an answer.
     first = max((i for i, m in enumerate(messages[:-1]) if m["role"] != "user"), default=-1) + 1
     return messages[: first + 1], tuple(m["content"] for m in messages[first + 1 :])
@@ -328,10 +350,10 @@ def iter_rows(
     A dataset is downloaded or, with ``stream`` or if the source has a ``limit``, read over the network. ``on_error`` is
     called with the error of a broken line; with None, the error is raised.
     """
-    if source.kind == "hf":
+    if source.kind == "hf" and not source.name.endswith(".json"):  # tables would give all objects the same keys
         with open_source(source, stream or source.limit is not None) as rows:
             for number, row in enumerate(rows):
-                yield row, f"{source} row {number}"
+                yield {name: _without_nulls(value) for name, value in row.items()}, f"{source} row {number}"
         return
     for path in files_of(source):
         for line, content in readers.read_lines(path):
@@ -343,6 +365,13 @@ def iter_rows(
                 on_error(UserError(f"{path} {line} {error}"))
                 continue
             yield row, f"{path} {line}"
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return ``value`` without the keys of objects that hold null, with which tables fill what an object lacks."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _values(source: SourceConfig, stream: bool = False) -> Iterator[tuple[Any, str]]:
@@ -404,21 +433,26 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
     return _load(sources, read, max_characters, content_hash, seed)
 
 
-def load_prompts(sources: list[SourceConfig], seed: int, limit: int | None) -> list[list[Message]]:
-    """Return up to ``limit`` prompts (None: all) of all sources without near-duplicates, shuffled by ``seed``."""
+def load_prompts(
+    sources: list[SourceConfig], seed: int, limit: int | None, findings: Findings | None = None
+) -> list[list[Message]]:
+    """Return up to ``limit`` prompts (None: all) of all sources without near-duplicates, shuffled by ``seed``.
+
+    What is left out or not read is added to ``findings``.
+    """
 
     def read(source: SourceConfig, most: int | None) -> Iterator[list[Message]]:
         """Yield prompts of ``source``; only ``most`` (None: all) if it has a weight or is a dataset without limit."""
         # Datasets may be large, so no more than needed is read. Other sources are read whole and cut after the shuffle.
         if source.kind == "hf" and source.limit is None:
             source = replace(source, limit=most)
-        return islice(iter_prompts(source), None if source.weight is None else most)
+        return islice(iter_prompts(source, findings), None if source.weight is None else most)
 
     def key(messages: list[Message]) -> str:
         """Return a hash that near-duplicates share."""
         return content_hash("\n".join(f"{m['role']}: {m['content']}" for m in messages))
 
-    return _load(sources, read, limit, key, seed, limit)
+    return _load(sources, read, limit, key, seed, limit, findings)
 
 
 def shares(sources: Sequence[SourceConfig]) -> list[float] | None:
@@ -437,6 +471,7 @@ def _load(
     key: Callable[[T], str],
     seed: int,
     limit: int | None = None,
+    findings: Findings | None = None,
 ) -> list[T]:
     """Return up to ``limit`` entries of all sources, without duplicates (of equal ``key``), shuffled by ``seed``.
 
@@ -444,10 +479,13 @@ def _load(
     """
     unique: dict[bytes, bytes] = {}  # a million conversations take a tenth of the memory as bytes
     for source, share in zip(sources, shares(sources) or [1.0] * len(sources), strict=True):
-        entry: T | None = None
+        before, count = len(unique), 0
         for entry in read(source, None if total is None else ceil(share * total)):
             unique.setdefault(bytes.fromhex(key(entry)), marshal.dumps(entry))
-        if entry is None:
+            count += 1
+        if findings is not None:
+            findings.leave_out("repeat an earlier one", str(source), row=count - len(unique) + before)
+        if not count:
             raise UserError(f"source {source} is empty; check its name, split and column")
     # Sorted by hash first, so that the order of sources and rows does not matter.
     order = sorted(unique)

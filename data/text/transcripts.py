@@ -6,25 +6,48 @@ the template drops the reasoning of earlier turns, it is therefore dropped here 
 """
 
 import json
-import os
+import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import islice
 from typing import Any
 
-from drafthead.data.text.chat import Tokenizer, encode, render, user_turn
-from drafthead.data.text.sources import CONVERSATIONS, ROLES, SourceConfig, column_value, iter_messages, iter_rows
+from drafthead.data.text.chat import MARK, Tokenizer, encode, encode_after, render, user_turn
+from drafthead.data.text.findings import Findings
+from drafthead.data.text.sources import (
+    CONVERSATIONS,
+    ROLES,
+    SYSTEM_COLUMNS,
+    SourceConfig,
+    column_value,
+    iter_messages,
+    iter_rows,
+    shown,
+    with_system,
+)
 from drafthead.data.utils.errors import UserError
 
 TRANSCRIPT_ROLES = {**ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
-PASSED_ON = ("tool_calls", "reasoning_content", "tool_call_id", "name")
-"""Keys of a message that a chat template may read, in addition to its role and content."""
-EMPTY_REASONING = "<think></think>"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message that hold its reasoning: of OpenAI-compatible servers, of newer ones, of gpt-oss."""
+TRAINED = ("weight", "loss", "train")
+"""Keys of a message that say if its turn is trained on: 1 or true, 0 or false."""
+KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name", *REASONING, *TRAINED)
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
+"""Texts that open and close a thought: Qwen3, DeepSeek and others; Magistral; Gemma 4."""
+OPENED = tuple(opening for opening, _ in THOUGHTS)
+CLOSING = re.compile("|".join(re.escape(closing) for _, closing in THOUGHTS))
+EMPTY_THOUGHT = re.compile("|".join(rf"{re.escape(opening)}\s*{re.escape(closing)}" for opening, closing in THOUGHTS))
+CLOSED_THOUGHT = re.compile(rf"({EMPTY_THOUGHT.pattern})\s*$")
+"""An empty thought at the end of a prompt, by which the template switches thinking off."""
+CHANNEL = r"(?:<\|channel\|>\w+<\|message\|>)?"
+"""Pattern of gpt-oss's text before an answer, which the base writes itself; without white space."""
+MARKUP = r"(?:<[^<>]*>|\[[^\[\]]*\]|\w+(?=<\|message\|>)|assistant(?=<))*"
+"""Pattern of a template's text around reasoning; without white space."""
 Answered = tuple[list[int], int]
 """Token ids of a prompt and its answer, and the index of the first answer token."""
-MARK = "drafthead-probe"
-MAX_LISTED = 5
 SHOWN = 40
 """Number of characters of a text to show in an error message."""
 
@@ -36,42 +59,10 @@ class Transcript:
     messages: Sequence[dict[str, Any]] = ()
     tools: Sequence[Any] | None = None
     """Tool definitions for the chat template."""
+    trained: Sequence[int] = (0,)
+    """Indices of the messages to train on, all of the assistant. Its other turns are context."""
     token_ids: tuple[list[int], list[int]] | None = None
     """Token ids of prompt and answer from a server's log, used unchanged and instead of ``messages``."""
-
-
-@dataclass
-class Findings:
-    """Errors of rows that cannot be trained on, and remarks about other rows, each with a count and its first row."""
-
-    rejected: list[str] = field(default_factory=list)
-    remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
-
-    def reject(self, error: UserError) -> None:
-        """Record the error of a row that cannot be trained on."""
-        self.rejected.append(str(error))
-
-    def remark(self, text: str, where: str) -> None:
-        """Count the remark ``text`` about the row named ``where``."""
-        count, first = self.remarks.get(text, (0, where))
-        self.remarks[text] = count + 1, first
-
-    def raise_rejected(self) -> None:
-        """Raise a ``UserError`` that names the first rejected rows, if any were rejected."""
-        if self.rejected:
-            count = len(self.rejected)
-            more = f"; and {count - MAX_LISTED} more" if count > MAX_LISTED else ""
-            raise UserError(
-                f"{count} transcripts cannot be trained on: {'; '.join(self.rejected[:MAX_LISTED])}{more}; repair or "
-                "remove them, or set data.bad_transcripts=skip to train on the other transcripts"
-            )
-
-    def lines(self) -> list[str]:
-        """Return the lines to print: one per remark, with its count, and one about the rejected rows."""
-        found = [f"{count:,} {text} (first: {where})" for text, (count, where) in self.remarks.items()]
-        if self.rejected:
-            found.append(f"{len(self.rejected):,} transcripts skipped (first: {self.rejected[0]})")
-        return found
 
 
 # Reading -----------------------------------------------------------------------------------------------------------
@@ -82,12 +73,12 @@ def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple
     rows = iter_rows(source, stream=source.limit is not None, on_error=findings.reject)
     for row, where in islice(rows, source.limit):
         try:
-            yield from ((where, transcript) for transcript in _of_row(row, source, where))
+            yield from ((where, transcript) for transcript in _of_row(row, source, where, findings))
         except UserError as error:
             findings.reject(error)
 
 
-def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Transcript]:
+def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str, findings: Findings) -> list[Transcript]:
     """Return the conversation in a row or, from a row with token ids (a logged response of vLLM), each answer."""
     listed: Any = row.get("choices") if isinstance(row.get("choices"), list) else []
     choices: list[Any] = [choice for choice in listed if isinstance(choice, dict)] or [row]
@@ -96,51 +87,100 @@ def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str) -> list[Tr
         for ids in (ids for pair in pairs for ids in pair):
             if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
                 raise UserError(f"{where} must have whole numbers in prompt_token_ids and token_ids")
+        findings.ignore("column", row, ("choices", "prompt_token_ids", "token_ids"))
         return [Transcript(token_ids=pair) for pair in pairs]
     value, column = column_value(dict(row), source, where, CONVERSATIONS)
     try:
-        messages, tools = _messages(value), row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    except (UserError, ValueError) as error:
+        plain = with_system([*iter_messages(value, TRANSCRIPT_ROLES)], row, "the row")
+        turns = [{}] * (len(plain) - len(value)) + value
+        messages = [_message(m, turn, n) for n, (m, turn) in enumerate(zip(plain, turns, strict=True), start=1)]
+        _check_order(messages)
+        trained = [n for n, turn in enumerate(turns) if messages[n]["role"] == "assistant" and _is_trained(turn)]
+        if not trained:
+            raise UserError("has no assistant's turn to train on")
+        tools = _tools(row.get("tools"))
+    except (UserError, RecursionError) as error:
         raise UserError(f"{column} {error}") from None
+    findings.ignore("column", {n: v for n, v in row.items() if v is not value}, ("tools", *SYSTEM_COLUMNS))
+    for turn in turns:
+        findings.ignore("key", turn, KEYS)
     # Datasets in ShareGPT's form write the tools into the system message and repeat them in a column.
-    in_text = messages[0]["role"] == "system" and "tools" in messages[0]["content"]
-    return [Transcript(messages, None if in_text or not tools else tools)]
+    if tools and messages[0]["role"] == "system" and _are_defined(tools, messages[0]["content"]):
+        findings.remark("transcripts name their tools in the system message; their column 'tools' is not read", where)
+        tools = []
+    return [Transcript(messages, tools or None, trained)]
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return a conversation's messages for the chat template; raise a ``UserError`` if they cannot be trained on."""
-    messages: list[dict[str, Any]] = []
-    for message, turn in zip(iter_messages(value, TRANSCRIPT_ROLES), value, strict=True):
-        number, before = len(messages) + 1, messages[-1]["role"] if messages else "system"
-        extra = {key: turn[key] for key in PASSED_ON if turn.get(key)}
-        if not message["content"].strip() and "tool_calls" not in extra:
-            raise UserError(f"has an empty turn {number} ({message['role']})")
+def _message(message: Mapping[str, str], turn: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return turn ``number`` as a message for chat templates: ``message`` and what else they may read in ``turn``."""
+    extra = {key: turn[key] for key in ("tool_calls", "tool_call_id", "name") if turn.get(key)}
+    if not message["content"].strip() and "tool_calls" not in extra:
+        raise UserError(f"has an empty turn {number} ({message['role']})")
+    try:
+        extra |= {"tool_calls": [_tool_call(call) for call in extra["tool_calls"]]} if "tool_calls" in extra else {}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"has a tool call in turn {number} that cannot be read ({error!r})") from None
+    thoughts = [turn[key] for key in REASONING if turn.get(key)]
+    if any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
+        raise UserError(f"has reasoning in turn {number} that is not one text: {shown(thoughts)}")
+    if thoughts:
+        extra |= {"reasoning_content": thoughts[0], "thinking": thoughts[0]}
+    return {**message, **extra}
+
+
+def _is_trained(turn: Mapping[str, Any]) -> bool:
+    """Return False if ``turn`` is marked as not to be trained on."""
+    marks = {key: turn[key] for key in TRAINED if turn.get(key) is not None}
+    for key, mark in marks.items():
+        if not isinstance(mark, int | float) or mark not in (0, 1):
+            raise UserError(f"has {key} {shown(mark)} in a turn, expected 0, 1, false or true")
+    return all(marks.values())
+
+
+def _check_order(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ``UserError`` unless each assistant's turn has a turn before it to answer."""
+    before = "system"
+    for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and before in ("system", "assistant"):
             raise UserError(f"has an assistant's turn {number} without a turn before it to answer")
-        try:
-            extra |= {"tool_calls": [_tool_call(call) for call in extra.get("tool_calls", ())]}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"has a tool call in turn {number} that cannot be read ({error!r})") from None
-        messages.append({**message, **{key: entry for key, entry in extra.items() if entry}})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise UserError("has no assistant's turn")
-    return messages
+        before = message["role"]
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object: chat templates expect an object, but logs have JSON text."""
+    """Return a tool call with its arguments as an object, which logs write as JSON text, or as null if it is empty."""
     function = call.get("function") or call
     arguments = function["arguments"]
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
     return {**call, "type": "function", "function": {"name": str(function["name"]), "arguments": dict(arguments)}}
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Return tool definitions as OpenAI's API has them, from one or a list of them, as objects or JSON texts."""
+    try:
+        value = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+        listed = [json.loads(t) if isinstance(t, str) else t for t in (value if isinstance(value, list) else [value])]
+        functions = [tool.get("function", tool) for tool in listed]
+        if not all(isinstance(function["name"], str) for function in functions):
+            raise TypeError("a name that is no text")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"stands beside tools that cannot be read ({error!r}): {shown(value)}") from None
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
+
+
+def _are_defined(tools: Sequence[dict[str, Any]], text: str) -> bool:
+    """Return True if ``text`` has the names of all ``tools``, as system prompts have that define them."""
+    return all(re.search(rf"(?<!\w){re.escape(tool['function']['name'])}(?!\w)", text) for tool in tools)
 
 
 # Rendering ---------------------------------------------------------------------------------------------------------
 
 
 class TranscriptEncoder:
-    """Converter of transcripts to token ids, by the chat template of a base."""
+    """Converter of transcripts to token ids, by the chat template of a base.
+
+    A turn is trained on only if the template's text for it is what the base writes after the prompt that it is served:
+    the same content, and no text of control tokens. Otherwise the transcript is rejected.
+    """
 
     def __init__(
         self,
@@ -151,8 +191,27 @@ class TranscriptEncoder:
     ) -> None:
         self.tokenizer, self.eos_ids, self.vocab_size = tokenizer, eos_ids, vocab_size
         self.template_kwargs = dict(template_kwargs or {})
-        self.ends = [_squeezed(str(text)) for text in tokenizer.convert_ids_to_tokens(sorted(eos_ids))]
         self._writes_role = cache(self._role_is_written)
+
+    @cached_property
+    def ends(self) -> re.Pattern[str]:
+        """Pattern of the texts of tokens that end an answer."""
+        return _any_of(self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids)))
+
+    @cached_property
+    def control(self) -> re.Pattern[str]:
+        """Pattern of the texts of control tokens: special tokens, ends of answers, and what the template puts around.
+
+        Other added tokens, such as ``<tool_call>``, are text that the base writes itself.
+        """
+        try:
+            around = _squeezed(EMPTY_THOUGHT.sub("", self._render(user_turn(MARK))))
+        except UserError:
+            around = ""
+        added = self.tokenizer.added_tokens_decoder.values()
+        texts = [str(token) for token in added if token.special or str(token).strip() and str(token) in around]
+        ends = self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids))
+        return _any_of([*texts, *self.tokenizer.all_special_tokens, *ends])
 
     def answers(self, transcript: Transcript, findings: Findings, where: str, limit: int | None) -> list[Answered]:
         """Return a transcript's assistant turns, each with everything before it, up to ``limit`` tokens (None: all).
@@ -160,20 +219,43 @@ class TranscriptEncoder:
         The turn that crosses the limit is cut there. If the transcript cannot be trained on, an error that names it
         ``where`` is added to ``findings``, and the result is [].
         """
-        answers: list[Answered] = []
-        try:
-            for ids, boundary in self._turns(transcript, findings, where):
-                if limit is not None and len(ids) > limit:
-                    findings.remark(f"transcripts are longer than {limit} tokens; their ends are not trained on", where)
-                    return answers + [(ids[:limit], boundary)] * (boundary < limit)
-                answers.append((ids, boundary))
-        except UserError as error:
-            findings.reject(UserError(f"{where}: {error}"))
-            return []
-        return answers
+        errors: list[Exception] = []
+        for messages in _forms(transcript.messages):
+            turns: list[Answered] = []
+            beyond = 0
+            try:
+                for number, (ids, boundary) in enumerate(self._turns(messages, transcript), start=1):
+                    turns += [(ids[:limit], boundary)] if limit is None or boundary < limit else []
+                    if limit is not None and len(ids) > limit:
+                        is_last = number == len(transcript.trained)
+                        whole = (
+                            ids if is_last else encode(self.tokenizer, self._render(messages, False, transcript.tools))
+                        )
+                        beyond = len(whole) - limit
+                        break
+            except (UserError, RecursionError) as error:
+                errors.append(error)
+                continue
+            findings.leave_out(f"beyond {limit} tokens", where, turn=len(transcript.trained) - len(turns), token=beyond)
+            self._note(transcript, findings, where)
+            return turns
+        findings.reject(UserError(f"{where}: {errors[0]}"))
+        return []
 
-    def _turns(self, transcript: Transcript, findings: Findings, where: str) -> Iterator[Answered]:
-        messages, tools = transcript.messages, transcript.tools
+    def _note(self, transcript: Transcript, findings: Findings, where: str) -> None:
+        """Add what is left out of ``transcript``, and control tokens in its prompts, to ``findings``."""
+        messages, trained = transcript.messages, transcript.trained
+        if not messages:
+            return
+        answers = sum(m["role"] == "assistant" for m in messages)
+        findings.leave_out("marked as not to train (weight, loss, train)", where, turn=answers - len(trained))
+        findings.leave_out("without an answer", where, turn=int(messages[-1]["role"] != "assistant"))
+        context = [m for n, m in enumerate(messages) if n not in trained]
+        if self.control.search(json.dumps([context, transcript.tools], ensure_ascii=False, default=str)):
+            findings.remark("transcripts have the text of control tokens in a prompt; the base reads the tokens", where)
+
+    def _turns(self, messages: Sequence[dict[str, Any]], transcript: Transcript) -> Iterator[Answered]:
+        """Yield the trained turns of ``transcript``, whose messages are given in a form for the chat template."""
         if transcript.token_ids is not None:
             prompt_ids, answer_ids = transcript.token_ids
             if (largest := max(*prompt_ids, *answer_ids)) >= self.vocab_size:
@@ -183,65 +265,33 @@ class TranscriptEncoder:
         for role in {m["role"] for m in messages} - {"user", "assistant"}:
             if not self._writes_role(role):
                 raise UserError(f"the chat template leaves out messages of the role {role!r}; remove them")
-        if tools and self._render(messages[:1], tools=tools) == self._render(messages[:1]):
+        first = messages[: transcript.trained[0]]
+        if transcript.tools and self._render(first, tools=transcript.tools) == self._render(first):
             raise UserError("the chat template leaves out the definitions in tools; remove them")
-        if messages[-1]["role"] != "assistant":
-            findings.remark("transcripts do not end with the assistant; their last turns are not used", where)
-        for number, message in enumerate(messages, start=1):
-            if message["role"] == "assistant":
-                try:
-                    yield self._turn(messages[:number], tools)
-                except UserError as error:
-                    raise UserError(f"turn {number} {error}") from None
+        for index in transcript.trained:
+            try:
+                yield self._turn(messages[: index + 1], transcript.messages[index], transcript.tools)
+            except UserError as error:
+                raise UserError(f"turn {index + 1} {error}") from None
 
-    def _turn(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] | None) -> Answered:
-        """Return the token ids of the last message, as the answer to the messages before it."""
-        if special := [text for text in self.tokenizer.all_special_tokens if text in messages[-1]["content"]]:
-            raise UserError(f"(assistant) holds the special token {special[0]!r} as text; remove it")
-        prompt, whole = self._render(messages[:-1], tools=tools), self._render(messages, False, tools)
-        # A generation prompt may end with an empty think block, which the template does not write for a past turn.
-        answer = whole[len(os.path.commonprefix([prompt, whole])) :]
-        self._check_answer(_squeezed(prompt), answer, messages[-1])
-        prompt_ids, ids = encode(self.tokenizer, prompt), encode(self.tokenizer, prompt + answer)
-        if ids[: len(prompt_ids)] != prompt_ids:  # a token would cross the boundary; when served it cannot
-            ids = prompt_ids + encode(self.tokenizer, answer)
-        end = next((n for n in range(len(prompt_ids), len(ids)) if ids[n] in self.eos_ids), len(ids))
-        return ids[: end + 1], len(prompt_ids)
+    def _turn(
+        self, messages: Sequence[dict[str, Any]], message: Mapping[str, Any], tools: Sequence[Any] | None
+    ) -> Answered:
+        """Return the token ids of the last of ``messages``, as the answer to those before it.
 
-    def _check_answer(self, prompt: str, answer: str, message: Mapping[str, Any]) -> None:
-        """Raise a ``UserError`` if ``answer``, the template's text for ``message``, changes more than white space.
-
-        ``prompt`` is the template's text before ``answer``, without white space.
+        ``message`` is this last message as it was read.
         """
-        written, position = _squeezed(answer), 0
-        content, reasoning = _squeezed(message["content"]), _squeezed(message.get("reasoning_content", ""))
-        if content.startswith(EMPTY_REASONING):
-            if not prompt.endswith(EMPTY_REASONING):
-                raise UserError(
-                    "(assistant) starts with an empty think block, which the base does not write in this mode; set "
-                    "base.chat_template_kwargs={enable_thinking: false} if the template has it, or remove the block"
-                )
-            content = content.removeprefix(EMPTY_REASONING)
-        calls = [call["function"] for call in message.get("tool_calls", ())]
-        names = [_squeezed(name) for call in calls for name in (call["name"], *call["arguments"])]
-        for piece in filter(None, (reasoning, content, *(_squeezed(call["name"]) for call in calls))):
-            start = written.find(piece, position)
-            if start < 0:
-                raise UserError(
-                    f"(assistant) is changed by the chat template, which writes {_shown(answer)} for {_shown(piece)}"
-                )
-            if start > position and not reasoning and not calls:
-                raise UserError(
-                    f"(assistant) begins with {_shown(written[:start])} in the chat template, not in the transcript; "
-                    "the template needs a generation prompt (add_generation_prompt) that writes this. If this is an "
-                    "empty think block, set base.chat_template_kwargs={enable_thinking: false}"
-                )
-            position = start + len(piece)
-        if missing := [name for name in names if name not in written]:
-            raise UserError(f"(assistant) has a tool call of which the chat template leaves out {missing[0]!r}")
-        rest = written[position:]
-        if rest and not calls and not rest.startswith(tuple(self.ends)):
-            raise UserError(f"(assistant) is followed by {_shown(rest)} in the chat template")
+        if found := self.control.search(json.dumps(message, ensure_ascii=False, default=str)):
+            raise UserError(f"(assistant) holds the text of the control token {found[0]!r}; remove it")
+        prompt, whole = self._render(messages[:-1], tools=tools), self._render(messages, False, tools)
+        for earlier in messages[:-1]:
+            _check_calls(_squeezed(prompt), earlier, 0)
+        answer = _after(prompt, whole, messages[-2]["content"])
+        end = self.ends.search(answer)
+        _check_answer(_squeezed(prompt), _squeezed(answer[: end.start()] if end else answer), message)
+        prompt_ids = encode(self.tokenizer, prompt)
+        answer_ids = encode_after(self.tokenizer, prompt, prompt_ids, answer[: end.end()] if end else answer)
+        return prompt_ids + answer_ids, len(prompt_ids)
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool = True, tools: Sequence[Any] | None = None
@@ -256,6 +306,114 @@ class TranscriptEncoder:
             return self._render(turns).count(MARK) == len(turns) - 1
         except UserError:
             return True  # the transcript's own turns decide
+
+
+def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
+    """Yield ``messages`` in the forms of tool calls that chat templates expect, the most common first.
+
+    Arguments are objects or JSON text, and empty content beside a call is "" or null (DeepSeek: text and null).
+    """
+    yield messages
+    if any("tool_calls" in message for message in messages):
+        for as_text, content in ((False, None), (True, ""), (True, None)):
+            yield [_formed(m, as_text, content) if "tool_calls" in m else m for m in messages]
+
+
+def _formed(message: dict[str, Any], as_text: bool, content: str | None) -> dict[str, Any]:
+    calls = [dict(call) for call in message["tool_calls"]]
+    for call in calls if as_text else ():
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False, default=str)
+        call["function"] = call["function"] | {"arguments": arguments}
+    return message | {"tool_calls": calls, "content": message["content"] or content}
+
+
+def _after(prompt: str, whole: str, asked: str) -> str:
+    """Return the end of ``whole``, the template's text for all turns, that answers ``prompt``.
+
+    ``asked`` is the content of the last message in ``prompt``.
+    """
+    if whole.startswith(prompt):
+        return whole[len(prompt) :]
+    # Templates may write a closed, empty thought only into prompts, or rewrite earlier turns when a turn follows: move
+    # the system prompt to the last user's turn, drop reasoning. The answer then follows the longest common end.
+    prompt = CLOSED_THOUGHT.sub("", prompt)
+    length = bisect_left(range(1, len(prompt) + 1), True, key=lambda n: prompt[-n:] not in whole)
+    common = prompt[len(prompt) - length :]
+    if not any(_squeezed(text) in _squeezed(common) for text in (asked, _escaped(asked))):
+        raise UserError(
+            f"(assistant) would follow {_shown(prompt[-SHOWN:])} when it is served, which the chat template leaves out "
+            "of an answered turn; use the base's own answers (data.prompts=FILE) or their logged token ids"
+        )
+    return whole[whole.rfind(common) + length :]
+
+
+def _check_answer(prompt: str, written: str, message: Mapping[str, Any]) -> None:
+    """Raise a ``UserError`` if ``written``, the template's text for ``message``, changes more than white space.
+
+    ``prompt`` is the template's text before it. Both are given without white space.
+    """
+    content, reasoning = _squeezed(message["content"]), _squeezed(message.get("reasoning_content", ""))
+    empty = EMPTY_THOUGHT.match(content)
+    if CLOSED_THOUGHT.search(prompt):
+        content = content[empty.end() :] if empty else content
+        if reasoning or content.startswith(OPENED):
+            raise UserError("(assistant) has reasoning, but the prompt switches thinking off; remove one of them")
+    elif empty:
+        raise UserError(
+            "(assistant) starts with an empty think block, which the base does not write in this mode; set "
+            "base.chat_template_kwargs={enable_thinking: false} if the template has it, or remove the block"
+        )
+    lead = MARKUP + re.escape(reasoning) + MARKUP if reasoning else CHANNEL
+    found = re.match(lead + re.escape(content), written)
+    if found is None:
+        _find(written, reasoning, 0)
+        _find(written, content, 0)
+    if not found or EMPTY_THOUGHT.match(written) or prompt.endswith(OPENED) and not CLOSING.search(written):
+        raise UserError(
+            f"(assistant) begins with {_shown(written[: written.find(content)])} in the chat template, not in the "
+            "transcript; the template needs a generation prompt (add_generation_prompt) that writes this. If this is "
+            "an empty think block, set base.chat_template_kwargs={enable_thinking: false}"
+        )
+    if "tool_calls" in message:
+        _check_calls(written, message, found.end())
+    elif after := written[found.end() :]:
+        raise UserError(f"(assistant) is followed by {_shown(after)} in the chat template")
+
+
+def _check_calls(written: str, message: Mapping[str, Any], position: int) -> None:
+    """Raise a ``UserError`` unless ``written`` has the tool calls of ``message``, if any, after ``position``."""
+    for call in (call["function"] for call in message.get("tool_calls", ())):
+        position = _find(written, call["name"], position)
+        given = call["arguments"] if isinstance(call["arguments"], dict) else json.loads(call["arguments"])
+        position = max([_find(written, text, position) for text in _texts(given)], default=position)
+        if given and _squeezed(str(given)) in written:
+            raise UserError("(assistant) has a tool call that the chat template writes as Python, not as JSON")
+
+
+def _find(written: str, text: str, start: int) -> int:
+    """Return where ``text``, as it is or escaped as in JSON, ends in ``written`` after ``start``."""
+    pieces = [piece for piece in map(_squeezed, (text, _escaped(text))) if piece in written[start:]]
+    if not pieces:
+        raise UserError(
+            f"(assistant) is changed by the chat template, which writes {_shown(written)} for {_shown(text)}"
+        )
+    return written.index(pieces[0], start) + len(pieces[0])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the keys and texts in a JSON value."""
+    entries = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for entry in entries:
+        yield from (entry,) if isinstance(entry, str) else _texts(entry)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # the last matches nothing
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _squeezed(text: str) -> str:

@@ -1,12 +1,12 @@
 """Evaluation prompts from the user's JSONL files and from Hugging Face datasets."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from drafthead.data.text.readers import dataset_errors, json_object, open_dataset, read_lines
-from drafthead.data.text.sources import PROMPT_COLUMNS, check_characters, shown, suite_prompt
+from drafthead.data.text.sources import PROMPT_COLUMNS, SYSTEM_COLUMNS, shown, suite_prompt, with_system
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 
@@ -35,7 +35,7 @@ def read_jsonl(path: Path) -> list[EvalPrompt]:
         keys = [key for key in PROMPT_COLUMNS if key in row]
         if len(keys) != 1:
             raise UserError(f"holds the keys {sorted(row)}")
-        return to_prompt(row[keys[0]], number, row.get("task", path.stem))
+        return to_prompt(row[keys[0]], number, row.get("task", path.stem), row)
 
     prompts = _convert_all(read_lines(path), convert, f"suite {path}", _LINE)
     if not prompts:
@@ -65,12 +65,13 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
         column = _column(wanted, rows.column_names, name)
         label = next((c for c in TASK_COLUMNS if c in rows.column_names and c != column), None)
         # Of these columns only: others may hold images, which cost time to decode.
-        chosen = rows.select_columns([column, *([label] if label else [])])
+        others = {*SYSTEM_COLUMNS, "tools", label or column}.intersection(rows.column_names) - {column}
+        chosen = rows.select_columns([column, *sorted(others)])
         path = Path(name).expanduser()
         task = path.stem if path.is_file() else path.name  # "user/data-v1.5" has no suffix
         prompts = _convert_all(
             ((f"row {n}", row) for n, row in enumerate(chosen)),
-            lambda row, number: to_prompt(row[column], number, row[label] if label else task),
+            lambda row, number: to_prompt(row[column], number, row[label] if label else task, row),
             f"dataset {name!r}",
             f"column {column!r} must hold texts, conversations that have a user's turn, lists of texts, or token ids",
         )
@@ -79,18 +80,20 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
     return prompts
 
 
-def to_prompt(value: Any, number: int, task: Any) -> EvalPrompt:
+def to_prompt(value: Any, number: int, task: Any, row: Mapping[str, Any]) -> EvalPrompt:
     """Return a prompt from a text, a conversation, a list of the user's turns, or token ids.
 
-    ``number`` is its position in the suite, from 0. Errors do not name the line or row; ``_convert_all`` adds the name.
+    ``number`` is its position in the suite, from 0, and ``row`` has its system prompt. Errors do not name the line or
+    row; ``_convert_all`` adds the name.
     """
     if not isinstance(task, str) or not task:
         raise UserError(f"has a task that is not a text: {shown(task)}")
-    check_characters(task)
+    if row.get("tools"):
+        raise UserError("has tools, which suites do not read; give base.chat_template_kwargs={tools: FILE} instead")
     if isinstance(value, list) and all(type(token) is int for token in value):
         return EvalPrompt(task, number, [], input_ids=tuple(value))
     messages, later = suite_prompt(value)
-    return EvalPrompt(task, number, messages, later)
+    return EvalPrompt(task, number, with_system(messages, row, "the row"), later)
 
 
 def _convert_all(

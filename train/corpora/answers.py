@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from drafthead.data.answers.store import AnswerStore, ProcessGroup, Prompt
 from drafthead.data.embedded import training_sets
 from drafthead.data.text.chat import Message, num_turns, turns_of, unread_variables, user_turn
+from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import load_prompts
 from drafthead.data.utils import files
 from drafthead.data.utils.errors import UserError
@@ -259,8 +260,9 @@ class AnswerGenerator:
 
     def _new_conversations(self) -> list[list[Message]]:
         """Return prompts from the sources and from the base, mixed; leave out near duplicates of evaluation prompts."""
-        config = self.config
-        prompts = load_prompts(config.sources, self.seed, config.prompts) if config.sources and config.prompts else []
+        config, findings, prompts = self.config, Findings(), list[list[Message]]()
+        if config.sources and config.prompts:
+            prompts = load_prompts(config.sources, self.seed, config.prompts, findings)
         if config.self_prompted:
             written = self_prompted_prompts(
                 self.base,
@@ -276,7 +278,11 @@ class AnswerGenerator:
             keyed = [(i / len(items), item) for items in lists for i, item in enumerate(items)]
             prompts = [item for _, item in sorted(keyed, key=lambda entry: entry[0])]
         is_evaluated = resembles_suites(config.exclude_suites)
-        prompts = [p for p in prompts if not is_evaluated(t["content"] for t in p if t["role"] == "user")]
+        kept = [p for p in prompts if not is_evaluated(t["content"] for t in p if t["role"] == "user")]
+        findings.leave_out("resemble data.answers.exclude_suites", "prompts", row=len(prompts) - len(kept))
+        prompts = kept
+        for line in findings.lines():
+            self.log(f"   prompts: {line}")
         if not prompts:
             raise UserError("data.answers has no prompts; add data.answers.sources, or set data.answers.self_prompted")
         return prompts

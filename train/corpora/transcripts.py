@@ -11,8 +11,9 @@ import numpy as np
 from drafthead.data.answers.store import Answer, AnswerStore
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.text.chat import Document
+from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, files_of, resolve_revision
-from drafthead.data.text.transcripts import Answered, Findings, TranscriptEncoder, iter_transcripts
+from drafthead.data.text.transcripts import Answered, TranscriptEncoder, iter_transcripts
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import (
     MANIFEST_NAME,
@@ -120,11 +121,11 @@ def _conversations(
         for where, transcript in iter_transcripts(source, findings):
             key = content_hash(repr(transcript))
             if key in seen:
-                findings.remark("transcripts repeat an earlier one and are left out", where)
+                findings.leave_out("repeat an earlier one", where, row=1)
                 continue
             seen.add(key)
             if is_evaluated(m["content"] for m in transcript.messages if m["role"] == "user"):
-                findings.remark("transcripts resemble a prompt of data.answers.exclude_suites and are left out", where)
+                findings.leave_out("resemble data.answers.exclude_suites", where, row=1)
                 continue
             if turns := encoder.answers(transcript, findings, where, longest):
                 yield turns

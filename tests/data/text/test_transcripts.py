@@ -1,6 +1,7 @@
 """Conversations as they are: boundaries, what a template changes, presets, and messages about bad rows."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from drafthead.data.embedded.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from drafthead.data.text.chat import turns_of
+from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import PRESETS, SourceConfig, expand_sources, iter_prompts
-from drafthead.data.text.transcripts import Findings, Transcript, TranscriptEncoder, iter_transcripts
+from drafthead.data.text.transcripts import Transcript, TranscriptEncoder, iter_transcripts
 from drafthead.data.utils.errors import UserError
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.train.corpora.corpus_config import DataConfig
@@ -52,12 +54,17 @@ def rows(path: Path, *entries: Any) -> SourceConfig:
 
 def spans(entry: dict[str, Any], tmp_path: Path, enc: TranscriptEncoder | None = None) -> list[tuple[str, str]]:
     """The prompts and trained texts of one row, or the error that rejects it."""
-    findings, enc = Findings(), enc or encoder()
-    ((where, transcript),) = iter_transcripts(rows(tmp_path / "x.jsonl", entry), findings) or [("", Transcript())]
-    turns = enc.answers(transcript, findings, where, None)
+    pairs, findings = pairs_of(rows(tmp_path / "x.jsonl", entry), enc or encoder())
     findings.raise_rejected()
-    decode = enc.tokenizer.decode
-    return [(decode(ids[:boundary]), decode(ids[boundary:])) for ids, boundary in turns]
+    return pairs
+
+
+def pairs_of(source: SourceConfig, enc: TranscriptEncoder) -> tuple[list[tuple[str, str]], Findings]:
+    """The prompts and trained texts of a source's rows, and what was found."""
+    findings, decode = Findings(), enc.tokenizer.decode
+    found = list(iter_transcripts(source, findings))
+    turns = [turn for where, transcript in found for turn in enc.answers(transcript, findings, where, None)]
+    return [(decode(ids[:boundary]), decode(ids[boundary:])) for ids, boundary in turns], findings
 
 
 @pytest.mark.parametrize(
@@ -92,12 +99,17 @@ def test_reasoning(tmp_path: Path) -> None:
     thought = {**ANSWER, "content": "<think>\nhm\n</think>\n\na"}
     (_, first), (second, _) = spans({"messages": [QUESTION, thought, QUESTION, thought]}, tmp_path, encoder(THINKING))
     assert first == f"<think>\nhm\n</think>\n\na{END}" and "hm" not in second
-    separate = {**ANSWER, "content": "a", "reasoning_content": "hm"}
-    assert spans({"messages": [QUESTION, separate]}, tmp_path, encoder(THINKING))[0][1] == first
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        separate = {**ANSWER, "content": "a", key: "hm", "reasoning_details": None}
+        assert spans({"messages": [QUESTION, separate]}, tmp_path, encoder(THINKING))[0][1] == first
     off = encoder(THINKING, enable_thinking=False)
     for content in ("a", "<think>\n\n</think>\n\na"):  # the block is in the prompt, and so not trained
         ((prompt, answer),) = spans({"messages": [QUESTION, {**ANSWER, "content": content}]}, tmp_path, off)
         assert prompt.endswith("assistant\n<think>\n\n</think>\n\n") and answer == f"a{END}"
+    # A prompt that opens the thought, as of Qwen3-Thinking.
+    opens = THINKING.replace("{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}", "<think>\n")
+    ((prompt, answer),) = spans({"messages": [QUESTION, separate]}, tmp_path, encoder(opens))
+    assert prompt.endswith("assistant\n<think>\n") and answer == f"hm\n</think>\n\na{END}"
 
 
 def test_tool_calls(tmp_path: Path) -> None:
@@ -109,6 +121,85 @@ def test_tool_calls(tmp_path: Path) -> None:
     assert first.startswith('[{"type"') and f"tool\n3{END}" in second and answer == f"a b{END}"
 
 
+def joined(arguments: str, calls: str = "m.tool_calls or []") -> str:
+    """A template that writes calls as ``arguments``, as DeepSeek's do: text, and calls only beside null content."""
+    template = TOOLS.replace("call.function | tojson", arguments).replace("+ m.content", "+ (m.content or '')")
+    return template.replace("m.tool_calls or []", calls)
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "written"),
+    [
+        (joined("call.function.name + call.function.arguments"), '{"x": "é"}', 'sum{"x": "é"}'),
+        (joined("call.function | tojson", "(m.tool_calls if m.content is none else [])"), {"x": 1},
+         '{"name": "sum", "arguments": {"x": 1}}'),
+        (joined("call.function.name + call.function.arguments", "(m.tool_calls if m.content is none else [])"), {},
+         'sum{}'),
+        (joined("call.function.name ~ call.function.arguments"), {"x": "y"}, 'sum{"x": "y"}'),
+        (TOOLS, None, '{"name": "sum", "arguments": {}}'),
+        (TOOLS, "", '{"name": "sum", "arguments": {}}'),
+    ],
+)  # fmt: skip
+def test_forms_of_tool_calls(template: str, arguments: Any, written: str, tmp_path: Path) -> None:
+    call = {"function": {"name": "sum", "arguments": arguments}}
+    entry = {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    assert spans(entry, tmp_path, encoder(template))[0][1] == f"<tool_call>{written}</tool_call>{END}"
+
+
+SUM = {"type": "function", "function": {"name": "sum"}}
+
+
+@pytest.mark.parametrize("tools", [SUM, SUM["function"], [SUM], json.dumps([SUM]), [json.dumps(SUM["function"])]])
+@pytest.mark.parametrize("system", ["Use the tools for a summary.", None])
+def test_forms_of_tools(tools: Any, system: str | None, tmp_path: Path) -> None:
+    """Only a system message with the tools' names replaces their definitions."""
+    messages = [*([{"role": "system", "content": system}] if system else []), QUESTION, ANSWER]
+    ((prompt, _),) = spans({"messages": messages, "tools": tools}, tmp_path, encoder(TOOLS))
+    assert prompt.startswith(json.dumps([SUM]))
+
+
+def test_columns_and_keys(tmp_path: Path) -> None:
+    """A system prompt has its column, turns may be marked as context, and what is not read is counted."""
+    turns = [QUESTION, {**ANSWER, "weight": 0}, QUESTION, {**ANSWER, "content": "c", "loss": True, "refusal": "x"}]
+    entries = [{"messages": turns, name: "Be brief."} for name in ("system", "system_prompt")]
+    entries += [{"messages": [{"role": "system", "content": "Be brief."}, *turns[:3], ANSWER], "system": "Be brief."}]
+    entries[2]["id"] = 7  # type: ignore[assignment]
+    for mark in ({"loss": False}, {"train": False}, {"weight": 1, "train": 0}):
+        entries.append({"messages": [QUESTION, {**ANSWER, **mark}, QUESTION, ANSWER]})
+    pairs, findings = pairs_of(rows(tmp_path / "x.jsonl", *entries), encoder())
+    assert [answer for _, answer in pairs] == [f"c{END}"] * 2 + [f"a b{END}"] * 4
+    brief = "<|im_start|>system\nBe brief."
+    assert all(prompt.startswith(brief) and f"a b{END}" in prompt for prompt, _ in pairs[:3])
+    unread, left_out = findings.lines()
+    assert unread == "not read: key 'refusal' (2), column 'id' (1)"
+    assert left_out.startswith("left out: 6 turns: 6 turns marked as not to train") and "line 1)" in left_out
+
+
+HOSTILE = [
+    *({"messages": [QUESTION, ANSWER], "tools": tools} for tools in (5, [5], {"a": 1}, "{", [None], {"name": 3})),
+    *({"messages": value} for value in (5, {}, [], [5], [[]], "x", None, [{}], [{**QUESTION, "role": []}, ANSWER])),
+    *({"messages": [QUESTION, {**ANSWER, **extra}]} for extra in (
+        {"weight": 0.5}, {"train": "no"}, {"reasoning": ["x"]}, {"reasoning": "x", "thinking": "y"}, {"tool_calls": 5},
+        {"tool_calls": [{"function": "f"}]}, {"tool_calls": [{"name": "f", "arguments": 3}]}, {"weight": 0},
+        {"content": "a \ud83d"}, {"tool_calls": [{"name": "f", "arguments": '{"a": "\\ud83d"}'}]})),
+    {"messages": [{"role": "system", "content": "a"}, QUESTION, ANSWER], "system": "b"},
+    {"messages": [QUESTION, ANSWER], "system": ["b"]},
+    {"prompt_token_ids": [], "token_ids": []}, {"choices": [{"token_ids": "x"}]}, {"input_ids": []},
+    {"messages": [QUESTION, ANSWER], "note": "\ud83d"}, '{"messages": ' + 5_000 * "[", "[]", "7",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", HOSTILE, ids=lambda entry: str(entry)[:60].encode("unicode_escape").decode())
+def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
+    source = rows(tmp_path / "x.jsonl", {"messages": [QUESTION, ANSWER]}, entry)
+    pairs, findings = pairs_of(source, encoder(TOOLS))
+    assert len(pairs) == 1 and len(findings.rejected) == 1
+    with pytest.raises(UserError, match="x.jsonl line 2") as error:
+        findings.raise_rejected()
+    str(error.value).encode("ascii", "strict" if str(error.value).isascii() else "replace").decode()
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("template", "entry", "says"),
     [
@@ -116,10 +207,16 @@ def test_tool_calls(tmp_path: Path) -> None:
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "<think></think>a"}], "turn 2 .* empty think block"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "reasoning_content": "hm"}], "turn 2 .*changed by the chat template"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}], "turn 2 .*changed .* for 'sum'"),
-        (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": f"a{END}b"}], "turn 2 .*special token '<|im_end|>'"),
         (CHAT_TEMPLATE.replace("+ '\n' }}{%", "+ 'x' }}{%"), [QUESTION, {**ANSWER, "tool_calls": [{}]}], "tool call"),
-        (CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"), [QUESTION, ANSWER], "'a'|'ab'"),
+        (TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+         [QUESTION, {**ANSWER, "tool_calls": [CALL, CALL]}], "turn 2 .*changed .* for 'sum'"),
+        (TOOLS.replace("call.function | tojson", "call.function.name"),
+         [QUESTION, {**ANSWER, "tool_calls": [CALL]}], "turn 2 .*changed .* for 'x'"),
+        (CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"), [QUESTION, ANSWER], "'a b'|'ab'"),
         (CHAT_TEMPLATE.replace("+ '<|im_end|>'", "+ ' Bye.<|im_end|>'"), [QUESTION, ANSWER], "followed by 'Bye."),
+        (CHAT_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}"),
+         [QUESTION, ANSWER], r"would follow .*<think>.* when it is served"),
+        (CHAT_TEMPLATE.replace("+ '\n' }}{% endfor", "+ 1 + '\n' }}{% endfor"), [QUESTION, ANSWER], "template refuses"),
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
          [QUESTION, ANSWER, {"role": "tool", "content": "3"}, ANSWER], "leaves out messages of the role 'tool'"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": " "}], "has an empty turn 2 .assistant"),
@@ -132,12 +229,74 @@ def test_tool_calls(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_would_be_mistrained_is_rejected_by_line(template: str, entry: Any, says: str, tmp_path: Path) -> None:
     source = rows(tmp_path / "x.jsonl", "", {"messages": entry})
-    findings = Findings()
-    for where, transcript in iter_transcripts(source, findings):
-        assert encoder(template).answers(transcript, findings, where, None) == []
+    pairs, findings = pairs_of(source, encoder(template))
+    assert not pairs
     with pytest.raises(UserError, match=f"x.jsonl line 2.*{says}.*bad_transcripts=skip") as error:
         findings.raise_rejected()
     assert "\n" not in str(error.value)
+
+
+def test_reasoning_is_rejected_where_thinking_is_off(tmp_path: Path) -> None:
+    off = encoder(THINKING, enable_thinking=False)
+    for extra in ({"reasoning_content": "hm"}, {"content": "<think>hm</think>a"}):
+        with pytest.raises(UserError, match="turn 2 .*reasoning, but the prompt switches thinking off"):
+            spans({"messages": [QUESTION, {**ANSWER, **extra}]}, tmp_path, off)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": "a TEXT b"},
+        {"reasoning_content": "it ends with TEXT, then more"},
+        {"content": None, "tool_calls": [{"function": {"name": "w", "arguments": {"t": ["TEXT"]}}}]},
+        {"content": None, "tool_calls": [{"function": {"name": "w", "arguments": '{"TEXT": 1}'}}]},
+    ],
+)
+@pytest.mark.parametrize("text", [END, "<|added|>", "<|end|>", "<|around|>"])
+def test_control_tokens(turn: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """Their text is rejected in what is trained, and remarked on elsewhere; other added tokens are text."""
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    enc = encoder(THINKING.replace("<|im_start|>", "<|around|><|im_start|>").replace("{{ c }}", "{{ c }}" + calls))
+    enc.tokenizer.backend_tokenizer.add_special_tokens(["<|added|>"])
+    enc.tokenizer.backend_tokenizer.add_tokens(["<|end|>", "<|around|>", "<tool>"])
+    enc.eos_ids = {END_ID, enc.tokenizer.convert_tokens_to_ids("<|end|>")}
+    bad = json.loads(json.dumps({**ANSWER, **turn}).replace("TEXT", text))
+    with pytest.raises(UserError, match=f"line 1: turn 2 .*the text of the control token '{re.escape(text)}'"):
+        spans({"messages": [QUESTION, bad]}, tmp_path, enc)
+    thought = {**ANSWER, "content": "a <tool>", "reasoning": "hm"}
+    asked = {"messages": [{**QUESTION, "content": f"a {text}"}, thought]}
+    pairs, findings = pairs_of(rows(tmp_path / "x.jsonl", asked), enc)
+    findings.raise_rejected()
+    ((prompt, answer),) = pairs
+    assert f"a {text}" in prompt and answer.endswith(f"a <tool>{END}")
+    assert "1 transcripts have the text of control tokens in a prompt" in findings.lines()[0]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet", "folder"])
+@pytest.mark.parametrize("limit", ["", ":3"])
+def test_a_file_gives_the_same_conversations_in_every_form(suffix: str, limit: str, tmp_path: Path) -> None:
+    """Contents of several types, and objects with different keys, survive arrays, tables and streams."""
+    calls = [{"name": "sum", "arguments": {"x": [1, 2]}}, {"name": "f", "arguments": {"y": 2}}]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": call} for call in calls]}
+    entries = [
+        {"messages": [QUESTION, {**ANSWER, "content": "a"}]},
+        {"messages": [{**QUESTION, "content": [{"type": "text", "text": "r"}]}, {**ANSWER, "content": "a"}]},
+        {"messages": [QUESTION, called], "tools": [SUM]},
+    ]
+    path = tmp_path / f"data.{'json' if suffix == 'folder' else suffix}"
+    if suffix == "parquet":  # tables hold texts, and fill objects with null
+        entries[1]["messages"][0] = {**QUESTION, "content": "r"}
+        datasets.Dataset.from_list(entries).to_parquet(path)
+    elif suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, entries)))
+    else:
+        path.write_text(json.dumps(entries, indent=1))
+    (source,) = expand_sources(f"{tmp_path if suffix == 'folder' else path}{limit}")
+    pairs, findings = pairs_of(source, encoder(TOOLS))
+    findings.raise_rejected()
+    written = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+    assert [answer for _, answer in pairs] == [f"a{END}", f"a{END}", f"{written}{END}"]
+    assert [prompt.split("user\n")[1][0] for prompt, _ in pairs] == ["q", "r", "q"]
 
 
 def test_templates_with_and_without_generation_prompt(tmp_path: Path) -> None:
@@ -150,16 +309,17 @@ def test_templates_with_and_without_generation_prompt(tmp_path: Path) -> None:
 
 
 def test_long_and_unanswered_transcripts(tmp_path: Path) -> None:
-    long = {"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "word " * 20_000}]}
+    long = {"messages": [QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "word " * 2_000}]}
     source = rows(tmp_path / "x.jsonl", {"messages": [QUESTION, ANSWER, QUESTION]}, long, *[long] * 20, "{")
     findings = Findings()
     turns = [encoder().answers(t, findings, where, 200) for where, t in iter_transcripts(source, findings)]
     assert [len(turn) for turn in turns[:2]] == [1, 2]
     assert [(len(ids), ids[-1] == END_ID) for ids, _ in turns[1]] == [(62, True), (200, False)]
-    unanswered, shortened, broken = findings.lines()
-    assert unanswered.startswith("1 transcripts do not end with the assistant") and "line 1)" in unanswered
-    assert shortened.startswith("21 transcripts are longer than 200 tokens") and "line 2)" in shortened
-    assert "line 23 is not valid JSON" in broken
+    (line,) = findings.lines()
+    assert line.startswith("left out: 1 row, 1 turn, 207,564 tokens: ")
+    assert "1 turn without an answer (first:" in line and "1 row cannot be trained on (first: " in line
+    assert f"{21 * 9_884:,} tokens beyond 200 tokens" in line, "the second turn ends at token 10,084"
+    assert "line 1)" in line and "line 2)" in line and "line 23 is not valid JSON" in line
 
 
 PRESET_ROWS: dict[str, dict[str, Any]] = {
@@ -189,7 +349,10 @@ def test_presets_read_rows_of_their_schema(name: str, dataset_hub: Any) -> None:
     turns = encoder().answers(found[0][1], findings, "", None)
     ids, boundary = turns[-1]
     assert encoder().tokenizer.decode(ids[boundary:]) == f"a b{END}"
-    assert not findings.lines() and len(turns) == (2 if name == "hermes_fc" else 1)
+    assert not findings.left_out and len(turns) == (2 if name == "hermes_fc" else 1)
+    read = {"messages", "conversations", "tools"}
+    assert set(findings.unread) == {f"column {key!r}" for key in PRESET_ROWS[name] if key not in read}
+    assert len(findings.remarks) == (name == "hermes_fc")
 
 
 def test_short_forms() -> None:
@@ -197,7 +360,7 @@ def test_short_forms() -> None:
     jsonl, hub = expand_sources(["a/*.jsonl.gz:7", "hf:user/set:test"])
     assert (jsonl.kind, jsonl.name, jsonl.limit, jsonl.column) == ("jsonl", "a/*.jsonl.gz", 7, "auto")
     assert (hub.kind, hub.name, hub.split, hub.limit) == ("hf", "user/set", "test", None)
-    with pytest.raises(UserError, match="'ultra' is not a source; expected a .jsonl file.* ultrachat, sharegpt"):
+    with pytest.raises(UserError, match="'ultra' is not a source; expected a .jsonl .* ultrachat, sharegpt"):
         expand_sources("ultra")
 
 

@@ -1,0 +1,71 @@
+"""Findings about the rows of users' data: errors, remarks, and counts of what is left out or not read."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from drafthead.data.utils.errors import UserError
+
+MAX_LISTED = 5
+UNITS = ("row", "turn", "token")
+
+
+@dataclass
+class Findings:
+    """Errors of rows that cannot be used, and remarks about other rows, each with a count and its first row."""
+
+    rejected: list[str] = field(default_factory=list)
+    remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
+    unread: Counter[str] = field(default_factory=Counter)
+    """Number of rows or messages per column or key that is not read."""
+    left_out: dict[str, tuple[Counter[str], str]] = field(default_factory=dict)
+    """Numbers of rows, turns and tokens that are not trained on, by reason, and the first row."""
+
+    def reject(self, error: UserError) -> None:
+        """Record the error of a row that cannot be trained on."""
+        self.rejected.append(str(error))
+
+    def remark(self, text: str, where: str) -> None:
+        """Count the remark ``text`` about the row named ``where``."""
+        count, first = self.remarks.get(text, (0, where))
+        self.remarks[text] = count + 1, first
+
+    def leave_out(self, reason: str, where: str, **counts: int) -> None:
+        """Count a ``row``, ``turn``s or ``token``s of the row named ``where`` that are not trained on."""
+        if any(counts.values()):
+            self.left_out.setdefault(reason, (Counter(), where))[0].update(counts)
+
+    def ignore(self, kind: str, entries: Mapping[str, Any], known: Collection[str]) -> None:
+        """Count the names of ``entries`` that are not ``known`` and have a value; ``kind`` is "column" or "key"."""
+        self.unread.update(
+            f"{kind} {n!r}" for n, v in entries.items() if n not in known and v not in (None, "", [], {})
+        )
+
+    def raise_rejected(self) -> None:
+        """Raise a ``UserError`` that names the first rejected rows, if any were rejected."""
+        if self.rejected:
+            count = len(self.rejected)
+            more = f"; and {count - MAX_LISTED} more" if count > MAX_LISTED else ""
+            raise UserError(
+                f"{count} transcripts cannot be trained on: {'; '.join(self.rejected[:MAX_LISTED])}{more}; repair or "
+                "remove them, or set data.bad_transcripts=skip to train on the other transcripts"
+            )
+
+    def lines(self) -> list[str]:
+        """Return the lines to print: one per remark, one about what is not read, and one about what is left out."""
+        found = [f"{count:,} {text} (first: {where})" for text, (count, where) in self.remarks.items()]
+        if self.unread:
+            found.append("not read: " + ", ".join(f"{name} ({count:,})" for name, count in self.unread.items()))
+        reasons = dict(self.left_out)
+        if self.rejected:
+            reasons["cannot be trained on"] = Counter(row=len(self.rejected)), self.rejected[0]
+        if reasons:
+            total = sum((counts for counts, _ in reasons.values()), Counter[str]())
+            each = [f"{_quantity(counts)} {reason} (first: {where})" for reason, (counts, where) in reasons.items()]
+            found.append(f"left out: {_quantity(total)}: {'; '.join(each)}")
+        return found
+
+
+def _quantity(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[unit]:,} {unit}{'s' * (counts[unit] != 1)}" for unit in UNITS if counts[unit])
