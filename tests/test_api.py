@@ -14,6 +14,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.generate import text_pieces
 from drafthead.models.drafters.draft_model import ModelDrafter
+from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
@@ -66,6 +67,12 @@ def test_ids_of_several_prompts_are_not_joined_into_one(tiny_base: TinyBase, sha
     for answer in (drafthead.generate, drafthead.stream):
         with pytest.raises(UserError, match=r"shape \[\d, .*custom_generate=drafthead.custom_generate"):
             answer(tiny_base(), None, ids, max_new_tokens=2)
+
+
+def test_half_a_character_is_refused(tiny_base: TinyBase) -> None:
+    with pytest.raises(UserError, match="the text holds half a character") as error:
+        drafthead.generate(tiny_base(), PromptLookup(3), "a\ud800")
+    assert "\n" not in str(error.value) and str(error.value).isascii()
 
 
 def test_unknown_name() -> None:

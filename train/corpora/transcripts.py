@@ -83,16 +83,18 @@ def write_transcripts(
                 answers = []
         if config.bad_transcripts == "reject":
             findings.raise_rejected()
-        for line in findings.lines():
-            log(f"   {line}")
         store.append_shard(answers)
+        found = findings.lines()
         if not store.done:
-            raise UserError("data.transcripts holds no assistant turn to train on; name other sources")
+            raise UserError(
+                f"data.transcripts holds no assistant turn to train on ({'; '.join(found)}); repair the rows"
+            )
         chosen = set(sorted(store.done)[:: -(-len(store.done) // COMPARED)])
         measured = agreement(base, (a for a in store.read(with_hidden_states=False) if a.prompt_number in chosen))
-        write_json(folder / AGREEMENT, asdict(measured))
+        write_json(folder / AGREEMENT, {**asdict(measured), "findings": found})
     result = read_json(folder / AGREEMENT)
-    log(f"   {agreement_line(result)}")
+    for line in (*result.get("findings", ()), agreement_line(result)):
+        log(f"   {line}")
     if result["greedy"] < LOW_AGREEMENT:
         better = "the base's own answers (data.prompts=FILE) are better"
         log(f"   this agreement is low: in use, fewer drafts are accepted; {better}")

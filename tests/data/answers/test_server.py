@@ -358,3 +358,21 @@ def test_limits(settings: dict[str, Any], says: str) -> None:
 def test_addresses() -> None:
     roots = [ServerConfig(url=url).root for url in ("http://h:1", "http://h/v1/", "https://h/a/b")]
     assert roots == ["http://h:1/v1", "http://h/v1", "https://h/a/b"]
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [([5], [4, 3, 5]), ([3], [4, 3, 5]), ([5, 3], [4, 3, 5])])
+def test_text_is_tokenised_where_it_stands(prompt: list[int], expected: list[int]) -> None:
+    """SentencePiece puts a word mark before a text that stands alone, but not after a prompt."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "▁Hello": 2, "▁world": 3, "Hello": 4, "</s>": 5, "▁worldHello": 1}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+    payload = {"id": "1", "created": 0, "model": "m", "object": "text_completion",
+               "choices": [{"index": 0, "finish_reason": "stop", "text": "Hello world", "logprobs": None}]}  # fmt: skip
+    made = Completions(tokenizer, frozenset({5}), 6, SamplerConfig(max_new_tokens=8))
+    answered = made.parse(Completion.model_validate(payload), (0, prompt), as_text=True)
+    assert answered.input_ids.tolist() == [*prompt, *expected]

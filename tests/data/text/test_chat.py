@@ -22,6 +22,8 @@ def test_a_prompt_ends_where_the_answer_starts() -> None:
     [
         (None, "has no chat template.*give the base a chat template"),
         ("{{ raise_exception('roles must alternate') }}", "refuses messages with roles.*roles must alternate"),
+        ("{{ 1 + messages[0].content }}", "refuses messages with roles.*unsupported operand"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the text of the user's messages"),
     ],
 )
 def test_bad_templates(template: str | None, says: str) -> None:
@@ -29,6 +31,22 @@ def test_bad_templates(template: str | None, says: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=says):
         prompt_ids(tokenizer, user_turn("a"))
+
+
+def test_templates_that_read_lists_of_parts() -> None:
+    """As LLaVA's and Llama-Guard's: content as text would vanish."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% for c in m.content | selectattr('type', 'equalto', 'text') %}"
+        "{{ c.text }}. {% endfor %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+    messages = [{"role": "system", "content": "Be brief"}, *user_turn("Why?")]
+    assert tokenizer.decode(prompt_ids(tokenizer, messages)) == "system: Be brief. user: Why?. ASSISTANT:"
+
+
+def test_half_a_character() -> None:
+    with pytest.raises(UserError, match=r"^the text holds half a character \('\\ud800'\), .*remove it$"):
+        prompt_ids(TINY, user_turn("a\ud800"))
 
 
 def test_tiny_tokenizer_survives_saving(tmp_path: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from drafthead.data.embedded import training_sets
 from drafthead.data.embedded.training_sets import content_hash
+from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, load_documents, load_prompts
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.settings import check
@@ -88,6 +89,8 @@ def test_prompts_end_before_the_first_answer(tmp_path: Path, value: Any, expecte
         ([1], "x.jsonl line 2 holds a list, expected an object"),
         ({"a": 1, "b": 2}, "x.jsonl line 2 has no column 'text'; present: a, b; set source.column"),
         ({"text": 3}, "line 2: column 'text' holds a int, expected text"),
+        ({"text": "q \ud83d"}, "line 2 holds half a character"),
+        ('{"text": ' + 5_000 * "[", "line 2 is not valid JSON"),
     ],
 )
 def test_broken_rows(tmp_path: Path, row: Any, says: str) -> None:
@@ -103,6 +106,40 @@ def test_broken_turns(tmp_path: Path) -> None:
         source = jsonl(tmp_path / "x.jsonl", [{"text": [turn]}])
         with pytest.raises(UserError, match="line 1: .* holds a turn of role .* expected text and a role among system"):
             list(iter_prompts(source))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"input_ids": []}, "line 2: column 'input_ids' holds a list: .., expected text"),
+        ({"turns": []}, "line 2: column 'turns' holds a list"),
+        ({"messages": [USER], "system": 3}, "line 2 has a int as system prompt"),
+        ({"messages": [{"role": "system", "content": "a"}, USER], "system": "b"}, "line 2 has two system prompts"),
+        ({"messages": 5}, "line 2: column 'messages' holds a int"),
+    ],
+)
+def test_broken_prompts(tmp_path: Path, row: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        list(iter_prompts(jsonl(tmp_path / "x.jsonl", [{"prompt": "q"}, row], column="auto")))
+
+
+def test_nothing_of_a_prompt_is_dropped_without_a_count(tmp_path: Path) -> None:
+    brief = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"prompt": "q", "system": "Be brief.", "tools": [{"name": "f"}]},
+        {"messages": [{**USER, "content": "r", "uid": 3}], "system_prompt": "Be brief.", "id": 1},
+        {"prompt": " "},
+        {"prompt": "q"},
+        {"prompt": "q"},
+    ]
+    source, findings = jsonl(tmp_path / "x.jsonl", rows, column="auto"), Findings()
+    assert list(iter_prompts(source))[:2] == [[brief, USER], [brief, {**USER, "content": "r"}]]
+    prompts = load_prompts([source], 0, None, findings)
+    assert len(prompts) == 3
+    unread, left_out = findings.lines()
+    assert unread == "not read: column 'tools' (1), column 'id' (1), key 'uid' (1)"
+    assert left_out.startswith("left out: 2 rows: 1 row without a user's text (first: ") and "line 3" in left_out
+    assert "1 row repeat an earlier one" in left_out
 
 
 def test_empty_or_absent(tmp_path: Path) -> None:

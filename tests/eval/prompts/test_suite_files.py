@@ -32,6 +32,8 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         {"messages": [SYSTEM, USER, USER | {"content": "And?"}]},
         {"turns": ["Hi", "And?", "So?"]},
         {"input_ids": [5, 0, 5]},
+        {"messages": [USER], "system": SYSTEM["content"]},
+        {"prompt": "Hi", "system_prompt": SYSTEM["content"]},
     )
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))
     assert read_jsonl(path) == [
@@ -41,6 +43,8 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         EvalPrompt("mine", 3, [SYSTEM, USER], ("And?",)),
         EvalPrompt("mine", 4, [USER], ("And?", "So?")),
         EvalPrompt("mine", 5, [], input_ids=(5, 0, 5)),
+        EvalPrompt("mine", 6, [SYSTEM, USER]),
+        EvalPrompt("mine", 7, [SYSTEM, USER]),
     ]
 
 
@@ -66,6 +70,8 @@ BROKEN = [
     ('{"prompt": "x", "task": 3}', "line 2 has a task .*a int: 3"),
     ('{"prompt": "\\ud800"}', "line 2 holds half a character"),
     ('{"prompt": "x", "task": "\\ud800"}', "line 2 holds half a character"),
+    ('{"prompt": "q", "tools": [{"name": "f"}]}', "line 2 has tools, which suites do not read"),
+    ('{"prompt": "q", "system": 3}', "line 2 .*has a int as system prompt"),
     (b'{"prompt": "caf\xe9"}', "line 2 is not UTF-8"),
 ]
 

@@ -95,6 +95,23 @@ def test_the_base_agrees_with_its_own_answers_and_not_with_others(tiny_base: Tin
     assert corpora.agreement["answers"] == 24 and corpora.agreement["tokens"] == sum(len(a) for _, a in pairs)
 
 
+def test_a_run_says_what_is_left_out_each_time(tiny_base: TinyBase, tmp_path: Path) -> None:
+    base, path = tiny_base(), tmp_path / "chats.jsonl"
+    chats(path)
+    marked = {"messages": [{"role": r, "content": t, "weight": 0 if t == "Seven." else 1} for r, t in TURNS]}
+    lines = [*path.read_text().splitlines(), json.dumps(marked), json.dumps(marked), '{"messages": 5}']
+    path.write_text("\n".join(lines))
+    log: list[str] = []
+    for _ in range(2):
+        make(base, tmp_path, str(path), log, bad_transcripts="skip").answers()
+    left_out, agreement, _, again, *_ = log
+    assert left_out == again and "agreement with the base" in agreement
+    assert left_out.startswith("   left out: 2 rows, 1 turn: 1 turn marked as not to train") and "line 43" in left_out
+    path.write_text('{"messages": 5}')
+    with pytest.raises(UserError, match="no assistant turn to train on .*line 1: column 'messages' holds a int"):
+        make(base, tmp_path, str(path), bad_transcripts="skip").answers()
+
+
 def test_a_mixture_spreads_both(tiny_base: TinyBase, tmp_path: Path) -> None:
     base = tiny_base()
     path = chats(tmp_path / "chats.jsonl")
