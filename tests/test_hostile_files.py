@@ -233,6 +233,7 @@ def test_the_header_of_a_gguf_file_ends_with_the_file(tmp_path: Path, array: tup
         ({"choices": [[0, 0]]}, "is not a tree.json .*has no parent"),
         ({"choices": [[0] * d for d in range(1, 5)]}, "is 4 deep, but the head drafts 2 positions"),
         ({"choices": [[0], [1 << 20]]}, "is not a tree.json .*whole numbers below 65536"),
+        ({"choices": [[0]], "batches": {"9" * 5000: [[0]]}}, "is not a tree.json: batches must map numbers of rows"),
         ({"choices": [[0.5]]}, "is not a tree.json .*whole numbers"),
         ({"choices": [[True]]}, "is not a tree.json .*whole numbers"),
         ({"choices": ["ab"]}, "is not a tree.json .*whole numbers"),

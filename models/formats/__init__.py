@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
-from drafthead.models.formats.format import Format
+from drafthead.models.formats.format import Format, unsupported_values
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 
 OTHER_KINDS = {
@@ -59,13 +59,14 @@ def format_for(name: str, head_config: type[DraftHeadConfig]) -> Format:
 
 def recognise(config: dict[str, Any], source: str) -> Format:
     """Return the format of a ``config.json``; raise a UserError, which names the folder ``source``, if none matches."""
-    for candidate in all_formats().values():
-        if candidate.matches(config):
-            return candidate
-    names = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
-    said = " ".join(name for name in names if isinstance(name, str))
-    if config.get("num_hidden_layers") == 1:
-        said += " of one layer"
+    with unsupported_values(source):
+        for candidate in all_formats().values():
+            if candidate.matches(config):
+                return candidate
+        names = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
+        said = " ".join(name for name in names if isinstance(name, str))
+        if config.get("num_hidden_layers") == 1:
+            said += " of one layer"
     for pattern, kind in OTHER_KINDS.items():
         if re.search(pattern, said, re.IGNORECASE):
             what = f"{source}/config.json ({said}) is {kind}"

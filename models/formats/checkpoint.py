@@ -17,6 +17,8 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.head_folder import check_tensors
 
 CONFIG = "config.json"
+MAX_INTEGER = 1 << 20
+"""Largest number of heads, layers or ids in a published config. Some are counted up to before the file is compared."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,12 @@ class PublishedCheckpoint:
         write_json(folder / CONFIG, self.config)
 
     def integer(self, key: str) -> int:
-        """Return the positive integer under ``key`` of the config, or raise a UserError."""
+        """Return the positive integer under ``key`` of the config, up to ``MAX_INTEGER``, or raise a UserError."""
         value = self.config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if type(value) is not int or not 1 <= value <= MAX_INTEGER:
             raise UserError(
-                f"{self.source}: config.json has {value!r} as {key}, expected a positive whole number; "
+                f"{self.source}: config.json has {value!r} as {key}, expected a positive whole number up to "
+                f"{MAX_INTEGER:,}; "
                 f"correct it with config.{key}=NUMBER"
             )
         return value

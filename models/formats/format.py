@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.embedded.packages import SMOLLM2_NAME
-from drafthead.data.utils.errors import UserError
+from drafthead.data.utils.errors import UserError, one_line
 from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
@@ -43,6 +44,18 @@ MOST_CONTEXT = 4096
 """Largest context, in tokens, for which an engine that we start allocates its cache."""
 Unsupported = Iterator[tuple[str, str]]
 """Pairs of texts for a message: what a format cannot express (``it has a Markov head``), and settings to avoid it."""
+
+
+@contextmanager
+def unsupported_values(source: str) -> Iterator[None]:
+    """Turn errors in the block, which come from values in the config of the checkpoint ``source``, into one line."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{'' if source in str(error) else f'{source}: '}{error}") from None
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        why = one_line(error)
+        raise UserError(f"{source} holds a head that drafthead does not support: {why}; copy it again") from None
 
 
 @dataclass(frozen=True)
@@ -345,7 +358,9 @@ class Format:
                 f"the format {self.name} does not use {', '.join(f'config.{key}' for key in unknown)}; choose from "
                 f"{', '.join(sorted(self.config_keys))}"
             )
-        return self.normalize(self._checked(self._flat(self.read_files(folder), config or {})))
+        checkpoint = self.read_files(folder)
+        with unsupported_values(str(folder)):
+            return self.normalize(self._checked(self._flat(checkpoint, config or {})))
 
     def _flat(self, checkpoint: PublishedCheckpoint, changes: dict[str, Any]) -> PublishedCheckpoint:
         """Merge the ``sections`` of the config into its top level, and ``changes`` over both; drop keys that are null.
@@ -392,15 +407,11 @@ class Format:
             if (published := checkpoint.integer(key)) != getattr(base, size):
                 what = f"was made for a base with {size} {published}, but {base.name} has {getattr(base, size)}"
                 raise checkpoint.wrong_base(what)
-        try:
+        with unsupported_values(checkpoint.source):
             settings, ids = self.settings(checkpoint), self.vocabulary(checkpoint)
             config = self.head_config(**settings, draft_vocab_size=None if ids is None else len(ids))
             head = config.build(base, ids)
-        except UserError as error:
-            raise UserError(f"{'' if checkpoint.source in str(error) else f'{checkpoint.source}: '}{error}") from None
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{checkpoint.source} holds a head that drafthead does not support: {error}") from None
-        self.require_same(checkpoint, head)
+            self.require_same(checkpoint, head)
         self._require_tensors(checkpoint, head)
         with torch.no_grad():
             for name, parameter in self.tensors(head).items():

@@ -1,5 +1,6 @@
 """The files of a saved head: writing them, and finding, reading and checking them before a head is built."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,9 @@ def read_trees(folder: Path, drafter: Drafter) -> None:
     content = read_json(path)
     drafter.tree = _parse_tree(path, content, drafter.depth)
     batches = content.get("batches", {})
-    if not isinstance(batches, dict) or not all(rows.isdecimal() and int(rows) > 1 for rows in batches):
+    if not isinstance(batches, dict) or not all(
+        re.fullmatch("[1-9][0-9]{0,8}", rows) and rows != "1" for rows in batches
+    ):
         raise UserError(
             f"{path} is not a tree.json: batches must map numbers of rows above 1 to trees; calibrate the trees again"
         )

@@ -35,3 +35,5 @@ def test_look_ups() -> None:
         format_named("onnx")
     with pytest.raises(UserError, match="x/config.json matches none of the formats"):
         recognise({"model_type": "llama"}, "x")
+    with pytest.raises(UserError, match="x holds a head that drafthead does not support"):
+        recognise({"model_type": "mlp_speculator", "architectures": 5}, "x")
