@@ -76,7 +76,8 @@ class SuiteConfig:
     """Evaluation prompts: a packaged suite, a JSONL file, or ``hf:NAME[:SPLIT[:COLUMN]]``. Packaged suites are
     ``smoke``, ``mt_bench``, ``mt_bench_turns``, ``spec_bench_like``, ``long_context``, ``long_questions``, ``code`` and
     ``builtin``. A line of a file holds ``prompt``, ``messages``, ``turns`` or ``input_ids``, and optionally ``task``.
-    NAME may be a local folder."""
+    NAME may be a local folder. In a run, ``own:SUITE`` takes conversations of ``data.prompts`` or ``data.transcripts``
+    that are not trained on. Without such data, or with fewer than 40 conversations, it is the suite SUITE."""
     limit: Positive | None = None
     """Number of prompts, spread evenly over the suite's tasks. With null, all prompts."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 128

@@ -171,9 +171,6 @@ class RunConfig:
     quality_limits: QualityLimits = field(default_factory=QualityLimits)
     """Limits on the change of the base by phases with ``train_base``. A run that exceeds a limit ends as failed."""
     eval: EvalConfig = field(default_factory=EvalConfig)
-    """Evaluation of the head. ``eval.suite=own:NAME`` measures on some conversations of ``data.prompts`` or
-    ``data.transcripts``, which are not trained on. Without such data, or with fewer than 40 conversations, it is the
-    suite NAME."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     push: bool = False
     """Upload the finished head to the Hub. Needs ``HF_TOKEN`` or ``hf auth login``."""

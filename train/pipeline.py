@@ -347,8 +347,9 @@ def tree(context: RunContext) -> None:
     run, display, head = context.run, context.display, context.load_head()
     path = context.folder / CALIBRATION
     source = "held-out answers of the training data"
-    if context.development_answers is not None:
-        source = f"{len(context.development_answers)} answers to {suite_label(context.eval.suite)} (dev half)"
+    if (config := context.eval).split == "test" and run.tree_prompts:
+        count = len(load_suite(config.suite, run.tree_prompts, config.seed, config.tasks, "dev"))
+        source = f"answers to {count} prompts of {suite_label(config.suite)} (dev half)"
     with display.stage(f"tree: step costs on this machine, acceptance on {source}"):
         calibrated = load_calibration(path, head)
         if calibrated is None:

@@ -15,9 +15,12 @@ from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
 from drafthead.data.utils.renamed import update_names
 from drafthead.data.utils.settings import default_of, flatten
+from drafthead.eval.prompts.suites import OWN
 from drafthead.train.config import RunConfig
 
 SETTINGS = "training-settings.json"
+HOLDS = "hold_out_own_prompts"
+"""Key that is true if ``eval.suite`` keeps some of the user's prompts out of training."""
 QUALITY = "quality.json"
 CONTINUED = "init_from.json"
 SUITE = "held_out_prompts.jsonl"
@@ -59,7 +62,8 @@ def training_settings(run: RunConfig) -> dict[str, Any]:
         settings["data"]["answers"].pop(setting)
     settings["base"].pop("kernels")
     settings["head"].pop("draft_dtype", None)
-    return _plain({key: settings[key] for key in ("seed", "base", "head", "init_from", "data", "phases")})
+    kept = {key: settings[key] for key in ("seed", "base", "head", "init_from", "data", "phases")}
+    return _plain(kept | {HOLDS: run.eval.suite.startswith(OWN)})
 
 
 def check_settings(path: Path, run: RunConfig) -> None:
@@ -75,7 +79,7 @@ def check_settings(path: Path, run: RunConfig) -> None:
         if is_older and phase.grad_accum_steps is None:
             saved[f"{of_phase}rows_per_step"] = size * steps
             saved.pop(f"{of_phase}grad_accum_steps", None)
-    defaults = _plain(_defaults(run) | {"head": _defaults(run.head_config())})
+    defaults = _plain(_defaults(run) | {"head": _defaults(run.head_config()), HOLDS: False})
     is_trained = _is_trained(folder)
     for key in sorted({*saved, *current}):
         old, new = (settings.get(key, defaults.get(key, _ABSENT)) for settings in (saved, current))

@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import (
-    cache_dir,
-    check_manifest,
-    exclusive,
-    file_digest,
-    make_readable,
-    require_space,
-    write_manifest,
-)
+from drafthead.data.utils.files import cache_dir, check_manifest, exclusive, file_digest, require_space, write_manifest
 
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """Name of the embedded base on the Hub."""
@@ -151,7 +143,6 @@ def smollm2_folder(progress: Callable[[str], None] = lambda line: None) -> Path:
             progress("converting the weights to float32 safetensors")
             _convert(Path(tmp_folder), target)
             write_manifest(target, made_by)
-            make_readable(target)
             target.rename(folder)
     return folder
 

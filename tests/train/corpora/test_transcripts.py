@@ -143,7 +143,7 @@ def test_a_run_reports_the_agreement_and_is_measured_on_its_own_prompts(
     shown = " ".join(capsys.readouterr().out.split())
     assert "measured on 8 of your prompts, which are not trained on" in shown
     assert "answers to 4 prompts (your own, held out)" in shown, "in the plan"
-    assert "acceptance on 4 answers to held_out_prompts (dev half)" in shown
+    assert "acceptance on answers to 4 prompts of held_out_prompts (dev half)" in shown
     assert "on 1 prompts of held_out_prompts (test half)" in shown
     assert share in (folder / "report.html").read_text()
 
