@@ -71,7 +71,7 @@ from drafthead.train.trainer.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "docs" / "results" / "heads.json"
-PAGES = (RECORD.with_suffix(".md"), ROOT / "README.md")
+PAGES = (RECORD.with_suffix(".md"),)
 MARKS = "<!-- made by python benchmarks/heads.py --stage table --write -->\n", "<!-- end -->"
 STAGES = ("measure", "train", "time", "table")
 LOOKUP = "prompt_lookup:8:2"
@@ -382,7 +382,7 @@ def main(given: list[str] | None = None) -> int:
     add("--time-limit", type=int, default=6, metavar="N", help="prompts to time (default 6)")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="answer length (default 64)")
     add("--nodes", type=int, default=6, metavar="N", help="nodes of a head's tree, root included (default 6)")
-    add("--write", action="store_true", help="write the table into README.md and docs/results/heads.md")
+    add("--write", action="store_true", help="write the table into docs/results/heads.md")
     add("overrides", nargs="*", metavar="key=value", help="settings of all runs, as for `drafthead train`")
     arguments = options.parse_intermixed_args(given)
     at_least(arguments, 2, "nodes", "max_new_tokens")

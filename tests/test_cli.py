@@ -73,7 +73,7 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
 def test_the_documents_name_this_version() -> None:
     version, development, _ = drafthead.__version__.partition(".dev")
     assert f"Status: {version}{' in development' if development else ','}" in (ROOT / "README.md").read_text()
-    assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {version}")
+    assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_an_unknown_command_is_one_line_with_the_list(capsys: pytest.CaptureFixture[str]) -> None:

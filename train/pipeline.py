@@ -224,7 +224,7 @@ def train(context: RunContext) -> None:
     set_seed(run.seed)
     head = context.new_head()
     if len(head.d2t) < head.vocab_size:
-        counts = corpora.answers().token_counts(head.vocab_size, corpora.is_left_out)
+        counts = corpora.answers().token_counts(head.vocab_size, corpora.measures)
         share = 100 * counts[head.d2t.cpu().numpy()].sum() / counts.sum()
         context.display.line(
             f"   draft vocabulary: {len(head.d2t):,} of {head.vocab_size:,} ids, {share:.2f} % of the answers' tokens"

@@ -48,6 +48,15 @@ PRIVATE_NAMES = {
     "transformers.generation.logits_process": "required: custom_generate cannot tell processors without state",
     "transformers.generation.streamers.BaseStreamer": "required: transformers' generate cannot be timed",
     "transformers.convert_slow_tokenizer.bytes_to_unicode": "required: the tiny test model cannot be built",
+    **dict.fromkeys(
+        (
+            "transformers.utils.SAFE_WEIGHTS_INDEX_NAME",
+            "transformers.utils.SAFE_WEIGHTS_NAME",
+            "transformers.utils.hub.get_checkpoint_shard_files",
+        ),
+        "required: finds the files of a checkpoint, to compare their size with its config",
+    ),
+    "transformers.utils.chat_template_utils.render_jinja_template": "required: renders conversations",
 }
 """Full name -> ``fallback`` or ``required``, with the consequence if the name is missing."""
 

@@ -210,7 +210,11 @@ class Corpora:
 
     def is_left_out(self, prompt_number: int) -> bool:
         """Return True if the answer to prompt ``prompt_number`` is not trained on."""
-        return is_held_out(prompt_number) or (bool(self.suite_prompts) and is_suite_prompt(prompt_number))
+        return is_held_out(prompt_number) or self.measures(prompt_number)
+
+    def measures(self, prompt_number: int) -> bool:
+        """Return True if prompt ``prompt_number`` is one of ``suite_prompts``."""
+        return bool(self.suite_prompts) and is_suite_prompt(prompt_number)
 
     def near_copies(self) -> tuple[int, int]:
         """Return how many of the answers not trained on nearly repeat a trained one, and how many were compared."""
@@ -249,7 +253,7 @@ class Corpora:
 
         These are the ids that end a turn, and the most frequent ids in the answers.
         """
-        counts = self.answers().token_counts(self.base.vocab_size, self.is_left_out)
+        counts = self.answers().token_counts(self.base.vocab_size, self.measures)
         return torch.from_numpy(draft_vocabulary(counts, size, self.base.eos_ids))
 
     def stored_hidden_states(

@@ -138,7 +138,7 @@ def test_engine_and_round_trip(tmp_path: Path, engine: Engine, make: Make, setti
         (eagle_of_50, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "has a layer with rope_scaling"),
         (kangaroo, {"exit_layer": 3}, "must be below the base's 3 layers"),
         (kangaroo, {"rope_theta": [1]}, "holds a head that drafthead does not support"),
-        (kangaroo, {"rope_scaling": "x"}, "holds a head that drafthead does not support"),
+        (kangaroo, {"rope_scaling": "x"}, "has rope_scaling 'x', expected an object"),
         (hydra, {"hydra_num_heads": 10**12}, "expected a positive whole number up to 1,048,576"),
         (kangaroo, {"rope_theta": 5e5}, "rope_theta 500000.0, but random-llama has 10000.0"),
     ],
