@@ -19,6 +19,7 @@ from matplotlib.colors import same_color
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import PercentFormatter
+from planted_faults import table as faults
 from predictions import shown
 
 from drafthead.data.utils.files import read_json, write_atomic
@@ -143,11 +144,23 @@ def predictions_table(record: dict[str, Any]) -> str:
     return markdown(" | ".join(["<suite", "<head", *list(shown(record["rows"][0]))[2:]]), rows)
 
 
+def cells_table(rows: Sequence[Mapping[str, str]], texts: Sequence[str]) -> str:
+    """Return a Markdown table of ``rows``, whose keys are its columns; those of ``texts`` are aligned to the left."""
+    header = " | ".join(f"<{name}" if name in texts else name for name in rows[0])
+    return markdown(header, [list(row.values()) for row in rows])
+
+
+def faults_table(record: dict[str, Any]) -> str:
+    """Return the table of benchmarks/planted_faults.py."""
+    return cells_table(faults(record), ("fault", "import", "export check", "eval engines="))
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo_table,
     "sampling": sampling_table,
     "batches": batches_table,
     "predictions": predictions_table,
+    "planted_faults": faults_table,
 }
 """Files in docs/results, without .json, and the functions that make tables of them."""
 
@@ -160,7 +173,7 @@ def marks(name: str) -> tuple[str, str]:
 def pages() -> Iterator[tuple[str, Path, str]]:
     """Yield every table's name, each page that has it, and the page's new text."""
     for name, table in TABLES.items():
-        for page in (DOCS / "results").glob("*.md"):
+        for page in [*(DOCS / "results").glob("*.md"), DOCS.parent / "README.md"]:
             if marks(name)[0] in page.read_text():
                 yield name, page, filled(page, marks(name), table(read_json(DOCS / "results" / f"{name}.json")))
 

@@ -1,8 +1,9 @@
 """Damage an exported EAGLE-3 head as real converters and engines have, and see which check notices.
 
-    python benchmarks/planted_faults.py --head outputs/eagle3_smollm2_served/head --json FILE
+    python benchmarks/planted_faults.py --json docs/results/planted_faults.json
 
-Every fault is planted in a copy of the export. Three checks look at it: the importer reads the copy; the export check
+A head is fitted to the base's answers to a few prompts, so that it drafts well there and a fault shows in acceptance.
+Every fault is planted in a copy of its export. Three checks look at it: the importer reads the copy; the export check
 drafts along answers with it; vLLM serves it, and its acceptance is compared with our decoder's, which has the original
 head. The text of every answer is compared too. The record is written after every fault, and the same command continues
 after an interruption.
@@ -10,33 +11,103 @@ after an interruption.
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import at_least, entry_point, new_record, parser, print_table
 from safetensors.torch import load_file, save_file
-from served import Served, acceptance, equal_texts
 from torch import Tensor
 
+from drafthead.data.batch import TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
+from drafthead.eval.config import EngineConfig, EnginesConfig
+from drafthead.eval.engines.process import EngineError
+from drafthead.eval.engines.served import EngineStart, format_for, method_of
+from drafthead.eval.lossless.equality import compare_outputs, logit_margin
 from drafthead.eval.lossless.export_check import check_export
-from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.trees.answers import FinishedAnswer, base_answers
+from drafthead.eval.metrics import steps
+from drafthead.eval.trees.answers import FinishedAnswer
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
+from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats import all_formats
+from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.parts.draft_head import DraftHead
-from drafthead.models.heads.parts.loading import load_base_and_head
+from drafthead.models.heads.parts.loading import load_base
+from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 
 Config, Tensors = dict[str, Any], dict[str, Tensor]
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 TOLERANCE = 0.02
-"""Largest accepted deviation of tau, as ``engine.tolerance``."""
+"""Largest accepted deviation of tau and of the share of steps that accept a draft, as ``engine.tolerance``."""
+PROMPTS = (
+    "Why is the sky blue?",
+    "Write a story about a lost dog.",
+    "Explain how bread is baked.",
+    "Describe a day at the sea.",
+)
+STEPS = 20
+"""Training steps of the head: enough to draft well, too few to be always right."""
+TIE = 0.01
+"""Logits closer than this may swap, because engines order sums differently (as ``engine.tie``)."""
+
+
+class Served:
+    """A head as one engine loads it, or the engine without a head."""
+
+    def __init__(self, engine: str, base: BaseModel, head: DraftHead | None, drafts: int, python: str = "") -> None:
+        self.engine, self.base, self.head, self.drafts = engine, base, head, drafts
+        self.settings = EnginesConfig(start_timeout_s=900.0)
+        setattr(self.settings, engine, EngineConfig(python=python))
+        self.target = format_for(engine, head) if head else None
+
+    def export(self, folder: Path) -> None:
+        """Write the head to ``folder``."""
+        folder.mkdir(exist_ok=True)
+        if self.target:
+            self.target.export(self.target.fitted(self.head), folder, torch.float32)
+
+    def answers(self, folder: Path, prompts: Sequence[list[int]], new: int) -> tuple[str, list[DecodeResult]]:
+        """Start the engine with the head in ``folder``; return the engine's version and its answers."""
+        with ExitStack() as stack:
+            method = method_of(self.target, self.head) if self.target and self.head else ""
+            start = EngineStart(stack, self.engine, self.settings, self.base, folder, method, max(1, self.drafts))
+            server = start.server(plain=self.head is None)
+            assert server is not None
+            server.answer(prompts[0], 8)  # the first answer includes set-up that later ones do not need
+            return server.version(), [server.answer(ids, new) for ids in prompts]
+
+
+def acceptance(answers: Sequence[DecodeResult]) -> dict[str, Any]:
+    """Return the numbers of steps, of accepted drafts by position, and tau."""
+    rows = steps.step_table({"": answers})
+    return {
+        "steps": len(steps.drafting(rows)),
+        "accepted": steps.accepted_by_depth(rows),
+        "tau": steps.mean_accepted_length(rows),
+    }
+
+
+def equal_texts(
+    base: BaseModel, prompts: Sequence[list[int]], plain: Sequence[DecodeResult], answers: Sequence[DecodeResult]
+) -> dict[str, int]:
+    """Return how many answers equal those of our own decoding without drafts, and how many part at a near-tie."""
+    equalities = [
+        compare_outputs(
+            ours.tokens, theirs.tokens, partial(logit_margin, base, ids, ours.tokens, theirs.tokens), tie=TIE
+        )
+        for ids, ours, theirs in zip(prompts, plain, answers, strict=True)
+    ]
+    same, ties = sum(one.same for one in equalities), sum(one.near_tie for one in equalities)
+    return {"same": same, "near_ties": ties, "of": len(equalities)}
 
 
 def shift_layers(by: int) -> Callable[[Config, Tensors], None]:
@@ -59,10 +130,9 @@ def shift_layers(by: int) -> Callable[[Config, Tensors], None]:
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-def leave_layers_out(config: Config, _: Tensors) -> None:
-    """Drop the ids of the layers that the head reads, so that an engine assumes its default."""
-    for node in (config, config.get("eagle_config", {})):
-        node.pop(LAYER_IDS, None)
+def contradict(config: Config, _: Tensors) -> None:
+    """Name other layers in one of the two places that engines read."""
+    config["eagle_config"][LAYER_IDS] = [layer + 1 for layer in config["eagle_config"][LAYER_IDS]]
 
 
 def ids_for_offsets(_: Config, tensors: Tensors) -> None:
@@ -117,7 +187,7 @@ FAULTS: dict[str, Callable[[Config, Tensors], None]] = {
     "none": lambda config, tensors: None,
     "layers off by one (+1)": shift_layers(1),
     "layers off by one (-1)": shift_layers(-1),
-    "layers not named": leave_layers_out,
+    "two lists of layers, differing": contradict,
     "states joined in reverse order": reorder_states,
     "token ids in place of offsets": ids_for_offsets,
     "draft vocabulary shifted by one": shift_vocabulary,
@@ -162,32 +232,47 @@ def main(given: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.set_defaults(json=Path("planted_faults.json"))
     add = options.add_argument
-    add("--head", required=True, metavar="DIR", help="an EAGLE-3 head that vLLM loads")
-    add("--prompts", type=int, default=8, metavar="N", help="of spec_bench_like's test half; default 8")
-    add("--max-new-tokens", type=int, default=48, metavar="N")
+    add("--max-new-tokens", type=int, default=128, metavar="N")
     add("--python", default="", help="the interpreter in which vLLM is installed")
     arguments = options.parse_args(given)
-    at_least(arguments, 1, "prompts", "max_new_tokens")
-    base, head = load_base_and_head(arguments.head)
+    at_least(arguments, 2, "max_new_tokens")
+    base = load_base("embedded:smollm2")
     record = read_json(arguments.json) if arguments.json.exists() else new_record("planted_faults") | {"faults": {}}
-    record |= {"prompts": arguments.prompts, "max_new_tokens": arguments.max_new_tokens}
-    for name, row in tried(base, head, arguments, [name for name in FAULTS if name not in record["faults"]]):
+    record |= {"prompts": len(PROMPTS), "max_new_tokens": arguments.max_new_tokens}
+    for name, row in tried(base, arguments, [name for name in FAULTS if name not in record["faults"]]):
         record["faults"][name] = row
         write_json(arguments.json, record)
     print_table("planted faults", table(record))
 
 
-def tried(base: BaseModel, head: DraftHead, arguments: Any, names: Sequence[str]) -> Any:
+def fitted_head(base: BaseModel, answers: Sequence[list[int]]) -> Eagle3Head:
+    """Return an EAGLE-3 head that drafts ``answers`` (with their prompts) well."""
+    used = {token for text in answers for token in text}
+    others = (token for token in range(40, 4096) if token not in used)
+    ids = torch.tensor(sorted([*used, *islice(others, 1024 - len(used))]))
+    torch.manual_seed(0)
+    head = Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False, draft_vocab_size=1024).build(base, ids)
+    batch = TrainBatch.of(answers, 0, 0)
+    states = base.hidden_states(batch, head.spec)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.0)
+    for _ in range(STEPS):
+        out = head.loss(batch, states, LossConfig())
+        optimizer.zero_grad()
+        torch.autograd.backward(out.loss_sum / out.tokens)
+        optimizer.step()
+    return head.eval()
+
+
+def tried(base: BaseModel, arguments: Any, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each fault's name and record."""
     new = arguments.max_new_tokens
-    ids = [base.prompt_ids(p.messages) for p in load_suite("spec_bench_like", arguments.prompts, 0, split="test")]
+    ids = [base.prompt_ids([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
     plain = [decode(base, None, prompt, max_new_tokens=new) for prompt in ids]
-    served = Served("vllm", base, head, min(head.config.trained_positions, head.depth), arguments.python)
-    assert served.target is not None
-    fitted = served.target.fitted(head)
+    texts = [FinishedAnswer([*prompt, *answer.tokens], len(prompt)) for prompt, answer in zip(ids, plain, strict=True)]
+    head = fitted_head(base, [text.ids for text in texts])
+    served = Served("vllm", base, head, 3, arguments.python)
     chain = DraftConfig(tree=TokenTree.chain(served.drafts))
-    ours = acceptance([decode(base, fitted, prompt, max_new_tokens=new, draft_config=chain) for prompt in ids])
-    texts = base_answers(base, suite="spec_bench_like", limit=4, max_new_tokens=32, split="dev")
+    ours = acceptance([decode(base, head, prompt, max_new_tokens=new, draft_config=chain) for prompt in ids])
     with tempfile.TemporaryDirectory() as tmp:
         export = Path(tmp) / "export"
         served.export(export)
@@ -195,16 +280,29 @@ def tried(base: BaseModel, head: DraftHead, arguments: Any, names: Sequence[str]
         for name in names:
             folder = Path(tmp) / name.replace(" ", "_")
             planted(export, folder, FAULTS[name])
-            row: dict[str, Any] = examine(folder, base, fitted, texts, expected)
-            version, answers = served.answers(folder, ids, new)
-            theirs = acceptance(answers)
-            far = abs(theirs["tau"] - ours["tau"]) > TOLERANCE * ours["tau"]
-            row |= {"vllm": version, "engine": theirs, "ours": ours, "eval engines=": far}
-            yield name, row | {"texts": equal_texts(base, ids, plain, answers)}
+            row: dict[str, Any] = examine(folder, base, head, texts, expected)
+            try:
+                version, answers = served.answers(folder, ids, new)
+            except EngineError as error:
+                row |= {"engine": None, "error": str(error)[:300], "eval engines=": True, "texts": None}
+            else:
+                theirs = acceptance(answers)
+                row |= {"vllm": version, "engine": theirs, "eval engines=": differs(theirs, ours)}
+                row["texts"] = equal_texts(base, ids, plain, answers)
+            yield name, row | {"ours": ours}
 
 
-def share(counts: Mapping[str, Any]) -> str:
-    """Return the share of steps that accepted their first draft."""
+def differs(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Return True if acceptance deviates too far, by the limits of ``drafthead eval engines=``."""
+    shares = [[count / max(1, one["steps"]) for count in one["accepted"]] for one in (theirs, ours)]
+    far = any(abs(a - b) > TOLERANCE for a, b in zip(*shares, strict=True))
+    return far or abs(theirs["tau"] - ours["tau"]) > TOLERANCE * ours["tau"]
+
+
+def share(counts: Mapping[str, Any] | None) -> str:
+    """Return the share of steps that accepted their first draft; "–" if the engine ended."""
+    if counts is None:
+        return "–"
     return f"{(counts['accepted'] or [0])[0] / max(1, counts['steps']):.0%}"
 
 
@@ -216,9 +314,9 @@ def table(record: Mapping[str, Any]) -> list[dict[str, str]]:
         rows.append(
             {
                 "fault": name,
-                "answers equal": f"{texts['same'] + texts['near_ties']} of {texts['of']}",
+                "answers equal": f"{texts['same'] + texts['near_ties']} of {texts['of']}" if texts else "vLLM ends",
                 "first draft accepted": share(row["engine"]),
-                "tau": f"{row['engine']['tau']:.2f}",
+                "tau": f"{row['engine']['tau']:.2f}" if row["engine"] else "–",
                 "import": "refuses" if verdict.startswith("refused") else "note" if verdict else "–",
                 "export check": "fails" if row["export check"] else "–",
                 "eval engines=": "fails" if row["eval engines="] else "–",

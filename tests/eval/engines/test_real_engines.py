@@ -1,4 +1,4 @@
-"""Heads served by llama.cpp itself on the real base (``make test-engines``)."""
+"""Heads served by llama.cpp and vLLM themselves on the real base (``make test-engines``)."""
 
 import json
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from drafthead.eval.config import EvalConfig
+from drafthead.eval.engines.environment import environment
 from drafthead.eval.evaluate import evaluate
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode
@@ -96,3 +97,17 @@ def test_a_head_is_served_as_it_was_trained(tmp_path: Path, kind: str) -> None:
     assert engine_row["failures"] == []
     assert engine_row["texts"]["compared_with"] == "its own without drafts"
     assert engine_row["tokens_per_second"]["plain"] > 0
+
+
+def test_every_planted_fault_is_noticed(tmp_path: Path, script: Callable[[str], Any]) -> None:
+    """Texts stay equal, so only the checks notice: the importer, the export check, or the acceptance in vLLM."""
+    if not environment().exists():
+        pytest.skip("no vLLM here; make test-engines installs it")
+    script("planted_faults").main(["--json", str(tmp_path / "faults.json")])
+    faults = json.loads((tmp_path / "faults.json").read_text())["faults"]
+    unharmed = faults.pop("none")
+    noticed = lambda row: [bool(row[check]) for check in ("import", "export check", "eval engines=")]  # noqa: E731
+    assert not any(noticed(unharmed)) and unharmed["engine"]["accepted"][0] > 100
+    assert len(faults) >= 10 and all(any(noticed(row)) for row in faults.values())
+    answered = [row["texts"] for row in faults.values() if row["texts"]]
+    assert len(answered) >= 8 and all(texts["same"] + texts["near_ties"] == texts["of"] for texts in answered)
