@@ -23,7 +23,9 @@ def test_tables_are_those_of_the_json_files(figures: ModuleType) -> None:
     assert not stale, f"run: python benchmarks/figures.py ({stale})"
     assert {(name, page.stem) for name, page, _ in figures.pages()} >= {
         ("demo", "index"),
-        *((n, n) for n in figures.TABLES),
+        ("planted_faults", "README"),
+        ("planted_faults", "served"),
+        *((n, n) for n in figures.TABLES if n != "planted_faults"),
     }
 
 
