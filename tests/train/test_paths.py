@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from support import call
 
 FOLDER = "a b#c [1]=x,y 'é日\" (p)+q@3 {z} 50% $H:5"
-TASKS = ("cost $5 and $\\frac", "[/x] [bold]b", "<img src=x>|![i](u)", "\x1b[31mred\n")
+TASKS = ("cost $\\frac$ or $5 and $6", "[/x] [bold]b", "<img src=x>|![i](u)", "\x1b[31mred\n")
 TRAIN = "recipe=eagle3_smollm2_served debug=tiny base.random=false base.tokenizer=builtin:tiny"
 SHORT = "phases.pretrain.steps=2 phases.distill.steps=4 eval.limit=2 eval.max_new_tokens=8 tree_prompts=2"
 

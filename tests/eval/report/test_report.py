@@ -138,7 +138,7 @@ def test_the_headline_of_a_busy_machine_is_marked(tmp_path: Path) -> None:
 
 
 HOSTILE = (
-    "cost $5 and $\\frac",
+    "cost $\\frac$ or $5 and $6",
     "[/x] [bold]b :smile:",
     "<img src=x> ![i](u) & &amp;",
     "__a__ *b* `c` \\| ~~d~~",
