@@ -227,11 +227,9 @@ class TranscriptEncoder:
                 for number, (ids, boundary) in enumerate(self._turns(messages, transcript), start=1):
                     turns += [(ids[:limit], boundary)] if limit is None or boundary < limit else []
                     if limit is not None and len(ids) > limit:
-                        is_last = number == len(transcript.trained)
-                        whole = (
-                            ids if is_last else encode(self.tokenizer, self._render(messages, False, transcript.tools))
-                        )
-                        beyond = len(whole) - limit
+                        if number < len(transcript.trained):
+                            ids = encode(self.tokenizer, self._render(messages, False, transcript.tools))
+                        beyond = len(ids) - limit
                         break
             except (UserError, RecursionError) as error:
                 errors.append(error)

@@ -23,7 +23,8 @@ from drafthead.data.text.transcripts import TranscriptEncoder, iter_transcripts
 from support import fuzz
 
 Turn = dict[str, Any]
-EMPTY = "<think>\n\n</think>\n\n"
+RESULT = 'he says "3"\n'
+"""What a tool answers; some templates write it as JSON."""
 
 
 # What each base writes ----------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def build(system: tuple[str, str] | None, talk: Any, tools: Any) -> tuple[dict[s
             call = None if last else {"name": chosen["name"], "arguments": chosen["arguments"]}
             content = "" if call and not reply["beside"] else reply["content"]
             turns.append({**reply, "role": "assistant", "content": content, "call": call})
-            turns += [] if last else [{"role": "tool", "content": "3", "id": reply["id"]}]
+            turns += [] if last else [{"role": "tool", "content": RESULT, "id": reply["id"]}]
     messages = []
     for turn in turns:
         message = {"role": turn["role"], "content": turn["content"]}
@@ -284,6 +285,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(None, [("q", [{**REPLY, "thought": "hm"}]), ("r", [{**REPLY, "thought": "so"}])], None)
 @example(None, CALLED, json.dumps(TOOLS))
 @example(("message", "s"), [("q", [{**REPLY, "thought": "hm"}, {**REPLY, "thought": "so"}])], TOOLS)
+@example(None, [("q", [REPLY, {**REPLY, "thought": "hm"}])], None)  # a call with an empty thought
+@example(None, [("q", [{**REPLY, "trained": False}, REPLY])], None)  # a call in the context
 @given(systems, rounds, tools)
 @fuzz(25)
 def test_conversations(folder: Path, system: Any, talk: Any, tools: Any) -> None:
@@ -299,8 +302,9 @@ def test_two_hundred_conversations(folder: Path, system: Any, talk: Any, tools: 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "deepseek", "gpt-oss", "qwen3, no thinking"])
 def test_tool_calls_are_trained(name: str, folder: Path) -> None:
-    """Each family writes a call and the answer to its result."""
-    row, _ = build(("message", "s"), CALLED, None if name == "deepseek" else TOOLS)
+    """Each family writes a call and the answer to its result; gpt-oss drops the call's reasoning afterwards."""
+    reply = {**REPLY, "thought": "hm" if name == "gpt-oss" else ""}
+    row, _ = build(("message", "s"), [("q", [reply, reply])], None if name == "deepseek" else TOOLS)
     (folder / "calls.jsonl").write_text(json.dumps(row))
     findings = Findings()
     ((where, transcript),) = iter_transcripts(expand_sources(str(folder / "calls.jsonl"))[0], findings)

@@ -216,6 +216,8 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
         (CHAT_TEMPLATE.replace("+ '<|im_end|>'", "+ ' Bye.<|im_end|>'"), [QUESTION, ANSWER], "followed by 'Bye."),
         (CHAT_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}"),
          [QUESTION, ANSWER], r"would follow .*<think>.* when it is served"),
+        ("{% for m in messages %}{{ m.role }}{{ '<think>' if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
+         "{% if add_generation_prompt %}assistant<think>{% endif %}", [QUESTION, ANSWER], "begins with ''"),
         (CHAT_TEMPLATE.replace("+ '\n' }}{% endfor", "+ 1 + '\n' }}{% endfor"), [QUESTION, ANSWER], "template refuses"),
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
          [QUESTION, ANSWER, {"role": "tool", "content": "3"}, ANSWER], "leaves out messages of the role 'tool'"),
