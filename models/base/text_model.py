@@ -26,6 +26,9 @@ LOAD_ERRORS = (
     *(SafetensorError, StrictDataclassError, struct.error, AssertionError),
 )
 """Errors that transformers and its libraries raise for missing, damaged or contradictory files."""
+EXTRA_PARAMETERS = 10_000_000
+"""Parameters that a config may always describe in addition to a multiple of those in its file, for small files and for
+tensors that a new head copies from the base. The bound rejects a config that would exhaust memory."""
 SMALLEST_TENSOR = 10_000
 """Number of parameters that a smaller tensor counts as in ``parameter_limit``, for the memory of its module."""
 LISTED, LONGEST = ("_layers", "n_layer", "_labels", "block_count", "attention_types"), 10_000

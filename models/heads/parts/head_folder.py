@@ -24,15 +24,12 @@ from drafthead.data.utils.files import (
 )
 from drafthead.data.utils.hub import fetch, refuse_pickles
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.base.text_model import parameter_limit
+from drafthead.models.base.text_model import EXTRA_PARAMETERS, parameter_limit
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.token_tree import TokenTree
 
 FORMAT = 2
 """Version of ``config.json``."""
-EXTRA_PARAMETERS = 10_000_000
-"""A config may describe at most twice the parameters of the weights file plus this number, for tensors that a new head
-copies from the base. The bound rejects a config that would exhaust memory."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TREES = "tree.json"
 CUSTOM_GENERATE = {

@@ -30,13 +30,15 @@ def jsonl(path: Path, rows: list[Any], **settings: Any) -> SourceConfig:
 
 def test_a_few_prompts_of_a_large_file_take_little_memory(tmp_path: Path) -> None:
     """They are the first of all prompts, as shuffled by the seed."""
-    source = jsonl(tmp_path / "x.jsonl", [{"prompt": f"What is {n}?"} for n in range(2000)], column="prompt")
+    source = jsonl(
+        tmp_path / "x.jsonl", [{"prompt": f"What is {n}?" + 500 * " why?"} for n in range(500)], column="prompt"
+    )
     tracemalloc.start()
     few = load_prompts([source], 0, 10)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert few == load_prompts([source], 0, None)[:10]
-    assert most / 2000 < 600, "bytes per prompt"
+    assert most / 500 < 1000, "bytes per prompt of 2,500"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
