@@ -12,8 +12,6 @@ after an interruption.
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,22 +19,18 @@ from typing import Any
 import torch
 from common import at_least, entry_point, new_record, parser, print_table
 from safetensors.torch import load_file, save_file
+from served import Served, acceptance, equal_texts
 from torch import Tensor
 
 from drafthead.data.batch import TrainBatch
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
-from drafthead.eval.config import EngineConfig, EnginesConfig
 from drafthead.eval.engines.process import EngineError
-from drafthead.eval.engines.served import EngineStart, format_for, method_of
-from drafthead.eval.lossless.equality import compare_outputs, logit_margin
 from drafthead.eval.lossless.export_check import check_export
-from drafthead.eval.metrics import steps
 from drafthead.eval.trees.answers import FinishedAnswer
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
-from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats import all_formats
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -56,58 +50,6 @@ PROMPTS = (
 )
 STEPS = 20
 """Training steps of the head: enough to draft well, too few to be always right."""
-TIE = 0.01
-"""Logits closer than this may swap, because engines order sums differently (as ``engine.tie``)."""
-
-
-class Served:
-    """A head as one engine loads it, or the engine without a head."""
-
-    def __init__(self, engine: str, base: BaseModel, head: DraftHead | None, drafts: int, python: str = "") -> None:
-        self.engine, self.base, self.head, self.drafts = engine, base, head, drafts
-        self.settings = EnginesConfig(start_timeout_s=900.0)
-        setattr(self.settings, engine, EngineConfig(python=python))
-        self.target = format_for(engine, head) if head else None
-
-    def export(self, folder: Path) -> None:
-        """Write the head to ``folder``."""
-        folder.mkdir(exist_ok=True)
-        if self.target:
-            self.target.export(self.target.fitted(self.head), folder, torch.float32)
-
-    def answers(self, folder: Path, prompts: Sequence[list[int]], new: int) -> tuple[str, list[DecodeResult]]:
-        """Start the engine with the head in ``folder``; return the engine's version and its answers."""
-        with ExitStack() as stack:
-            method = method_of(self.target, self.head) if self.target and self.head else ""
-            start = EngineStart(stack, self.engine, self.settings, self.base, folder, method, max(1, self.drafts))
-            server = start.server(plain=self.head is None)
-            assert server is not None
-            server.answer(prompts[0], 8)  # the first answer includes set-up that later ones do not need
-            return server.version(), [server.answer(ids, new) for ids in prompts]
-
-
-def acceptance(answers: Sequence[DecodeResult]) -> dict[str, Any]:
-    """Return the numbers of steps, of accepted drafts by position, and tau."""
-    rows = steps.step_table({"": answers})
-    return {
-        "steps": len(steps.drafting(rows)),
-        "accepted": steps.accepted_by_depth(rows),
-        "tau": steps.mean_accepted_length(rows),
-    }
-
-
-def equal_texts(
-    base: BaseModel, prompts: Sequence[list[int]], plain: Sequence[DecodeResult], answers: Sequence[DecodeResult]
-) -> dict[str, int]:
-    """Return how many answers equal those of our own decoding without drafts, and how many part at a near-tie."""
-    equalities = [
-        compare_outputs(
-            ours.tokens, theirs.tokens, partial(logit_margin, base, ids, ours.tokens, theirs.tokens), tie=TIE
-        )
-        for ids, ours, theirs in zip(prompts, plain, answers, strict=True)
-    ]
-    same, ties = sum(one.same for one in equalities), sum(one.near_tie for one in equalities)
-    return {"same": same, "near_ties": ties, "of": len(equalities)}
 
 
 def shift_layers(by: int) -> Callable[[Config, Tensors], None]:

@@ -6,8 +6,9 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
 
 import openai
 
@@ -53,6 +54,23 @@ def engine_result(
         records.append(StepRecord(position=position, **counts_of, draft_s=0.0, verify_s=each, total_s=each))
         position += committed
     return DecodeResult(tokens=tokens, steps=records, prefill_s=prefill_s, total_s=total_s)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_known_form(method: Method) -> Method:
+    """Make ``method`` raise an ``EngineError`` where a response lacks what the engine's API promises."""
+
+    @wraps(method)
+    def checked(self: "EngineServer", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise EngineError(f"{self.url} does not answer as {self.name} does ({cause}); check the address") from None
+
+    return cast(Method, checked)
 
 
 class EngineServer(ABC):
@@ -171,9 +189,11 @@ class VllmServer(EngineServer):
     name = "vLLM"
     _model: str | None = None
 
+    @in_known_form
     def version(self) -> str:
         return str(self._send("/version")["version"])
 
+    @in_known_form
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
         if self._model is None:
             self._model = str(self._send("/v1/models")["data"][0]["id"])
@@ -208,9 +228,11 @@ class LlamaCppServer(EngineServer):
 
     name = "llama.cpp"
 
+    @in_known_form
     def version(self) -> str:
         return str(self._send("/props").get("build_info", "unknown"))
 
+    @in_known_form
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
         body = {"prompt": list(ids), "n_predict": max_new_tokens, "temperature": 0.0, "seed": 0}
         body |= {"cache_prompt": False, "return_tokens": True, "repeat_penalty": 1.0}
@@ -228,6 +250,7 @@ class LlamaCppServer(EngineServer):
             total_s=total_s,
         )
 
+    @in_known_form
     def read(self, ids: Sequence[int]) -> tuple[int, float]:
         """Read the prompt ``ids`` without answering; return the number of ids that were not cached, and the seconds."""
         timings = self._send("/completion", {"prompt": list(ids), "n_predict": 0, "cache_prompt": True})["timings"]
@@ -242,9 +265,11 @@ class SglangServer(EngineServer):
 
     name = "SGLang"
 
+    @in_known_form
     def version(self) -> str:
         return str(self._send("/get_server_info").get("version", "unknown"))
 
+    @in_known_form
     def answer(self, ids: Sequence[int], max_new_tokens: int) -> DecodeResult:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "stop_token_ids": sorted(self.eos_ids)}
         response, total_s = self._timed("/generate", {"input_ids": list(ids), "sampling_params": sampling})

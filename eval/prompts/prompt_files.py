@@ -91,6 +91,8 @@ def to_prompt(value: Any, number: int, task: Any, row: Mapping[str, Any]) -> Eva
     if row.get("tools"):
         raise UserError("has tools, which suites do not read; give base.chat_template_kwargs={tools: FILE} instead")
     if isinstance(value, list) and all(type(token) is int for token in value):
+        if min(value, default=0) < 0:
+            raise UserError(f"has the negative token id {min(value)}")
         return EvalPrompt(task, number, [], input_ids=tuple(value))
     messages, later = suite_prompt(value)
     return EvalPrompt(task, number, with_system(messages, row, "the row"), later)

@@ -21,7 +21,7 @@ from drafthead.data.utils.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.eval.engines.served import serve
-from drafthead.eval.engines.servers import LlamaCppServer, engine_result
+from drafthead.eval.engines.servers import EngineServer, LlamaCppServer, VllmServer, engine_result
 from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.served import engine_failures, engine_lines
@@ -264,6 +264,16 @@ def test_a_hostile_engine(completions_server: Any, fault: str, says: str, monkey
     engine = LlamaCppServer(server.url, frozenset(), 0.3)
     with pytest.raises(EngineError, match=says):
         engine._send("/v1/completions", {"prompt": [1]})
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", [LlamaCppServer, VllmServer])
+@pytest.mark.parametrize("sent", [{}, [], "hello", None])
+def test_a_server_of_another_kind(kind: type[EngineServer], sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = kind("http://127.0.0.1:9", frozenset(), 1.0)
+    monkeypatch.setattr(engine, "_send", lambda *_: sent)
+    with pytest.raises(EngineError, match=f"127.0.0.1:9 does not answer as {kind.name} does .*check the address"):
+        engine.answer([1], 1)
     engine.close()
 
 

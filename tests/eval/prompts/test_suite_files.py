@@ -64,6 +64,7 @@ BROKEN = [
     ('{"turns": ["x", 3]}', "line 2 holds a list"),
     ('{"input_ids": [1, true]}', "line 2 holds a list"),
     ('{"input_ids": [1.0]}', "line 2 holds a list"),
+    ('{"input_ids": [4, -1]}', "line 2 has the negative token id -1"),
     ('{"messages": [{"role": "user"}]}', "line 2 holds a turn of role 'user' with a NoneType as content"),
     ('{"messages": [{"role": "User", "content": "x"}]}', "line 2 holds a turn of role 'User' .* among system, user"),
     ('{"messages": [{"role": "assistant", "content": "y"}]}', "line 2 holds a conversation without a user's turn"),

@@ -135,10 +135,11 @@ def test_stock_modules_have_the_arguments_that_we_use() -> None:
 
 
 def test_untested_versions_of_transformers_are_named(tiny_base: TinyBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_base().config  # loaded once, before the patches
     monkeypatch.setattr(private_apis, "_INSTALLED", (5, 99))
     monkeypatch.setattr(FusedMLP, "forward", lambda self, x: x)
     monkeypatch.setattr(parity, "PASSED", set())
     monkeypatch.setattr(base_model, "choose_kernels", lambda *_: pytest.fail("kernels were timed before the check"))
     monkeypatch.setattr(base_model, "worth_measuring", lambda model: True)
     with pytest.raises(UserError, match="newer than the tested 5.24; run: pip install 'transformers<5.25'"):
-        BaseModel.load(tiny_base().config)
+        BaseModel.load(config)
