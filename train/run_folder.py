@@ -13,7 +13,6 @@ from typing import Any
 
 from drafthead.data.utils.errors import UserError
 from drafthead.data.utils.files import read_json, write_json
-from drafthead.data.utils.renamed import update_names
 from drafthead.data.utils.settings import default_of, flatten
 from drafthead.eval.prompts.suites import OWN
 from drafthead.train.config import RunConfig
@@ -71,14 +70,7 @@ def check_settings(path: Path, run: RunConfig) -> None:
     saved, folder = read_json(path), path.parent
     if not isinstance(saved, dict):
         raise UserError(f"{path} holds a {type(saved).__name__}, expected an object; restore it, or use resume=false")
-    saved, current = _plain(update_names(saved)), training_settings(run)
-    for name, phase in run.phases.items():  # runs of 0.2.0 have no rows_per_step: count the rows of one process
-        of_phase = f"phases.{name}."
-        size, steps = saved.get(f"{of_phase}micro_batch_size"), saved.get(f"{of_phase}grad_accum_steps", 1)
-        is_older = f"{of_phase}rows_per_step" not in saved and type(size) is type(steps) is int
-        if is_older and phase.grad_accum_steps is None:
-            saved[f"{of_phase}rows_per_step"] = size * steps
-            saved.pop(f"{of_phase}grad_accum_steps", None)
+    saved, current = _plain(saved), training_settings(run)
     defaults = _plain(_defaults(run) | {"head": _defaults(run.head_config()), HOLDS: False})
     is_trained = _is_trained(folder)
     for key in sorted({*saved, *current}):

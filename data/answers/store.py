@@ -75,15 +75,13 @@ class AnswerStats:
     """Number of answers that end with an end-of-turn token."""
 
 
-def answers_folder(corpora: Path) -> Path:
-    """Return the folder of the answers in the ``data.folder`` of a run; version 0.2.0 named it ``generations``."""
-    today, earlier = corpora / "answers", corpora / "generations"
-    return earlier if earlier.is_dir() and not today.exists() else today
+ANSWERS = "answers"
+"""Folder of the answers in the ``data.folder`` of a run."""
 
 
 def open_answers(folder: Path) -> "AnswerStore":
     """Open the answer store in ``folder``, which is the store itself or the ``data.folder`` of a run."""
-    inner = answers_folder(folder)
+    inner = folder / ANSWERS
     return AnswerStore(inner if inner.is_dir() else folder)
 
 

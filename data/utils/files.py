@@ -9,13 +9,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.renamed import update_names
 
 MANIFEST_NAME = "manifest.json"
 MAX_HEADER = 8 << 20
@@ -221,32 +220,18 @@ def write_manifest(folder: Path, entries: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of ``folder``; key names of earlier versions are replaced by today's names."""
+    """Return the manifest of ``folder``."""
     entries = read_json(safe_join(folder, MANIFEST_NAME))
     if not isinstance(entries, dict):
         raise UserError(
             f"{folder / MANIFEST_NAME} holds a {type(entries).__name__}, expected an object; remove the folder"
         )
-    return cast(dict[str, Any], update_names(entries))
+    return entries
 
 
 def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "") -> Path:
-    """Return the folder in ``parent`` with an equal ``manifest``, or else the path of a new one: prefix and digest.
-
-    Folders are compared by manifest and not by name, because earlier versions used other digests. An entry ``cache`` in
-    a folder's manifest is ignored.
-    """
-    expected = json.loads(json.dumps(manifest))
-    named = parent / f"{prefix}{digest(expected)[:8]}"
-    others = (path.parent for path in sorted(parent.glob(f"{prefix}*/{MANIFEST_NAME}")))
-    for folder in [named] if named.exists() else others:
-        try:
-            entries = read_manifest(folder)
-        except UserError:  # skip other folders with a damaged manifest
-            continue
-        if difference({key: value for key, value in entries.items() if key != "cache"}, expected) is None:
-            return folder
-    return named
+    """Return the folder in ``parent`` for what ``manifest`` describes: ``prefix`` and a digest."""
+    return parent / f"{prefix}{digest(manifest)[:8]}"
 
 
 def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
@@ -268,8 +253,8 @@ def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
 def same_base(one: str, other: str) -> bool:
     """Return True if two fingerprints are those of one base.
 
-    Up to version 0.2.0, and for quantised bases, a fingerprint has 16 digits: the first half of today's. A base with an
-    adapter has two fingerprints, joined by "=": of the adapter's files, and of the merged weights.
+    A quantised base's fingerprint has 16 digits, the first half of other bases'. A base with an adapter has two
+    fingerprints, joined by "=": of the adapter's files, and of the merged weights.
     """
     short, long = sorted((one, other), key=len)
     alike = not {*one.split("=")}.isdisjoint(other.split("="))

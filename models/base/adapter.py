@@ -37,9 +37,9 @@ def fingerprint(model: Any, digest: str | None = None) -> str:
     """Return the fingerprint of a stock model, which must not be fused or prepacked yet.
 
     It is two hashes, 16 hex digits each: one of the base's ends, and one of rows of all its linear layers. The first
-    covers sizes, the final norm and 64 rows of the output head. Only it was known up to version 0.2.0, and only it is
-    known of quantised bases (see :func:`~drafthead.data.utils.files.same_base`). The second tells a base from
-    fine-tunes that kept these ends, such as merged LoRA adapters.
+    covers sizes, the final norm and 64 rows of the output head, and only it is known of quantised bases (see
+    :func:`~drafthead.data.utils.files.same_base`). The second tells a base from fine-tunes that kept these ends, such
+    as merged LoRA adapters.
 
     With the ``digest`` of an adapter that is merged or live (None: as stored in the config, if any), the result is
     a fingerprint of the adapter and the ends, "=" and these two hashes, which differ by dtype because merging rounds.

@@ -329,7 +329,7 @@ def test_the_rows_of_a_step_are_those_of_the_recipe_on_any_number_of_processes(t
         return composed(tmp_path, "recipe=eagle3_llama3", *overrides)[0].phases["distill"]
 
     assert phase().rows(processes) == 16 and phase().micro_batches(processes, 16) == max(1, 8 // processes)
-    assert phase("phases.distill.grad_accum_steps=2").rows(processes) == 2 * 2 * processes, "as in 0.2.0"
+    assert phase("phases.distill.grad_accum_steps=2").rows(processes) == 2 * 2 * processes
 
 
 def test_rows_that_the_processes_cannot_share_are_refused(tmp_path: Path) -> None:

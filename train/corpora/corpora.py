@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafthead.data.answers.draft_vocab import draft_vocabulary
 from drafthead.data.answers.hidden_states import FORMAT, AnswerStates, HiddenStateCache, StoredHiddenStates
-from drafthead.data.answers.store import REMEDY, AnswerStore, ProcessGroup, answers_folder
+from drafthead.data.answers.store import ANSWERS, REMEDY, AnswerStore, ProcessGroup
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
@@ -132,7 +132,7 @@ class Corpora:
 
     def check_base(self) -> None:
         """Raise a ``UserError`` if the answers in ``data.folder`` are those of another base or adapter."""
-        folder = answers_folder(self.folder)
+        folder = self.folder / ANSWERS
         if self.config.uses_answers and (folder / files.MANIFEST_NAME).exists():
             manifest = files.read_manifest(folder)
             if isinstance(saved := manifest.get("base"), dict):
@@ -175,7 +175,7 @@ class Corpora:
         return store
 
     def _own_answers(self) -> AnswerStore:
-        folder, config = answers_folder(self.folder), self.config.answers
+        folder, config = self.folder / ANSWERS, self.config.answers
         if config.copied:
             if self.group.rank == 0:
                 with files.exclusive(folder):

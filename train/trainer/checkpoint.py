@@ -42,7 +42,6 @@ from drafthead.data.utils.files import (
     safe_join,
     write_checksummed_json,
 )
-from drafthead.data.utils.renamed import update_names
 from drafthead.data.utils.settings import NonNegative, Positive
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import RunConfig
@@ -428,7 +427,7 @@ class CheckpointManager:
     def check_corpora(self) -> None:
         """Raise a ``UserError`` if a corpus has changed since the checkpoint from which the run resumed."""
         for name, manifest in self.corpora.manifests.items():
-            changed = difference(update_names(self._trained_on[name]), manifest) if name in self._trained_on else None
+            changed = difference(self._trained_on[name], manifest) if name in self._trained_on else None
             if changed is not None:
                 key, saved_value, value = changed
                 raise UserError(

@@ -1,7 +1,7 @@
-"""Folders that version 0.2.0 wrote stay readable, whatever is renamed: a head, a run and its corpora.
+"""Folders that version 0.3.0 wrote stay readable, whatever is renamed: a head, a run and its corpora.
 
-``version_0_2_0/`` was written by commit 4ab2f8e with the settings below (in its own names) on a base of 16 dimensions.
-The run's last checkpoint and its caches were removed, so that there is something to resume.
+``version_0_3_0/`` was written by commit f6b45ebc with the settings below on a base of 16 dimensions. The run's last
+checkpoint was removed, so that there is something to resume.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.train.pipeline import run_pipeline
 from support import composed
 
-OLD = Path(__file__).parent / "version_0_2_0"
+OLD = Path(__file__).parent / "version_0_3_0"
 SAME_RUN = """recipe=medusa_smollm2 debug=tiny name=old base.shape.hidden_size=16 base.shape.intermediate_size=24
     base.shape.num_hidden_layers=2 base.shape.num_attention_heads=2 base.shape.num_key_value_heads=1
     base.shape.head_dim=8 base.shape.vocab_size=320 head.draft_vocab_size=64 head.num_layers=1 head.induction_rank=4
@@ -41,12 +41,12 @@ def test_its_head_decodes() -> None:
 
 
 def test_its_run_resumes_on_its_own_corpora(old: Path) -> None:
-    """The second phase ends with the weights of 0.2.0; answers and packed text are not made again."""
-    corpora = [*old.glob("corpora/generations/shard-*"), *old.glob("corpora/text/*/rows.arrow")]
+    """The second phase ends with the weights of 0.3.0; answers and packed text are not made again."""
+    corpora = [*old.glob("corpora/answers/shard-*"), *old.glob("corpora/text/*/rows.arrow")]
     before = {path: path.stat().st_mtime_ns for path in corpora}
     run_pipeline(*composed(old, *SAME_RUN))
     assert {path: path.stat().st_mtime_ns for path in corpora} == before
-    assert not (old / "corpora" / "answers").exists() and len([*old.glob("corpora/text/*/rows.arrow")]) == 1
+    assert len([*old.glob("corpora/text/*/rows.arrow")]) == 1
     weights = load_file(old / "run" / "head" / "model.safetensors")
     for name, weight in load_file(OLD / "run" / "head" / "model.safetensors").items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
