@@ -6,6 +6,10 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist worksteal
+# The package as one folder of links, for tools that read sources without importing them: mypy and mkdocstrings.
+PACKAGE := build/package/drafthead
+ONE_FOLDER := rm -rf $(PACKAGE) && mkdir -p $(PACKAGE) && \
+  ln -s $(addprefix $(CURDIR)/,data eval models recipes train $(wildcard drafthead/*)) $(PACKAGE)
 # Containers often set this variable; without cached bytecode every process compiles torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -20,7 +24,7 @@ setup: $(READY) ## create .venv with the pinned dependencies (PYTHON=python3.12 
 
 # torch is installed first and alone, so that an installed or configured build (CPU or CUDA) is kept. --no-compile:
 # Python compiles what is imported; compiling every file would double the time of pip.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "drafthead needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1); try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "== setting up $(VENV) with the pinned dependencies"; started=$$(date +%s); \
@@ -69,12 +73,14 @@ test-oldest test-newest test-next: test-%:
 check: $(READY) $(DOCS_READY) ## ruff, format, mypy, spelling, links and the fast tests; must pass before every commit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@$(ONE_FOLDER)
+	cd $(PACKAGE)/.. && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
 	$(BIN)/codespell
 	$(MAKE) --no-print-directory docs
 	$(MAKE) --no-print-directory test
 
 docs: $(DOCS_READY) ## build the site into build/site; a broken link or anchor is an error
+	@$(ONE_FOLDER)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 coverage: $(READY) ## run the fast tests and report the source lines they reach

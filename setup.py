@@ -1,12 +1,13 @@
-"""Refuse to build from a copy that lost its links; pyproject.toml describes the package."""
+"""The packages of a wheel: ``drafthead``, and the top-level folders below it (``data/`` is ``drafthead.data``)."""
 
-from pathlib import Path
+from setuptools import find_packages, setup
 
-from setuptools import setup
+FOLDERS = ("data", "eval", "models", "recipes", "train")
 
-if not (Path(__file__).parent / "drafthead" / "train").is_dir():
-    raise SystemExit(
-        "drafthead/train is not a link to a folder: ZIP files lose links, and so does git on Windows; install from the "
-        "sdist, or from a clone made with git clone -c core.symlinks=true"
-    )
-setup()
+setup(
+    packages=[
+        *find_packages(include=["drafthead", "drafthead.*"]),
+        *(f"drafthead.{name}" for name in find_packages(include=[*FOLDERS, *(f"{folder}.*" for folder in FOLDERS)])),
+    ],
+    package_dir={f"drafthead.{folder}": folder for folder in FOLDERS},
+)

@@ -231,15 +231,12 @@ def test_errors_are_one_line_and_bugs_keep_their_traceback(error: BaseException,
         raise ZeroDivisionError
 
 
-def test_a_checkout_has_the_modules_of_the_package_and_no_others(tmp_path: Path) -> None:
-    """Folders of the checkout are imported through the links in ``drafthead/``, and ``tests/`` has none.
-
-    Python runs with -S, without site-packages: an editable install cannot help, and ``--help`` cannot wait for torch.
-    """
+def test_a_checkout_needs_no_installed_package(tmp_path: Path) -> None:
+    """With -S, Python has no site-packages: an editable install cannot help, and ``--help`` cannot wait for torch."""
     code = """
 from importlib.util import find_spec
 import drafthead.cli, drafthead.data.utils.errors
-names = ("train.run", "models.heads", "eval.config", "recipes", "commands.data", "tests", "benchmarks", "docs")
+names = ("train.run", "models.heads", "eval.config", "recipes", "commands.data")
 print(*(name for name in names if find_spec(f"drafthead.{name}")))
 """
     command, env = [sys.executable, "-S", "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
