@@ -30,7 +30,7 @@ $(READY): pyproject.toml setup.py constraints.txt
 	@echo "== setting up $(VENV) with the pinned dependencies"; started=$$(date +%s); \
 	  $(PYTHON) -m venv $(VENV) && \
 	  $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" && \
-	  $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]' && \
+	  $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[train,dev]' && \
 	  echo "   set-up: $$(($$(date +%s) - started)) s"
 	@touch $@
 
@@ -63,8 +63,8 @@ CORE := $(addprefix tests/,models/base models/cache models/decoding models/draft
 test-oldest test-newest test-next: test-%:
 	$(PYTHON) -m venv --clear $(DEPS)/$*
 	cd $(DEPS)/$* && $(if $(filter oldest,$*),bin/python -m pip install -q --disable-pip-version-check uv && \
-	  bin/uv pip compile -q --python bin/python --resolution lowest-direct $(CURDIR)/pyproject.toml -o versions.txt,touch versions.txt)
-	cd $(DEPS)/$* && bin/python -m pip install -q --no-compile --disable-pip-version-check -c versions.txt -e $(CURDIR) \
+	  bin/uv pip compile -q --python bin/python --resolution lowest-direct --extra train $(CURDIR)/pyproject.toml -o versions.txt,touch versions.txt)
+	cd $(DEPS)/$* && bin/python -m pip install -q --no-compile --disable-pip-version-check -c versions.txt -e '$(CURDIR)[train]' \
 	  pytest pytest-xdist hypothesis tensorboard
 	$(if $(filter next,$*),$(DEPS)/$*/bin/python -m pip install -q -U torch transformers)
 	$(DEPS)/$*/bin/python -m pip list

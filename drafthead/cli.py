@@ -76,7 +76,10 @@ def main() -> None:
         raise SystemExit(2)
     sys.argv = [f"drafthead {command}", *rest]
     gc.disable()  # imports create no garbage, and searching for it takes a tenth of their time
-    compose = import_module("drafthead.data.utils.compose")  # not at the top, to keep --help and --version quick
+    try:
+        compose = import_module("drafthead.data.utils.compose")  # not at the top, to keep --help and --version quick
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"commands need {error.name}; run: pip install 'drafthead[train]'") from None
     with compose.one_line_errors():
         module = import_module(COMMANDS[command][0])
         gc.freeze()
