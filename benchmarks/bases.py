@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from drafthead.data.batch import TrainBatch
-from drafthead.data.utils.errors import UserError, one_line
+from drafthead.errors import UserError, one_line
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.cache.kv_cache import TreeCache

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json
-from drafthead.data.utils.machine import hardware, versions
+from drafthead.errors import UserError
 from drafthead.eval.report.tables import ResultTable
+from drafthead.files.local import write_json
+from drafthead.system.machine import hardware, versions
 
 
 def parser(doc: str | None) -> ArgumentParser:

@@ -22,9 +22,9 @@ from matplotlib.ticker import PercentFormatter
 from planted_faults import table as faults
 from predictions import shown
 
-from drafthead.data.utils.files import read_json, write_atomic
 from drafthead.eval.config import METHOD
 from drafthead.eval.report import plots
+from drafthead.files.local import read_json, write_atomic
 from drafthead.models.token_tree import TokenTree
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

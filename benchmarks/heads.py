@@ -46,9 +46,7 @@ import torch
 from common import at_least, entry_point, filled, listed, new_record, now, numbers, parser, print_table
 from heads_table import caption, figure, markdown, rows
 
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, write_atomic, write_json
+from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.metrics.summary import speedup_of
@@ -56,6 +54,7 @@ from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_
 from drafthead.eval.trees.calibrate import WIDTH
 from drafthead.eval.trees.search import greedy_tree
 from drafthead.eval.trees.simulate import SimulatedAcceptance, accept_probs_of_ranks
+from drafthead.files.local import read_json, write_atomic, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.decoding.loop import default_draft_config
@@ -63,6 +62,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.parts.head_folder import write_trees
 from drafthead.models.heads.parts.loading import head_types, load_base_and_head, load_head
+from drafthead.system.display import Display
 from drafthead.train.config import RunConfig, composed
 from drafthead.train.distributed.launcher import launched
 from drafthead.train.pipeline import RunContext

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from common import entry_point, parser, print_table, save_record
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.parts.losses import Labels, LossConfig, heads_loss
 

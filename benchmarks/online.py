@@ -25,7 +25,7 @@ from drafthead.data.answers.store import open_answers
 from drafthead.data.batch import HiddenStates
 from drafthead.data.embedded.tasks import TASKS
 from drafthead.data.embedded.training_sets import content_hash
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.report.plots import INK, new_axes, save_png, styled
 from drafthead.eval.trees.answers import FinishedAnswer, read_hidden_states
 from drafthead.models.heads.parts.draft_head import DraftHead

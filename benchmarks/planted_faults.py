@@ -23,11 +23,11 @@ from served import Served, acceptance, equal_texts
 from torch import Tensor
 
 from drafthead.data.batch import TrainBatch
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, write_json
+from drafthead.errors import UserError
 from drafthead.eval.engines.process import EngineError
 from drafthead.eval.lossless.export_check import check_export
 from drafthead.eval.trees.answers import FinishedAnswer
+from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode

@@ -13,10 +13,10 @@ from typing import Any
 
 from common import at_least, entry_point, new_record, parser, print_table
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, write_json
+from drafthead.errors import UserError
 from drafthead.eval.config import METHOD
 from drafthead.eval.metrics.summary import speedup_of
+from drafthead.files.local import read_json, write_json
 
 
 def row_of(evaluation: dict[str, Any]) -> dict[str, Any]:

@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from common import at_least, entry_point, listed, new_record, parser, print_table
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, write_json
-from drafthead.data.utils.floats import bootstrap_interval
-from drafthead.data.utils.machine import OtherProcesses
+from drafthead.errors import UserError
 from drafthead.eval.config import EngineConfig, EnginesConfig
 from drafthead.eval.engines.served import EngineStart, format_for, method_of
+from drafthead.eval.intervals import bootstrap_interval
 from drafthead.eval.lossless.equality import compare_outputs, logit_margin
 from drafthead.eval.metrics import steps
 from drafthead.eval.prompts.suites import load_suite
+from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
@@ -35,6 +34,7 @@ from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base, load_head
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.machine import OtherProcesses
 
 ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 PLAIN = "no head"

@@ -36,10 +36,10 @@ from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import pack
-from drafthead.data.utils.devices import accelerator_name, device_of, peak_allocated
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.system.devices import accelerator_name, device_of, peak_allocated
 from drafthead.train.config import PhaseConfig, RunConfig, composed
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding

@@ -4,7 +4,7 @@ import gc
 import sys
 from importlib import import_module
 
-from drafthead.data.utils.errors import print_any_text
+from drafthead.errors import print_any_text
 from drafthead.version import __version__
 
 COMMANDS = {
@@ -77,7 +77,7 @@ def main() -> None:
     sys.argv = [f"drafthead {command}", *rest]
     gc.disable()  # imports create no garbage, and searching for it takes a tenth of their time
     try:
-        compose = import_module("drafthead.data.utils.compose")  # not at the top, to keep --help and --version quick
+        compose = import_module("drafthead.settings.compose")  # not at the top, to keep --help and --version quick
     except ModuleNotFoundError as error:
         raise SystemExit(f"commands need {error.name}; run: pip install 'drafthead[train]'") from None
     with compose.one_line_errors():

@@ -15,10 +15,10 @@ import drafthead
 from drafthead.cli import COMMANDS
 from drafthead.commands.command import REGISTERED
 from drafthead.data.text.sources import SourceConfig
-from drafthead.data.utils.help import first_sentence, settings_table
 from drafthead.eval.engines.served import READS
 from drafthead.models.formats import all_formats
 from drafthead.models.heads.parts.loading import config_class
+from drafthead.settings.help import first_sentence, settings_table
 from drafthead.train.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent

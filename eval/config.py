@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json
-from drafthead.data.utils.settings import BelowOne, NonNegative, Positive, PositiveFloat, Seed, require, settings
+from drafthead.errors import UserError
+from drafthead.files.local import read_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, Drafter, DraftSampling, DynamicTree
@@ -17,6 +16,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import DrafterConfig
 from drafthead.models.heads.parts.head_folder import read_tree
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.schema import BelowOne, NonNegative, Positive, PositiveFloat, Seed, require, settings
 
 Split = Literal["all", "dev", "test"]
 """Part of a suite. Trees, settings and recipes are chosen on its ``dev`` half; results are reported on ``test``."""

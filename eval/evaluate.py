@@ -10,9 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json
-from drafthead.data.utils.floats import finite
+from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import PLAIN, ServedEngines, serve
 from drafthead.eval.lossless.certify import rule_total_variation
@@ -35,6 +33,7 @@ from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_texts
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel, Progress
+from drafthead.files.local import finite, write_json
 from drafthead.models.base.base_model import CHANGE_TEXT, BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.growth import StepwiseDrafter

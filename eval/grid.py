@@ -10,11 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import same_base, write_json
+from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalConfig, EvalRunConfig, GridConfig
 from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.report.plots import save_png, speedup
+from drafthead.files.local import same_base, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.heads.parts.draft_head import DraftHead

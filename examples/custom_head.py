@@ -6,10 +6,10 @@
 
 from torch import Tensor, nn
 
-from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
 from drafthead.models.heads.parts.head_session import HeadSession
+from drafthead.settings.schema import settings
 
 
 @settings(kw_only=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
 from drafthead.data.embedded.tiny import tiny_tokenizer
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import recognise
 from drafthead.models.formats.format import Format

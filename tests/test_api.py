@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import drafthead
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, write_json
+from drafthead.errors import UserError
+from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from head_cases import EXAMPLE
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.trees.answers import FinishedAnswer, read_hidden_states
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig

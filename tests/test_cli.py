@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 import drafthead
 from drafthead import cli
-from drafthead.data.utils.compose import one_line_errors
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
+from drafthead.settings.compose import one_line_errors
 from support import call
 
 ROOT = Path(__file__).parent.parent
@@ -235,7 +235,7 @@ def test_a_checkout_needs_no_installed_package(tmp_path: Path) -> None:
     """With -S, Python has no site-packages: an editable install cannot help, and ``--help`` cannot wait for torch."""
     code = """
 from importlib.util import find_spec
-import drafthead.cli, drafthead.data.utils.errors
+import drafthead.cli, drafthead.errors
 names = ("train.run", "models.heads", "eval.config", "recipes", "commands.data")
 print(*(name for name in names if find_spec(f"drafthead.{name}")))
 """

@@ -25,8 +25,12 @@ from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, open_packed, pack
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
 from drafthead.data.text.streaming import WINDOW, StreamedRows
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import (
+from drafthead.errors import UserError
+from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.eval.prompts.prompt_files import read_jsonl
+from drafthead.eval.timing.result_log import ResultLog
+from drafthead.eval.trees.answers import read_texts
+from drafthead.files.local import (
     read_checksummed_json,
     read_json,
     read_json_lines,
@@ -35,10 +39,6 @@ from drafthead.data.utils.files import (
     write_json,
     write_manifest,
 )
-from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.eval.prompts.prompt_files import read_jsonl
-from drafthead.eval.timing.result_log import ResultLog
-from drafthead.eval.trees.answers import read_texts
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.step import DecodeResult, StepRecord

@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import MAX_HEADER, read_json, safe_join, write_json
+from drafthead.errors import UserError
+from drafthead.files.local import MAX_HEADER, read_json, safe_join, write_json
 from drafthead.models.heads.mlp_speculator import MLPSpeculatorConfig
 from drafthead.models.heads.parts.head_folder import read_weights
 from drafthead.models.heads.parts.loading import load_base, load_head

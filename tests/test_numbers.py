@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from drafthead.data.utils.files import read_json
+from drafthead.files.local import read_json
 
 ROOT = Path(__file__).parent.parent
 Load = Callable[[str], ModuleType]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.train.pipeline import run_pipeline

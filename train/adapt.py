@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import difference
-from drafthead.data.utils.settings import Positive, settings
+from drafthead.errors import UserError
 from drafthead.eval.trees.answers import FinishedAnswer
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
+from drafthead.files.local import difference
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, Session
 from drafthead.models.decoding.loop import EXACT, GREEDY, decode, default_draft_config
@@ -37,6 +36,7 @@ from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.schema import Positive, settings
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
 from drafthead.train.trainer.optim import OptimConfig, head_optimizer
 from drafthead.train.trainer.step import train_step

@@ -13,17 +13,17 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
-from drafthead.data.utils.compose import override, parse, schema
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.hub import HubConfig
-from drafthead.data.utils.settings import NonNegative, Positive, PositiveFloat, Seed, Share, require, settings
+from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
 from drafthead.eval.prompts.suites import OWN
+from drafthead.files.hub import HubConfig
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 from drafthead.models.heads.parts.loading import parse_head
 from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.settings.compose import override, parse, schema
+from drafthead.settings.schema import NonNegative, Positive, PositiveFloat, Seed, Share, require, settings
 from drafthead.train.corpora.corpus_config import DataConfig
 from drafthead.train.distributed.sharding import ShardConfig
 from drafthead.train.tracking.tracker import TrackerConfig

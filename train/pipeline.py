@@ -18,10 +18,7 @@ from accelerate.utils import set_seed
 from drafthead.data.answers.store import AnswerStore, ProcessGroup, open_answers
 from drafthead.data.batch import TrainBatch
 from drafthead.data.text.packing import collate
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import claimed, read_json, read_json_lines, write_atomic, write_json
-from drafthead.data.utils.hub import push as push_to_hub
-from drafthead.data.utils.machine import other_processes_line
+from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
@@ -35,11 +32,14 @@ from drafthead.eval.trees.answers import FinishedAnswer, text_ranks
 from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
+from drafthead.files.hub import push as push_to_hub
+from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.machine import other_processes_line
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.answers import TURN_STRIDE
 from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, Corpora, is_held_out

@@ -8,10 +8,10 @@ from pathlib import Path
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, num_entries, shares
 from drafthead.data.text.transcripts import iter_transcripts
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.hub import require_login
+from drafthead.errors import UserError
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.timing.methods import check_methods
+from drafthead.files.hub import require_login
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpus_config import COMPLETE, HELD_OUT_EVERY

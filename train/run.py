@@ -24,8 +24,8 @@ if not __package__:  # run as a file: look in the checkout, not in train/
 
 from omegaconf import DictConfig, OmegaConf
 
-from drafthead.data.utils.compose import run_recipe, say
-from drafthead.data.utils.errors import print_any_text
+from drafthead.errors import print_any_text
+from drafthead.settings.compose import run_recipe, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.estimate.hours import print_estimate

@@ -2,8 +2,8 @@
 
 from urllib.parse import urlsplit
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import (
+from drafthead.errors import UserError
+from drafthead.settings.schema import (
     NonNegative,
     Positive,
     PositiveFloat,

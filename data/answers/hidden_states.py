@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from drafthead.data.answers.store import AnswerStore
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import check_manifest, disk_errors, exclusive, require_space, safe_join, write_manifest
+from drafthead.errors import UserError
+from drafthead.files.local import check_manifest, disk_errors, exclusive, require_space, safe_join, write_manifest
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMAT = 2

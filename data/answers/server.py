@@ -21,7 +21,7 @@ from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.answers.http_client import LimitedClient, masked
 from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.text.chat import Tokenizer, encode, encode_after
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 Log = Callable[[str], None]
 """Function that prints a line for the user."""

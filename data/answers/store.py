@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from drafthead.data.utils import files
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import new_file
+from drafthead.errors import UserError, one_line
+from drafthead.files import local
+from drafthead.files.local import new_file
 
 REMEDY = "choose another folder for these settings (data.folder=...), or remove this one"
 _SHARD = re.compile(r"shard-(\d{5,9})\.parquet")
@@ -109,11 +109,11 @@ class AnswerStore:
     def __init__(self, folder: Path, manifest: dict[str, Any] | None = None) -> None:
         self.folder = folder
         if manifest is None:
-            files.read_manifest(folder)
-        elif not files.check_manifest(folder, manifest, REMEDY):
+            local.read_manifest(folder)
+        elif not local.check_manifest(folder, manifest, REMEDY):
             if any(folder.glob("shard-*.parquet")):
                 raise UserError(f"{folder} holds answers but no manifest.json; restore this file or remove the folder")
-            files.write_manifest(folder, manifest)
+            local.write_manifest(folder, manifest)
         self._tables: dict[int, pa.Table] = {}
         self._entries: dict[int, _Entry] = {}
         self._open_hidden_states = lru_cache(maxsize=1024)(self._map_hidden_states)
@@ -121,7 +121,7 @@ class AnswerStore:
         for path in sorted(folder.glob("shard-*.parquet")):
             if (match := _SHARD.fullmatch(path.name)) is None:
                 raise UserError(f"{path} is not named like a shard (shard-00012.parquet); rename or remove it")
-            self._add(int(match[1]), read_table(files.safe_join(folder, path.name)))
+            self._add(int(match[1]), read_table(local.safe_join(folder, path.name)))
 
     @property
     def done(self) -> set[int]:
@@ -172,14 +172,14 @@ class AnswerStore:
             gap = np.full((1, blocks[0].shape[1]), np.nan, dtype=np.float16)
             hidden_states = np.concatenate([rows for block in blocks for rows in (block.astype(np.float16), gap)])
         size = sum(4 * len(answer.input_ids) for answer in answers) + getattr(hidden_states, "nbytes", 0)
-        files.require_space(self.folder, 1_000_000 + size, "the next shard of answers")
+        local.require_space(self.folder, 1_000_000 + size, "the next shard of answers")
         try:
-            with files.disk_errors("the next shard of answers", self.folder):
+            with local.disk_errors("the next shard of answers", self.folder):
                 width, checksum = 0, ""
                 if hidden_states is not None:
                     with new_file(self._path(shard, "safetensors")) as tmp_path:
                         save_file({"features": hidden_states}, tmp_path)
-                        width, checksum = hidden_states.shape[1], files.file_digest(tmp_path)
+                        width, checksum = hidden_states.shape[1], local.file_digest(tmp_path)
                 columns = {n: pa.array([getattr(g, n) for g in answers], type=kind) for n, kind in _COLUMNS.items()}
                 metadata = {_WIDTH: str(width).encode(), _FEATURES: checksum.encode()}
                 table = pa.table(columns).replace_schema_metadata(metadata)
@@ -241,10 +241,10 @@ class AnswerStore:
 
     def _map_hidden_states(self, shard: int) -> Any:
         """Open the hidden states of shard number ``shard`` for slicing; raise a ``UserError`` if they are damaged."""
-        path = files.safe_join(self.folder, self._path(shard, "safetensors").name)
+        path = local.safe_join(self.folder, self._path(shard, "safetensors").name)
         try:
             expected = _metadata(self._tables[shard]).get(_FEATURES, b"").decode()
-            if expected and shard not in self._checked and files.file_digest(path) != expected:
+            if expected and shard not in self._checked and local.file_digest(path) != expected:
                 raise SafetensorError("its checksum is not the one that its table states")
             file: Any = safe_open(path, framework="np")
             states = file.get_slice("features")

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import cache_dir, check_manifest, exclusive, file_digest, require_space, write_manifest
+from drafthead.errors import UserError
+from drafthead.files.local import cache_dir, check_manifest, exclusive, file_digest, require_space, write_manifest
 
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """Name of the embedded base on the Hub."""

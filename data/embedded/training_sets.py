@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from drafthead.data.embedded.packages import read_rows
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 DOCUMENT_SETS: dict[str, tuple[str, ...]] = {"embedded": ("passages", "python_stdlib"), "builtin": ("stdlib_tiny",)}
 """Names of document sets by ``SourceConfig.kind``; ``builtin`` sets need no package."""

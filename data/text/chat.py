@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import read_json
+from drafthead.errors import UserError, one_line
+from drafthead.files.local import read_json
 
 Tokenizer: TypeAlias = Any
 """A tokenizer of transformers, a ``PreTrainedTokenizerBase``. Importing that class would take seconds."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 MAX_LISTED = 5
 UNITS = ("row", "turn", "token")

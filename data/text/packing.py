@@ -16,8 +16,8 @@ import torch
 
 from drafthead.data.batch import NO_DOCUMENT, TrainBatch
 from drafthead.data.text.chat import Document, Tokenizer
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import disk_errors, file_digest, new_file, read_json, safe_join, write_json
+from drafthead.errors import UserError, one_line
+from drafthead.files.local import disk_errors, file_digest, new_file, read_json, safe_join, write_json
 
 MIN_PIECE = 8
 """Smallest piece of a cut document, in tokens, because drafts need context before them and targets after."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.data.text.chat import require_whole_characters
-from drafthead.data.utils.errors import UserError, one_line
+from drafthead.errors import UserError, one_line
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json"}
 """Suffixes of data files, and the builders of ``datasets`` that read them."""

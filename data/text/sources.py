@@ -20,9 +20,9 @@ from drafthead.data.embedded.training_sets import DOCUMENT_SETS, content_hash
 from drafthead.data.text import readers
 from drafthead.data.text.chat import Message, conversation, user_turn
 from drafthead.data.text.findings import Findings
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
-from drafthead.data.utils.settings import Positive, PositiveFloat, require, settings
+from drafthead.errors import UserError
+from drafthead.files.local import read_checksummed_json, write_checksummed_json
+from drafthead.settings.schema import Positive, PositiveFloat, require, settings
 
 ROLES = {
     "system": "system",

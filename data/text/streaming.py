@@ -25,8 +25,8 @@ from drafthead.data.batch import TrainBatch
 from drafthead.data.text.chat import Tokenizer
 from drafthead.data.text.packing import PackedRow, collate_rows, split_rows, text_documents
 from drafthead.data.text.sources import SourceConfig, as_text, column_value, iter_documents, open_source, shares
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
+from drafthead.errors import UserError, one_line
+from drafthead.files.local import read_checksummed_json, write_checksummed_json
 
 State = dict[str, Any]
 """A position in a stream, as JSON values."""

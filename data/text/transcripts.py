@@ -27,7 +27,7 @@ from drafthead.data.text.sources import (
     shown,
     with_system,
 )
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 TRANSCRIPT_ROLES = {**ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
 REASONING = ("reasoning_content", "reasoning", "thinking")

@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.commands.command import command
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import claimed, make_folder, read_json_lines, write_atomic
-from drafthead.data.utils.settings import settings
+from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import folder_beside, load_suite, suite_label
 from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
+from drafthead.files.local import claimed, make_folder, read_json_lines, write_atomic
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.schema import settings
+from drafthead.system.display import Display
 from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy, replayed
 
 

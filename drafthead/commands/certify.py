@@ -34,13 +34,13 @@ from rich.table import Table
 from rich.text import Text
 
 from drafthead.commands.command import command
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.files import write_json
-from drafthead.data.utils.settings import Positive, PositiveFloat, require, settings
 from drafthead.eval.lossless.callables import ROUNDING, load_sampler
 from drafthead.eval.lossless.callables import distances as sampler_distances
 from drafthead.eval.lossless.cases import LOSSY
 from drafthead.eval.lossless.certify import PAIRS, Row, certify, rule_total_variation, settings_label
+from drafthead.files.local import write_json
+from drafthead.settings.schema import Positive, PositiveFloat, require, settings
+from drafthead.system.display import Display
 
 
 @settings(kw_only=True)

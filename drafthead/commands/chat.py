@@ -24,12 +24,9 @@ from rich.text import Text
 
 from drafthead.commands.command import command
 from drafthead.data.text.chat import Message, user_turn
-from drafthead.data.utils.display import PlainConsole
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import disk_errors, write_atomic
-from drafthead.data.utils.machine import OtherProcesses, other_processes_line
-from drafthead.data.utils.settings import Positive, Seed, settings
+from drafthead.errors import UserError
 from drafthead.eval.report.side_by_side import ACCEPTED, coloured
+from drafthead.files.local import disk_errors, write_atomic
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
@@ -40,6 +37,9 @@ from drafthead.models.decoding.sampling import OutputSampler
 from drafthead.models.decoding.step import StepRecord
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
+from drafthead.settings.schema import Positive, Seed, settings
+from drafthead.system.display import PlainConsole
+from drafthead.system.machine import OtherProcesses, other_processes_line
 
 PLAIN_TOKENS = 33
 """Number of tokens to decode without drafts, to measure plain speed. The first comes from the prefill, not a step."""

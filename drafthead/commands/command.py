@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from drafthead.data.utils.compose import one_line_errors, parse, schema, take_device
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import make_folder
-from drafthead.data.utils.help import help_text
-from drafthead.data.utils.settings import default_of, takes_text, types_of
+from drafthead.errors import UserError, one_line
+from drafthead.files.local import make_folder
+from drafthead.settings.compose import one_line_errors, parse, schema, take_device
+from drafthead.settings.help import help_text
+from drafthead.settings.schema import default_of, takes_text, types_of
 
 T = TypeVar("T")
 Task = Callable[[T], None]

@@ -10,7 +10,7 @@ The settings are those of `drafthead train`.
 
 from omegaconf import DictConfig
 
-from drafthead.data.utils.compose import run_recipe, say
+from drafthead.settings.compose import run_recipe, say
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.distributed import signals
 from drafthead.train.distributed.launcher import launched

@@ -32,14 +32,10 @@ from torch.profiler import profile
 import drafthead
 from drafthead.commands.command import command
 from drafthead.data.batch import TrainBatch
-from drafthead.data.utils.compose import say
-from drafthead.data.utils.devices import accelerator_name, device_of, graphs_of, memory
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import cache_dir, read_json, read_json_lines
-from drafthead.data.utils.machine import hardware, other_processes_line, versions
-from drafthead.data.utils.settings import settings
+from drafthead.errors import UserError, one_line
 from drafthead.eval.lossless.equality import compare_outputs, draw_margin, equality_rate, logit_margin
 from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.files.local import cache_dir, read_json, read_json_lines
 from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
@@ -47,6 +43,10 @@ from drafthead.models.decoding.loop import decode, decode_batch
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.compose import say
+from drafthead.settings.schema import settings
+from drafthead.system.devices import accelerator_name, device_of, graphs_of, memory
+from drafthead.system.machine import hardware, other_processes_line, versions
 from drafthead.train.config import RunConfig, composed
 from drafthead.train.estimate.memory import Estimate, size
 from drafthead.train.trainer.optim import head_optimizer

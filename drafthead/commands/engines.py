@@ -18,11 +18,11 @@ from typing import Literal
 
 from drafthead.commands.command import command
 from drafthead.data.embedded.packages import pip_command
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import require_space
-from drafthead.data.utils.settings import settings
+from drafthead.errors import UserError
 from drafthead.eval.engines.environment import UNFIT, VLLM_PACKAGE, VLLM_SIZE, VLLM_VERSION, environment
+from drafthead.files.local import require_space
+from drafthead.settings.schema import settings
+from drafthead.system.display import Display
 
 LLAMACPP = "xllamacpp>=2026.10.11549"
 SPACE = 4_500_000_000
@@ -79,7 +79,7 @@ def vllm_build() -> tuple[str, str]:
     """Return the package of vLLM for this machine's device, and the reason to print; ``UserError`` if there is none."""
     import torch  # takes seconds, and a list of engines does not need it
 
-    from drafthead.data.utils.devices import accelerator_name, device_of
+    from drafthead.system.devices import accelerator_name, device_of
 
     device = device_of(None)
     if device.type == "cpu":

@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.commands.command import command
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import claimed, read_json, read_json_lines, write_atomic, write_json
+from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalRunConfig
 from drafthead.eval.engines.served import check_engines
 from drafthead.eval.evaluate import development_prompts, evaluate
@@ -40,8 +38,10 @@ from drafthead.eval.report.tables import console_lines, console_table, markdown_
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.calibrate import measured_with
 from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.models.drafters.expression import is_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.system.display import Display
 
 TIMED_ON = 8
 """Number of prompts of the suite's dev half on which a combined drafter is timed, to predict its speed."""

@@ -22,16 +22,14 @@ from pydantic import Field
 from rich.table import Table
 
 from drafthead.commands.command import command, new_folder
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_json
-from drafthead.data.utils.settings import PositiveShare, settings
+from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.engines.environment import engine_python
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import base_answers, read_texts
+from drafthead.files.local import write_json
 from drafthead.models.base.base_config import BaseConfig, Dtype, save_merged
 from drafthead.models.formats import all_formats, format_for, format_named
 from drafthead.models.formats.format import Format, dtype_name, published_name, unsupported_adapter, without_gpu
@@ -40,6 +38,8 @@ from drafthead.models.formats.medusa import with_full_vocabulary
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder, write_trees
 from drafthead.models.heads.parts.loading import config_class, load_base_and_head
+from drafthead.settings.schema import PositiveShare, settings
+from drafthead.system.display import Display
 
 CHECK_FILE = "export_check.json"
 BASE = "base"

@@ -14,10 +14,7 @@ from dataclasses import field
 
 from drafthead.commands.command import command
 from drafthead.data.text.chat import user_turn
-from drafthead.data.utils.display import PlainConsole
-from drafthead.data.utils.errors import UserError, visible
-from drafthead.data.utils.machine import OtherProcesses, other_processes_line
-from drafthead.data.utils.settings import Positive, Seed, settings
+from drafthead.errors import UserError, visible
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.decoding.generate import stream
 from drafthead.models.decoding.loop import decode
@@ -25,6 +22,9 @@ from drafthead.models.decoding.processed import sampling_lines, stock_sampler
 from drafthead.models.decoding.sampling import OutputSampler
 from drafthead.models.drafters.expression import DrafterConfig, load_base_and_drafter
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
+from drafthead.settings.schema import Positive, Seed, settings
+from drafthead.system.display import PlainConsole
+from drafthead.system.machine import OtherProcesses, other_processes_line
 
 
 @settings(kw_only=True)

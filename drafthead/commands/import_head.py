@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.commands.command import command, new_folder
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import settings
+from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import all_formats, format_named, recognise
@@ -28,6 +26,8 @@ from drafthead.models.formats.checkpoint import CONFIG, contents, read_config
 from drafthead.models.formats.format import BASE_NAME, published_name
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.head_folder import read_trees, resolve_folder
+from drafthead.settings.schema import settings
+from drafthead.system.display import Display
 
 OURS = ("format", "settings", "base", "draft_vocab")
 """Keys by which a ``config.json`` of drafthead itself is recognised."""

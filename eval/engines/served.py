@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EngineConfig, EnginesConfig, EvalConfig
 from drafthead.eval.engines.environment import VLLM_SIZE, environment
 from drafthead.eval.engines.process import EngineError, EngineProcess

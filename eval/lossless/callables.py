@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from drafthead.data.utils.errors import UserError, one_line
+from drafthead.errors import UserError, one_line
 from drafthead.eval.lossless.enumerate import CommittedProbs, total_variation
 from drafthead.eval.lossless.tabular_lm import TabularLM
 

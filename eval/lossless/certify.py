@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.lossless.cases import EXACT, RAW, Case, Counterexample, Refusal, cases, counterexamples, refusals
 from drafthead.eval.lossless.enumerate import committed, total_variation
 from drafthead.eval.lossless.tabular_lm import TableDraft, TabularLM

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.files import read_json_lines
 from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
     FinishedAnswer,
@@ -27,6 +26,7 @@ from drafthead.eval.trees.answers import (
     text_accept_probs,
 )
 from drafthead.eval.trees.simulate import simulate_acceptance
+from drafthead.files.local import read_json_lines
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.devices import wide
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import PositiveFloat, Share, settings
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.losses import chunk_rows
+from drafthead.settings.schema import PositiveFloat, Share, settings
+from drafthead.system.devices import wide
 
 
 @settings(kw_only=True)

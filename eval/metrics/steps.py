@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from drafthead.data.utils.floats import bootstrap_interval
+from drafthead.eval.intervals import bootstrap_interval
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.models.decoding.step import DecodeResult
 

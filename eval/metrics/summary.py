@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from drafthead.data.utils.floats import finite
-from drafthead.data.utils.machine import hardware, versions
 from drafthead.eval.config import METHOD
 from drafthead.eval.lossless.equality import Equality, equality_rate
 from drafthead.eval.metrics import steps
@@ -18,6 +16,8 @@ from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import TreeOrder
+from drafthead.files.local import finite
+from drafthead.system.machine import hardware, versions
 
 AUTOREGRESSIVE = ("transformers_stock", "transformers", "autoregressive")
 """Autoregressive baselines: transformers' ``generate`` over stock modules and over our modules, and our loop."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafthead.data.text.chat import Message, Tokenizer, prompt_ids
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from drafthead.data.text.readers import dataset_errors, json_object, open_dataset, read_lines
 from drafthead.data.text.sources import PROMPT_COLUMNS, SYSTEM_COLUMNS, shown, suite_prompt, with_system
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 
 MORE_COLUMNS = ("question", "instruction", "text")

@@ -10,7 +10,7 @@ from drafthead.data.embedded import eval_sets
 from drafthead.data.embedded.eval_sets import EvalItem
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.text.chat import user_turn
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.prompts.prompt_files import read_dataset, read_jsonl
 

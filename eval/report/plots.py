@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from drafthead.data.utils.errors import visible
-from drafthead.data.utils.files import write_atomic
+from drafthead.errors import visible
 from drafthead.eval.metrics.summary import fastest_autoregressive, nodes_per_step, speedup_of
+from drafthead.files.local import write_atomic
 from drafthead.models.token_tree import TokenTree
 
 INK, MUTED, GRID = "#1b2430", "#5b6775", "#e3e7ec"  # also in report.mplstyle

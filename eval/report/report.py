@@ -8,12 +8,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from drafthead.data.utils.files import write_atomic
-from drafthead.data.utils.machine import other_processes_line
 from drafthead.eval.metrics.served import engine_lines
 from drafthead.eval.metrics.summary import fastest_autoregressive, speedup_of
 from drafthead.eval.report import tables
 from drafthead.eval.report.plots import draw_figures, save_png
+from drafthead.files.local import write_atomic
+from drafthead.system.machine import other_processes_line
 
 REMARK_COLUMNS = ("95 %", "decode tok/s")
 """Columns whose values the page prints small below the previous cell, so that a row fits a phone."""

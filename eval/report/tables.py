@@ -11,12 +11,12 @@ from typing import Any, Self
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from drafthead.data.utils.errors import visible
-from drafthead.data.utils.machine import BUSY_CORES, other_processes_line
+from drafthead.errors import visible
 from drafthead.eval.config import METHOD
 from drafthead.eval.engines.served import PLAIN
 from drafthead.eval.metrics.served import engine_lines, prompts_line
 from drafthead.eval.metrics.summary import fastest_autoregressive, nodes_per_step, speedup_of
+from drafthead.system.machine import BUSY_CORES, other_processes_line
 
 DEFINITIONS = (
     "Speedup: tokens per second of speculative decoding divided by those of the fastest autoregressive decoding (AR), "

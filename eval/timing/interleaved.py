@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.machine import OtherProcesses, cores_used
+from drafthead.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import FailedDecode, ResultLog, prompt_key
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
+from drafthead.system.machine import OtherProcesses, cores_used
 
 Decoder = Callable[[list[int]], DecodeResult]
 """Function that decodes an answer to prompt ids. It must synchronise the device before it stops its clock."""

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import digest
-from drafthead.data.utils.floats import finite
+from drafthead.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.files.local import digest, finite
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from drafthead.data.utils.errors import UserError, one_line
+from drafthead.errors import UserError, one_line
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeResult, StepRecord

@@ -21,10 +21,8 @@ from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.store import open_answers
 from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.text.readers import json_object, read_lines
-from drafthead.data.utils.devices import wide
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import make_folder
-from drafthead.data.utils.floats import Floats
+from drafthead.errors import UserError
+from drafthead.eval.intervals import Floats
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.trees.calibrate import answer_ranks
@@ -40,6 +38,7 @@ from drafthead.eval.trees.simulate import (
     top_k_accept_probs,
     trials_in_order,
 )
+from drafthead.files.local import make_folder
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.corpus import generate_answers
@@ -49,6 +48,7 @@ from drafthead.models.decoding.loop import EXACT
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.devices import wide
 
 MAX_VALUES = 1 << 23
 """Largest number of probabilities in one tensor, to bound the memory (8 bytes each in float64)."""

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
-from drafthead.data.utils.machine import hardware, versions
+from drafthead.errors import UserError
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import SearchMethod, TreeOrder, best_trees, greedy_tree
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
+from drafthead.files.local import read_checksummed_json, write_checksummed_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.machine import hardware, versions
 
 LARGEST_TREE = 64
 """Largest number of nodes, root included, of a calibrated tree: the size of Medusa's published trees."""

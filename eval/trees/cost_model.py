@@ -10,7 +10,6 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 import torch
 
-from drafthead.data.utils.machine import OtherProcesses
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.decoding.growth import StepwiseDrafter
@@ -18,6 +17,7 @@ from drafthead.models.decoding.loop import EXACT, GREEDY, decode_batch
 from drafthead.models.decoding.step import DecodeConfig, DecodeState, StepRecord
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.machine import OtherProcesses
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Tree sizes measured, root included; other sizes are interpolated."""

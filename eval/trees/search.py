@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from drafthead.data.utils.floats import Floats
+from drafthead.eval.intervals import Floats
 from drafthead.eval.trees.simulate import (
     AcceptProbs,
     SimulatedAcceptance,

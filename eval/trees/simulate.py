@@ -22,10 +22,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.devices import wide
-from drafthead.data.utils.floats import Floats, bootstrap_interval
+from drafthead.eval.intervals import Floats, bootstrap_interval
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.devices import wide
 
 Ranks = npt.NDArray[np.int64]
 """[T, K]: rank (from 0) of the answer's token among the drafter's candidates for draft position k+1, in a step from

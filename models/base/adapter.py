@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import check_header, read_json, safe_join
+from drafthead.errors import UserError, one_line
+from drafthead.files.local import check_header, read_json, safe_join
 from drafthead.models.base.text_model import LOAD_ERRORS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -38,7 +38,7 @@ def fingerprint(model: Any, digest: str | None = None) -> str:
 
     It is two hashes, 16 hex digits each: one of the base's ends, and one of rows of all its linear layers. The first
     covers sizes, the final norm and 64 rows of the output head, and only it is known of quantised bases (see
-    :func:`~drafthead.data.utils.files.same_base`). The second tells a base from fine-tunes that kept these ends, such
+    :func:`~drafthead.files.local.same_base`). The second tells a base from fine-tunes that kept these ends, such
     as merged LoRA adapters.
 
     With the ``digest`` of an adapter that is merged or live (None: as stored in the config, if any), the result is

@@ -25,11 +25,9 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from drafthead.data.embedded.packages import SMOLLM2_NAME
-from drafthead.data.utils.devices import automatic_dtype, device_of
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import check_header, make_readable
-from drafthead.data.utils.hub import refuse_pickles
-from drafthead.data.utils.settings import Seed, settings
+from drafthead.errors import UserError
+from drafthead.files.hub import refuse_pickles
+from drafthead.files.local import check_header, make_readable
 from drafthead.models.base import adapter
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import llama_like
@@ -46,6 +44,8 @@ from drafthead.models.base.text_model import (
 from drafthead.models.base.windows import FULL, SIZES
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.private_apis import other_base
+from drafthead.settings.schema import Seed, settings
+from drafthead.system.devices import automatic_dtype, device_of
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SAVED_KEYS = ("name", "revision", "gguf_file", "tokenizer", "max_context", "random", "seed", "shape", "dtype")

@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Message, prompt_ids, user_turn
-from drafthead.data.utils.devices import device_of, graphs_of, synchronise
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_weights
 from drafthead.models.base.lm_head import LMHead
@@ -34,6 +33,7 @@ from drafthead.models.kernels.fused import fuse_modules
 from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
 from drafthead.models.kernels.private_apis import CACHE, other_base
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
+from drafthead.system.devices import device_of, graphs_of, synchronise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.text_model import check_lengths
 
 SAME = {

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from drafthead.data.batch import TrainBatch
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import make_readable
+from drafthead.errors import UserError
+from drafthead.files.local import make_readable
 from drafthead.models.base import adapter
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers

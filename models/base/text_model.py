@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_module
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.kernels.private_apis import CACHE, other_base
 
 LOAD_ERRORS = (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 Masks = Tensor | dict[str, Tensor | None] | None
 """The decoder's mask argument: one additive mask, or one per layer type; None means causal."""

@@ -27,10 +27,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.devices import on_device
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.cache.cache_shape import CacheShape, Place, Trim
 from drafthead.models.token_tree import TokenTree, TreeShape
+from drafthead.system.devices import on_device
 
 
 @dataclass

@@ -22,12 +22,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.devices import reads_freely
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import PositiveShare, settings
+from drafthead.errors import UserError
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Proposal
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD
+from drafthead.settings.schema import PositiveShare, settings
+from drafthead.system.devices import reads_freely
 
 Target = Callable[[Tensor], Tensor]
 """Maps nodes of the proposal, [B, M] int64, to the target's distributions after them (with temperature, top-p and so

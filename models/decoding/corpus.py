@@ -13,7 +13,7 @@ import torch
 from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.store import Answer, ProcessGroup, Prompt
 from drafthead.data.batch import Ratio
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import EXACT, DecodeLoop, DecodingSequence
 from drafthead.models.decoding.sampling import Sampler

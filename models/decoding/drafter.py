@@ -15,13 +15,13 @@ from pydantic import Field
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec
-from drafthead.data.utils.devices import on_device
-from drafthead.data.utils.settings import NonNegative, Positive, require, settings
 from drafthead.models.base.base_model import PartialForward
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.token_tree import TokenTree, TreeShape
+from drafthead.settings.schema import NonNegative, Positive, require, settings
+from drafthead.system.devices import on_device
 
 
 class DraftSampling(Enum):

@@ -15,10 +15,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.devices import on_device, reads_freely, wide_dtype
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
+from drafthead.system.devices import on_device, reads_freely, wide_dtype
 
 MISSING = -1
 """Stands for a child that cannot be drawn: the distribution has fewer tokens than the node has children."""

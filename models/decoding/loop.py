@@ -17,8 +17,8 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import same_base
+from drafthead.errors import UserError
+from drafthead.files.local import same_base
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
-from drafthead.data.utils.devices import on_device
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Proposal, last_valid, take_rows
 from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TreeShape
+from drafthead.system.devices import on_device
 
 ROW_BY_ROW = 32
 """Rows of a batch are read together, in one padded pass, if each has at most this many unread positions. Otherwise they

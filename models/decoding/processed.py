@@ -25,10 +25,10 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.settings import check_temperature
+from drafthead.errors import UserError, one_line
 from drafthead.models.base.base_model import CHANGE_TEXT, NEVER_APPLIED, BaseModel, changed_settings
 from drafthead.models.decoding.sampling import WARPERS, Contexts, FastTopP, OutputSampler, Sampler, TargetSampler
+from drafthead.settings.schema import check_temperature
 
 READ_LOGITS_ONLY = (
     *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TopHLogitsWarper, MinPLogitsWarper),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.devices import wide_dtype
+from drafthead.system.devices import wide_dtype
 
 DRAFT, VERIFY = 0, 1
 """Separate streams of random numbers, so that drafting does not change the numbers of verification."""

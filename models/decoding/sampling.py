@@ -20,7 +20,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from drafthead.data.utils.settings import (
+from drafthead.settings.schema import (
     BelowOne,
     NonNegative,
     PositiveFloat,

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, pad_rows
-from drafthead.data.utils.devices import on_device, wide_dtype
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.acceptance import Acceptance, AcceptanceRule, Target, greedy
@@ -44,6 +43,7 @@ from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import DRAFT, VERIFY, PerRowRng, RandomSource
 from drafthead.models.decoding.sampling import Contexts, TargetSampler
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.devices import on_device, wide_dtype
 
 ROOT_ONLY = DraftConfig(tree=TokenTree.chain(0))
 

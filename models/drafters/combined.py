@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec
-from drafthead.data.utils.devices import on_device, reads_freely
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD, TokenTree, TreeShape
+from drafthead.system.devices import on_device, reads_freely
 
 
 class CompositeDrafter(Drafter):

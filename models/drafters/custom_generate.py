@@ -29,8 +29,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from drafthead.data.utils.devices import on_device, unchanged_rng
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import EXACT, DecodingSequence, prepare
@@ -41,6 +40,7 @@ from drafthead.models.heads.parts.head_folder import resolve_folder
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.private_apis import CACHE
+from drafthead.system.devices import on_device, unchanged_rng
 
 UNSUPPORTED = (
     *("num_beams", "num_beam_groups", "penalty_alpha", "guidance_scale", "dola_layers", "constraints"),

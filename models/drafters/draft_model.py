@@ -7,7 +7,7 @@ SpecInfer, Sequoia or EAGLE-2. ``early_exit`` drafts with the first layers of th
 import torch
 from torch import nn
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.cache.kv_cache import TreeCache

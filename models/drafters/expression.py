@@ -16,8 +16,7 @@ from typing import Annotated
 from pydantic import Field
 
 from drafthead.data.answers.store import open_answers
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import settings
+from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
@@ -27,6 +26,7 @@ from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.parts.loading import load_base_and_head, load_head
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.schema import settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStates
-from drafthead.data.utils.devices import on_device, reads_freely
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, Proposal, Session, take_rows
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
+from drafthead.system.devices import on_device, reads_freely
 
 SEPARATOR = -1
 """Separator between remembered answers, which equals no token id."""

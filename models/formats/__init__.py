@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.formats.format import Format, unsupported_values
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig
 

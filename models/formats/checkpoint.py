@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import check_header, make_readable, read_json, require_space, safe_join, write_json
-from drafthead.data.utils.hub import refuse_pickles
+from drafthead.errors import UserError, one_line
+from drafthead.files.hub import refuse_pickles
+from drafthead.files.local import check_header, make_readable, read_json, require_space, safe_join, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.head_folder import check_tensors
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, to_offsets
 from drafthead.models.formats.format import Engine, Fixed, Format, Unsupported, vllm

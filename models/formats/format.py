@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.embedded.packages import SMOLLM2_NAME
-from drafthead.data.utils.errors import UserError, one_line
+from drafthead.errors import UserError, one_line
 from drafthead.models.base.base_config import EMBEDDED
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats.checkpoint import PublishedCheckpoint

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.formats.checkpoint import PublishedCheckpoint
 from drafthead.models.formats.format import BASE_NAME, Engine, Fixed, Format, Unsupported, vllm
 from drafthead.models.heads.medusa import Blocks, MedusaConfig, MedusaHead

@@ -16,8 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import settings
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.cache.kv_cache import TreeCache
@@ -29,6 +28,7 @@ from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.fused import fresh_copy, fuse_modules
 from drafthead.models.kernels.linear import prepack_linears
+from drafthead.settings.schema import settings
 
 
 @settings(kw_only=True)

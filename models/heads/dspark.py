@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import Positive, settings
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.parts.attention_layer import (
@@ -51,6 +50,7 @@ from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.fused import FusedRMSNorm, fresh_copy, rotate
 from drafthead.models.kernels.linear import joined_linear, reads_in
 from drafthead.models.token_tree import causal_mask
+from drafthead.settings.schema import Positive, settings
 
 
 @settings(kw_only=True)

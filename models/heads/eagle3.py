@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.settings import Positive, PositiveFloat, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.cache.kv_cache import TreeCache
@@ -38,6 +37,7 @@ from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets, has_next
 from drafthead.models.kernels.linear import reads_in
 from drafthead.models.token_tree import causal_mask
+from drafthead.settings.schema import Positive, PositiveFloat, settings
 
 
 class EagleLayer(HeadDecoderLayer):

@@ -25,7 +25,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, TrainBatch
-from drafthead.data.utils.settings import BelowOne, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.heads.medusa import ResBlock
@@ -33,6 +32,7 @@ from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer, HeadR
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, DraftPositions, States
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.kernels.attention import document_mask
+from drafthead.settings.schema import BelowOne, settings
 
 
 @settings(kw_only=True)

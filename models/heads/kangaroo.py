@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.devices import reads_freely
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import BelowOne, Positive, settings
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel, PartialForward
 from drafthead.models.base.layers import first_layers
 from drafthead.models.base.parity import PASSED, check_key, relative_error, tolerance
@@ -34,6 +32,8 @@ from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.attention import document_mask
 from drafthead.models.token_tree import TokenTree
+from drafthead.settings.schema import BelowOne, Positive, settings
+from drafthead.system.devices import reads_freely
 
 
 class ExitStates:

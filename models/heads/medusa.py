@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from drafthead.data.utils.settings import settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
 from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.kernels.linear import inference_copy, joined_linear
+from drafthead.settings.schema import settings
 
 
 @settings(kw_only=True)

@@ -28,14 +28,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
-from drafthead.data.utils.devices import wide
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import BelowOne, NonNegativeFloat, PositiveFloat, settings
+from drafthead.errors import UserError
 from drafthead.models.base.base_config import ADAPTER, save_merged
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lora import LM_HEAD, LoraBase
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.losses import STATS, Labels, LossConfig, heads_loss
+from drafthead.settings.schema import BelowOne, NonNegativeFloat, PositiveFloat, settings
+from drafthead.system.devices import wide
 
 HEAD_SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,

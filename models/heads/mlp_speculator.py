@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from drafthead.data.utils.settings import NonNegative, settings
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.heads.parts.draft_head import Attend, DraftHead, DraftHeadConfig, States
 from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.kernels.linear import reads_in
+from drafthead.settings.schema import NonNegative, settings
 
 NORM_EPS = 1e-6
 GATES = ("forget", "input", "output", "cell")

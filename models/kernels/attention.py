@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.kernels.private_apis import other_base
 from drafthead.models.token_tree import causal_mask
 

@@ -12,9 +12,8 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import cache_dir, exclusive, read_checksummed_json, write_checksummed_json
-from drafthead.data.utils.machine import hardware, versions
+from drafthead.errors import UserError
+from drafthead.files.local import cache_dir, exclusive, read_checksummed_json, write_checksummed_json
 from drafthead.models.kernels.compiled import skinny_library
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.models.kernels.linear import (
@@ -26,6 +25,7 @@ from drafthead.models.kernels.linear import (
     can_prepack,
     packs_bfloat16,
 )
+from drafthead.system.machine import hardware, versions
 
 WORTH_MEASURING = 2**23
 """Smallest number of weights of a base for which kernels are measured. Smaller bases fit into the CPU's caches."""

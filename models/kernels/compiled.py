@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafthead.data.utils.files import cache_dir
+from drafthead.files.local import cache_dir
 from drafthead.models.kernels.huge_pages import use_huge_pages
 
 SOURCE = Path(__file__).with_name("skinny.cpp")

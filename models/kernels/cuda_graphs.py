@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.devices import graphs_of, new_graph
+from drafthead.system.devices import graphs_of, new_graph
 
 Outputs = tuple[Tensor, ...]
 WARM_UP = 3

@@ -19,17 +19,7 @@ from head_cases import HEADS, MAIN, cases_of, every_head
 from torch import Tensor
 
 from accelerator import simulated
-from drafthead.data.utils.devices import (
-    accelerator_name,
-    automatic_dtype,
-    collective_backend,
-    device_of,
-    peak_allocated,
-    pinned,
-    rng_states,
-    set_rng_states,
-)
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree
@@ -43,6 +33,16 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.devices import (
+    accelerator_name,
+    automatic_dtype,
+    collective_backend,
+    device_of,
+    peak_allocated,
+    pinned,
+    rng_states,
+    set_rng_states,
+)
 from drafthead.train.adapt import OnlineConfig, OnlineLearner, frozen_copy
 from drafthead.train.trainer.optim import OptimConfig
 from drafthead.train.trainer.step import train_step

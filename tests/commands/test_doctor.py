@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drafthead.commands.doctor import DoctorConfig, Step, checklist, page, passes, python, run_steps
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from support import call
 
 TINY = ["recipe=medusa_smollm2", "debug=tiny"]

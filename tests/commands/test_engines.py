@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from drafthead.commands import engines
-from drafthead.data.utils import devices
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
+from drafthead.system import devices
 from support import call
 
 STUB = """#!/bin/sh

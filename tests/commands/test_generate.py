@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.chat import prompt_ids, user_turn
-from drafthead.data.utils.errors import visible
+from drafthead.errors import visible
 from support import TinyBase, call
 
 ODD = {"typical_p": 1e-6}

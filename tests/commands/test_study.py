@@ -7,7 +7,7 @@ import pytest
 
 from drafthead.commands import study
 from drafthead.commands.study import StudyConfig, chain_speed, equal_width
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import meta_base
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from support import TinyBase, call

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.timing.methods import check_methods
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling, DynamicTree

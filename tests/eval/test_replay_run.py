@@ -8,7 +8,7 @@ import pytest
 
 from drafthead.commands.replay import own_row, rows
 from drafthead.data.answers.store import Answer, AnswerStore
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.trees.answers import FinishedAnswer, base_answers, read_texts, write_texts
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.simulate import accept_probs_of_ranks

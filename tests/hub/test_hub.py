@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import drafthead
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.hub import REPOSITORY, HubConfig, fetch, push, require_login
+from drafthead.errors import UserError
+from drafthead.files.hub import REPOSITORY, HubConfig, fetch, push, require_login
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.medusa2 import Medusa2Config

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 import drafthead
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train import pipeline
 from support import composed

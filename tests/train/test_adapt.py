@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json_lines
+from drafthead.errors import UserError
 from drafthead.eval.trees.answers import read_hidden_states
+from drafthead.files.local import read_json_lines
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler

@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 from transformers import AutoConfig
 
 from drafthead.data.batch import HiddenStates
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.sharding import Sharding

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.train.pipeline import run_pipeline
 from support import composed, losses_of
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafthead.data.utils.files import read_checksummed_json, read_json_lines, write_checksummed_json
+from drafthead.files.local import read_checksummed_json, read_json_lines, write_checksummed_json
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.trainer.checkpoint import load_best
 from support import TinyBase, randomised

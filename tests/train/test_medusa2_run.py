@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json
+from drafthead.errors import UserError
+from drafthead.files.local import read_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.train.config import RunConfig

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.formats import all_formats
 from drafthead.train.config import RunConfig
 from drafthead.train.estimate.memory import Estimate

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import claimed, read_json, read_json_lines, write_json
+from drafthead.errors import UserError
 from drafthead.eval.trees.cost_model import CostModel
+from drafthead.files.local import claimed, read_json, read_json_lines, write_json
 from drafthead.models.decoding.loop import decode_batch, default_draft_config
 from drafthead.models.heads.medusa import ResBlock
 from drafthead.models.heads.parts.loading import load_base_and_head

@@ -14,10 +14,10 @@ from drafthead.data.embedded import training_sets
 from drafthead.data.text.chat import Message, num_turns, turns_of, unread_variables, user_turn
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import load_prompts
-from drafthead.data.utils import files
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.prompts.near_duplicates import NearDuplicates
 from drafthead.eval.prompts.suites import load_suite
+from drafthead.files import local
 from drafthead.models.base.base_config import SWITCHES
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import BuiltInBackend, agreement, self_prompted_prompts
@@ -105,7 +105,7 @@ class AnswerGenerator:
     def complete(self) -> AnswerStore:
         """Generate the answers that ``folder`` lacks and return the corpus. No answer at all is a ``UserError``."""
         first = self.group.rank == 0
-        with files.exclusive(self.folder, self.progress) if first else nullcontext():
+        with local.exclusive(self.folder, self.progress) if first else nullcontext():
             if first:
                 self._prepare()
             self.group.wait()
@@ -126,7 +126,7 @@ class AnswerGenerator:
         config, base = self.config, self.base
         if config.server.url is None:
             # All shards of a corpus have hidden states or none has: earlier shards decide.
-            started = AnswerStore(self.folder) if (self.folder / files.MANIFEST_NAME).exists() else None
+            started = AnswerStore(self.folder) if (self.folder / local.MANIFEST_NAME).exists() else None
             states = started.has_hidden_states if started is not None and started.done else self.store_states
             return BuiltInBackend(
                 base,
@@ -151,7 +151,7 @@ class AnswerGenerator:
         """The prompts of the corpus. The first process of the first run chooses and stores them; others read them."""
         path = self.folder / PROMPTS
         if path.exists():
-            conversations = files.read_checksummed_json(path)
+            conversations = local.read_checksummed_json(path)
             if not (isinstance(conversations, list) and all(map(_is_conversation, conversations))):
                 raise UserError(f"{path} holds no list of prompts; restore the file, or remove {self.folder}")
         elif self.group.rank:
@@ -161,12 +161,12 @@ class AnswerGenerator:
             )
         else:
             conversations = self._new_conversations()
-            files.write_checksummed_json(path, conversations)
+            local.write_checksummed_json(path, conversations)
         return PromptTable(self.base, conversations, self.config, self.seed)
 
     def _open(self) -> AnswerStore:
         """Open the corpus, or create it; reject one that was begun with other settings or another backend."""
-        recorded = files.read_manifest(self.folder) if (self.folder / files.MANIFEST_NAME).exists() else {}
+        recorded = local.read_manifest(self.folder) if (self.folder / local.MANIFEST_NAME).exists() else {}
         serves = self.config.server.url is not None
         if recorded and ("server" in recorded) != serves:
             before = "the built-in decoding" if serves else "a server"
@@ -199,7 +199,7 @@ class AnswerGenerator:
         token_bytes = 4 + (2 * self.base.hidden_size if states else 0)
         tokens = sum(len(ids) + self.config.sampler.max_new_tokens for _, ids in missing)
         purpose = "the answers with their hidden states (store_hidden_states)" if states else "the answers"
-        files.require_space(self.folder, tokens * token_bytes, purpose)
+        local.require_space(self.folder, tokens * token_bytes, purpose)
         store.remove_leftovers()
 
     def _check_template(self) -> None:
@@ -243,7 +243,7 @@ class AnswerGenerator:
         """Mark the corpus as complete; reject a corpus without answers or with prompts that have none."""
         store = self._open()
         if not store.done:
-            for name in (PROMPTS, files.MANIFEST_NAME):  # without answers they must not bind the next try
+            for name in (PROMPTS, local.MANIFEST_NAME):  # without answers they must not bind the next try
                 (self.folder / name).unlink(missing_ok=True)
             raise UserError(
                 f"no answers were generated: none of the prompts fits data.answers.max_prompt_tokens="
@@ -256,7 +256,7 @@ class AnswerGenerator:
                 "processes must see the same data.folder: put it on a file system that the nodes share"
             )
         if not (self.folder / COMPLETE).exists():
-            files.write_json(self.folder / COMPLETE, {"answers": len(store.done)})
+            local.write_json(self.folder / COMPLETE, {"answers": len(store.done)})
 
     def _new_conversations(self) -> list[list[Message]]:
         """Return prompts from the sources and from the base, mixed; leave out near duplicates of evaluation prompts."""

@@ -22,9 +22,9 @@ from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
 from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
-from drafthead.data.utils import files
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.prompts.near_duplicates import NearDuplicates
+from drafthead.files import local
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy
 from drafthead.train.corpora import transcripts
@@ -83,14 +83,14 @@ class Corpora:
         Rows on disk are used even if a source has changed since, so that a run resumes with the same rows.
         """
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len)
-        folder = files.folder_of_manifest(self.folder / "text", manifest)
-        with files.exclusive(folder, self.progress):
-            if not (files.check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
+        folder = local.folder_of_manifest(self.folder / "text", manifest)
+        with local.exclusive(folder, self.progress):
+            if not (local.check_manifest(folder, manifest, "remove the folder") and is_packed(folder)):
                 self.progress("packing text", 0, config.max_tokens)
                 texts = load_documents(config.sources, self.seed, config.max_tokens * _CHARACTERS_PER_TOKEN)
                 documents = text_documents(self.base.tokenizer, texts, config.max_tokens)
                 pack(self._watched(documents, config.max_tokens), seq_len, split=True, folder=folder)
-                files.write_manifest(folder, manifest)  # last, because a manifest means complete rows
+                local.write_manifest(folder, manifest)  # last, because a manifest means complete rows
         rows = open_packed(folder)
         self.manifests[f"text in rows of {seq_len}"] = {**manifest, "rows": len(rows)}
         return rows
@@ -101,10 +101,10 @@ class Corpora:
         Each shard of the stream yields ``micro_batch_size`` rows at a time.
         """
         config, manifest = self.config.text, self._text_manifest(seq_len=seq_len, turn=micro_batch_size)
-        folder = files.folder_of_manifest(self.folder / "stream", manifest)
-        with files.exclusive(folder, self.progress):
-            if not files.check_manifest(folder, manifest, "remove the folder"):
-                files.write_manifest(folder, manifest)
+        folder = local.folder_of_manifest(self.folder / "stream", manifest)
+        with local.exclusive(folder, self.progress):
+            if not local.check_manifest(folder, manifest, "remove the folder"):
+                local.write_manifest(folder, manifest)
             sources = resolve_revision(config.sources, folder / "commits.json")
         self.manifests[f"stream of text in rows of {seq_len}"] = {
             **manifest,
@@ -133,11 +133,11 @@ class Corpora:
     def check_base(self) -> None:
         """Raise a ``UserError`` if the answers in ``data.folder`` are those of another base or adapter."""
         folder = self.folder / ANSWERS
-        if self.config.uses_answers and (folder / files.MANIFEST_NAME).exists():
-            manifest = files.read_manifest(folder)
+        if self.config.uses_answers and (folder / local.MANIFEST_NAME).exists():
+            manifest = local.read_manifest(folder)
             if isinstance(saved := manifest.get("base"), dict):
                 base = {**saved, "fingerprint": self.base.fingerprint}
-                files.check_manifest(folder, {**manifest, "base": base}, REMEDY)
+                local.check_manifest(folder, {**manifest, "base": base}, REMEDY)
 
     def answers(self) -> AnswerStore:
         """Return the complete corpus of answers: the transcripts, the base's own answers, or both evenly mixed."""
@@ -158,7 +158,7 @@ class Corpora:
         if not self.config.transcripts:
             return None
         self.answers()
-        measured: dict[str, Any] = files.read_json(self._transcripts_folder() / transcripts.AGREEMENT)
+        measured: dict[str, Any] = local.read_json(self._transcripts_folder() / transcripts.AGREEMENT)
         return measured
 
     def _transcripts_folder(self) -> Path:
@@ -167,18 +167,18 @@ class Corpora:
     def _transcripts(self) -> AnswerStore:
         if self.group.rank == 0:
             folder = self._transcripts_folder()
-            with files.exclusive(folder, self.progress):
+            with local.exclusive(folder, self.progress):
                 transcripts.write_transcripts(self.base, self.config, folder, self.longest, self.progress, self.log)
         self.group.wait()
         store = AnswerStore(self._transcripts_folder())
-        self.manifests["transcripts"] = {**files.read_manifest(store.folder), "answers": len(store.done)}
+        self.manifests["transcripts"] = {**local.read_manifest(store.folder), "answers": len(store.done)}
         return store
 
     def _own_answers(self) -> AnswerStore:
         folder, config = self.folder / ANSWERS, self.config.answers
         if config.copied:
             if self.group.rank == 0:
-                with files.exclusive(folder):
+                with local.exclusive(folder):
                     copy_precomputed(self.base, config, folder, self.log)
             self.group.wait()
             store = AnswerStore(folder)
@@ -188,8 +188,8 @@ class Corpora:
                 self.base, config, self.seed, folder, self.group, self.progress, self.log, states
             )
             store = generator.complete()
-        prompts = {} if config.copied else {PROMPTS: files.file_digest(folder / PROMPTS)}
-        self.manifests["answers"] = {**files.read_manifest(folder), **prompts, "answers": len(store.done)}
+        prompts = {} if config.copied else {PROMPTS: local.file_digest(folder / PROMPTS)}
+        self.manifests["answers"] = {**local.read_manifest(folder), **prompts, "answers": len(store.done)}
         return store
 
     @cached_property
@@ -284,7 +284,7 @@ class Corpora:
         manifest |= {} if reader is self.base else {"products": "bfloat16"}
         width = self.base.hidden_size * (len(spec.layers) + (finals is None))
         dtype = "bfloat16" if self.base.dtype == torch.bfloat16 else "float16"
-        folder = files.folder_of_manifest(self.folder / "features", manifest, f"{name}-")
+        folder = local.folder_of_manifest(self.folder / "features", manifest, f"{name}-")
         cache = HiddenStateCache(folder, len(rows), len(rows[0]["input_ids"]), width, dtype, manifest)
         missing = [row for row in cache.missing_rows() if only is None or row in only]
         if missing and finals is not None:

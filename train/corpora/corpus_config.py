@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.text.chat import template_variables
 from drafthead.data.text.sources import SourceConfig, expand_sources, num_entries
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import NonNegative, Positive, Temperature, require, settings
+from drafthead.errors import UserError
+from drafthead.settings.schema import NonNegative, Positive, Temperature, require, settings
 
 Sources = Annotated[list[SourceConfig], BeforeValidator(expand_sources)]
 HELD_OUT_EVERY = 20

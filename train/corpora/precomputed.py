@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from drafthead.data.answers.store import AnswerStore
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import file_digest, read_manifest, same_base
+from drafthead.errors import UserError
+from drafthead.files.local import file_digest, read_manifest, same_base
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import agreement
 from drafthead.train.corpora.answers import TURN_STRIDE, Log

@@ -14,8 +14,8 @@ from drafthead.data.text.chat import Document
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, files_of, resolve_revision
 from drafthead.data.text.transcripts import Answered, TranscriptEncoder, iter_transcripts
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import (
+from drafthead.errors import UserError
+from drafthead.files.local import (
     MANIFEST_NAME,
     file_digest,
     folder_of_manifest,

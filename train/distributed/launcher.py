@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, str_to_bool
 
 from drafthead.data.answers.store import ProcessGroup
-from drafthead.data.utils.devices import device_of
-from drafthead.data.utils.display import Display
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
+from drafthead.system.devices import device_of
+from drafthead.system.display import Display
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.processes import COLLECTIVE_TIMEOUT, Processes
 from drafthead.train.distributed.sharding import ShardConfig, Sharding

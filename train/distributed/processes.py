@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.train.distributed.signals import Stopped
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)

@@ -30,12 +30,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import LossOutput
-from drafthead.data.utils.devices import can_pin, collective_backend
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import require, settings
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import drop_views
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.settings.schema import require, settings
+from drafthead.system.devices import can_pin, collective_backend
 
 SHARD_MODES = ("none", "head", "full")
 AUTO = "auto"

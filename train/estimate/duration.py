@@ -12,12 +12,12 @@ import torch
 from rich.table import Table
 
 from drafthead.data.text.sources import num_entries
-from drafthead.data.utils.display import duration
 from drafthead.eval.prompts.prompt import conversation_ids
 from drafthead.eval.prompts.suites import OWN, load_suite
 from drafthead.eval.trees.cost_model import SIZES
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import reading_copy
+from drafthead.system.display import duration
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora.corpora import FEWEST_SUITE_PROMPTS, is_suite_prompt
 from drafthead.train.estimate.memory import Estimate

@@ -13,11 +13,11 @@ from rich.console import Group
 from rich.table import Table
 
 from drafthead.data.embedded.packages import smollm2_path
-from drafthead.data.utils.devices import chosen_device, device_of, memory, peak_memory
-from drafthead.data.utils.display import Display, duration
 from drafthead.eval.trees.cost_model import Progress
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.system.devices import chosen_device, device_of, memory, peak_memory
+from drafthead.system.display import Display, duration
 from drafthead.train.config import RunConfig
 from drafthead.train.distributed.launcher import with_launcher_settings
 from drafthead.train.distributed.sharding import Sharding

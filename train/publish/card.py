@@ -9,16 +9,15 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from drafthead.data.answers.store import AnswerStats
 from drafthead.data.text.sources import SourceConfig
-from drafthead.data.utils.devices import accelerator_name
-from drafthead.data.utils.errors import visible
-from drafthead.data.utils.files import write_atomic, write_json
-from drafthead.data.utils.hub import REPOSITORY
+from drafthead.errors import visible
 from drafthead.eval.engines.environment import engine_python
 from drafthead.eval.metrics.base_quality import quality_line
 from drafthead.eval.metrics.summary import speedup_of
 from drafthead.eval.prompts.suites import suite_label
 from drafthead.eval.report.report import machine_line
 from drafthead.eval.report.tables import DEFINITIONS, code, escaped, lossy, markdown_table, quality_table, sentence
+from drafthead.files.hub import REPOSITORY
+from drafthead.files.local import write_atomic, write_json
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.formats import all_formats
 from drafthead.models.formats.format import GGUF_TYPES, dtype_name, published_name, unsupported_adapter, without_gpu
@@ -26,6 +25,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.head_folder import read_head_config
 from drafthead.models.heads.parts.loading import config_class
 from drafthead.models.heads.parts.losses import TERMS
+from drafthead.system.devices import accelerator_name
 from drafthead.train.config import PhaseConfig, RunConfig
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")

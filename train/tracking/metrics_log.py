@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drafthead.data.utils.devices import peak_memory
-from drafthead.data.utils.display import duration
-from drafthead.data.utils.files import read_json_lines, write_atomic
-from drafthead.data.utils.floats import finite
+from drafthead.files.local import finite, read_json_lines, write_atomic
+from drafthead.system.devices import peak_memory
+from drafthead.system.display import duration
 
 Row = Mapping[str, Any]
 

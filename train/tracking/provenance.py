@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import drafthead
-from drafthead.data.utils.files import write_atomic, write_json
-from drafthead.data.utils.machine import hardware, versions
+from drafthead.files.local import write_atomic, write_json
+from drafthead.system.machine import hardware, versions
 
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """Environment variables that change the results of a run. Only these are recorded, because others may hold secrets."""

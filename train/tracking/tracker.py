@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 from accelerate import Accelerator
 
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
-from drafthead.data.utils.settings import flatten, settings
+from drafthead.errors import UserError, one_line
 from drafthead.eval.report.tables import method_table, task_table
+from drafthead.files.local import read_checksummed_json, write_checksummed_json
+from drafthead.settings.schema import flatten, settings
 
 Row = Mapping[str, Any]
 RESULT_FILES = ("eval.json", "report.html", "recipe.yaml", "provenance.json", "metrics.jsonl", "plots/*.png")

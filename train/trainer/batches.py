@@ -13,9 +13,9 @@ from drafthead.data.answers.hidden_states import StoredHiddenStates
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.packing import collate
 from drafthead.data.text.streaming import StreamedRows
-from drafthead.data.utils.devices import pinned
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
+from drafthead.system.devices import pinned
 from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora.corpora import Corpora
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.trees.calibrate import WIDTH
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head

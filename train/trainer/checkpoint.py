@@ -30,9 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.utils.devices import rng_states, set_rng_states
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import (
+from drafthead.errors import UserError
+from drafthead.files.local import (
     difference,
     disk_errors,
     file_digest,
@@ -42,8 +41,9 @@ from drafthead.data.utils.files import (
     safe_join,
     write_checksummed_json,
 )
-from drafthead.data.utils.settings import NonNegative, Positive
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.settings.schema import NonNegative, Positive
+from drafthead.system.devices import rng_states, set_rng_states
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.distributed.launcher import Launch

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from drafthead.data.utils.settings import require, settings
+from drafthead.settings.schema import require, settings
 
 HISTORY = 16
 """Number of losses needed to use their median. Before, only updates that are not finite are skipped."""

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import BelowOne, NonNegative, NonNegativeFloat, Share, require, settings
+from drafthead.errors import UserError
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.settings.schema import BelowOne, NonNegative, NonNegativeFloat, Share, require, settings
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 
 from drafthead.data.text.packing import digest_rows
 from drafthead.data.text.streaming import StreamedRows
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
 from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.heads.parts.draft_head import DraftHead

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats.dspark import CONFIDENCE, W1, W2, BlockFormat, DSparkFormat, unsupported_markov
 from drafthead.models.formats.format import Engine, Unsupported

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import require_space
+from drafthead.errors import UserError
+from drafthead.files.local import require_space
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import checked_reader, llama3_factors
 from drafthead.models.formats.checkpoint import PublishedCheckpoint, from_offsets, to_offsets

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafthead.data.batch import TrainBatch
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes, smallest
 from drafthead.models.cache.cache_shape import CacheShape

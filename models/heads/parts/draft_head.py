@@ -26,8 +26,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import settings
+from drafthead.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
@@ -41,6 +40,7 @@ from drafthead.models.heads.parts.lm_heads import DraftLMHeads, TiedMarkov
 from drafthead.models.heads.parts.losses import LossConfig, heads_loss, loss_output
 from drafthead.models.heads.parts.targets import DraftTargets, rank_of
 from drafthead.models.kernels.linear import DRAFT_DTYPES, PackedCopies, inference_copy
+from drafthead.settings.schema import settings
 
 DraftPositions = Annotated[int, Field(ge=1, le=16)]
 """Number K of draft positions: the most tokens that a head drafts one after the other."""

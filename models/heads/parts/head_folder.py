@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import (
+from drafthead.errors import UserError, one_line
+from drafthead.files.hub import fetch, refuse_pickles
+from drafthead.files.local import (
     check_header,
     disk_errors,
     file_digest,
@@ -22,7 +23,6 @@ from drafthead.data.utils.files import (
     write_atomic,
     write_json,
 )
-from drafthead.data.utils.hub import fetch, refuse_pickles
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.text_model import EXTRA_PARAMETERS, parameter_limit
 from drafthead.models.decoding.drafter import Drafter

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import TrainBatch
-from drafthead.data.utils.devices import on_device
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import last_valid, take_rows
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
+from drafthead.system.devices import on_device
 
 SHARPNESS = (16.0, 6.0)
 """Initial attention scores of a match of the last token, and of the token before it."""

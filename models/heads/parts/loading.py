@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.settings import check
+from drafthead.errors import UserError, one_line
 from drafthead.models.base.base_config import ADAPTER, SAVED_KEYS, SWITCHES, BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.base.text_model import LOAD_ERRORS, build, parameter_limit
@@ -23,6 +22,7 @@ from drafthead.models.heads.parts.head_folder import (
     read_weights,
     resolve_folder,
 )
+from drafthead.settings.schema import check
 
 PACKAGE = "drafthead.models.heads"
 RANDOM_LIMIT = 20_000_000

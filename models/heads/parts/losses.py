@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from drafthead.data.batch import LossOutput
-from drafthead.data.utils.devices import wide
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import NonNegativeFloat, settings
+from drafthead.errors import UserError
 from drafthead.models.base.lm_head import LMHead
+from drafthead.settings.schema import NonNegativeFloat, settings
+from drafthead.system.devices import wide
 
 SHARPNESS = 3.0
 """Factor eta in the share exp(-eta alpha) of the loss ``lk_adaptive``; the best value in the LK paper (2602.23881)."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafthead.data.answers.draft_vocab import draft_vocabulary
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 COUNTS = np.array([5, 0, 9, 1, 5, 0])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drafthead.data.answers.hidden_states import HiddenStateCache
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 MADE_BY = {"base": "tiny"}
 

@@ -18,7 +18,7 @@ from drafthead.data.answers.http_client import masked
 from drafthead.data.answers.server import BadAnswerError, Completions, ServerBackend, check_server
 from drafthead.data.answers.store import Answer, ProcessGroup
 from drafthead.data.embedded.tiny import tiny_tokenizer
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 TOKENIZER = tiny_tokenizer()
 EOS, OTHER_EOS = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id

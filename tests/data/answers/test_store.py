@@ -11,7 +11,7 @@ import pytest
 
 from drafthead.data.answers import store as answers
 from drafthead.data.answers.store import Answer, AnswerStore
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 MADE_BY = {"base": "tiny", "sampler": {"temperature": 0.0}}
 

@@ -10,8 +10,8 @@ import pytest
 
 from drafthead.data.embedded import packages as embedded
 from drafthead.data.embedded.packages import Package, fetch, read_member, smollm2_folder
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import cache_dir
+from drafthead.errors import UserError
+from drafthead.files.local import cache_dir
 
 WHEEL = "toy-1.0-py3-none-any.whl"
 METADATA = {

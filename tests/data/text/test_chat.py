@@ -6,7 +6,7 @@ import pytest
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.chat import prompt_ids, user_turn
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 TINY = tiny_tokenizer()
 END = "<|im_end|>"

@@ -13,7 +13,7 @@ from drafthead.data.batch import NO_DOCUMENT
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import MIN_PIECE, collate, digest_rows, open_packed, pack, text_documents
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(14, 50)), min_size=1, max_size=25).filter(any)
 

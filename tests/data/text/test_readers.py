@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from drafthead.data.text.sources import SourceConfig, iter_documents, open_source, resolve_revision
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_checksummed_json
+from drafthead.errors import UserError
+from drafthead.files.local import write_checksummed_json
 
 OLD, NEW = "a" * 40, "b" * 40
 SET = SourceConfig(kind="hf", name="org/set")

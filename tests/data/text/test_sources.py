@@ -12,8 +12,8 @@ from drafthead.data.embedded import training_sets
 from drafthead.data.embedded.training_sets import content_hash
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, load_documents, load_prompts
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.settings import check
+from drafthead.errors import UserError
+from drafthead.settings.schema import check
 from drafthead.train.corpora.corpus_config import DataConfig
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

@@ -12,8 +12,8 @@ from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.text import streaming
 from drafthead.data.text.sources import SourceConfig
 from drafthead.data.text.streaming import Mixture, SourceStream, StreamedRows
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_checksummed_json, write_checksummed_json
+from drafthead.errors import UserError
+from drafthead.files.local import read_checksummed_json, write_checksummed_json
 
 TOKENIZER = tiny_tokenizer()
 T = 32

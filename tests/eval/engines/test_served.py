@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.process import EngineError, EngineProcess
 from drafthead.eval.engines.served import serve

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.lossless import callables
 from drafthead.eval.lossless.callables import constant, distances, sampler_distribution
 from support import call

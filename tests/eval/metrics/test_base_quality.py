@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drafthead.data.batch import TrainBatch
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.metrics import base_quality as quality
 from drafthead.eval.metrics.base_quality import (
     BaseComparison,

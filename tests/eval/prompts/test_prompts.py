@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.models.decoding.loop import check_ids
 

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from drafthead.data.text.readers import open_dataset
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.prompts.prompt_files import read_dataset, read_jsonl
 

@@ -12,7 +12,7 @@ import pytest
 
 from drafthead.data.embedded import eval_sets, training_sets
 from drafthead.data.embedded.tasks import TASKS
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.prompts import suites
 from drafthead.eval.prompts.near_duplicates import NearDuplicates
 from drafthead.eval.prompts.prompt import EvalPrompt

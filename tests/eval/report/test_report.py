@@ -14,8 +14,7 @@ from markdown_it import MarkdownIt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from drafthead.data.utils.display import PlainConsole
-from drafthead.data.utils.errors import visible
+from drafthead.errors import visible
 from drafthead.eval.lossless.equality import Diagnosis, Equality
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report import plots, report, tables
@@ -27,6 +26,7 @@ from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.drafters.combined import union
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.display import PlainConsole
 from support import TinyBase, call, evaluation_of, small_head, step_record, summarised, task_results
 
 TREE = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.data.utils.files import read_json_lines
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers, evaluate, predict
 from drafthead.eval.prompts.prompt import conversation_ids
@@ -17,6 +16,7 @@ from drafthead.eval.report.tables import console_lines
 from drafthead.eval.timing.methods import methods
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
+from drafthead.files.local import read_json_lines
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode

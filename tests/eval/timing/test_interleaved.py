@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import digest
+from drafthead.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import Decoder, run_interleaved
 from drafthead.eval.timing.result_log import FailedDecode
+from drafthead.files.local import digest
 from drafthead.models.decoding.step import DecodeResult
 from support import steady_answer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import ResultLog, prompt_key
 from drafthead.models.decoding.step import DecodeResult

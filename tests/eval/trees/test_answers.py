@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.trees import answers as answers_module
 from drafthead.eval.trees.answers import (

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import write_checksummed_json, write_json
+from drafthead.errors import UserError
 from drafthead.eval.trees import calibrate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import best_trees, cross_fitted
 from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
+from drafthead.files.local import write_checksummed_json, write_json
 from drafthead.models.drafters.prompt_lookup import LookupSession, PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.kernels.linear import KernelTable

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, same_base, write_json
+from drafthead.errors import UserError
+from drafthead.files.local import read_json, same_base, write_json
 from drafthead.models.base.adapter import CONFIG, WEIGHTS
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.chat import prompt_ids, user_turn
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import SEED_STRIDE, _user_opening, generate_answers

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import cache_dir, file_digest
+from drafthead.errors import UserError
+from drafthead.files.local import cache_dir, file_digest
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.loop import decode

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.trees.cost_model import measure_costs
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.cache_shape import CacheShape

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.eval.timing.transformers_generate import transformers_generate
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import capture_hidden_states

@@ -12,7 +12,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.decoding.drafter import DraftSampling, Proposal
 from drafthead.models.decoding.processed import ProcessedSampler
 from drafthead.models.decoding.sampling import Contexts, OutputSampler, Sampler

@@ -28,8 +28,8 @@ from transformers import (
 from transformers.generation import BaseStreamer
 
 import drafthead
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, write_json
+from drafthead.errors import UserError
+from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig, DraftSampling
 from drafthead.models.heads.medusa import MedusaConfig

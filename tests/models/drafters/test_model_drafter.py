@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import AdaptiveLength, DraftConfig
 from drafthead.models.decoding.loop import decode, decode_batch

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.gguf_config import llama3_factors
 from drafthead.models.decoding.drafter import DraftConfig

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models import formats
 from drafthead.models.formats import all_formats, format_for, format_named, recognise
 from drafthead.models.heads.kangaroo import KangarooConfig

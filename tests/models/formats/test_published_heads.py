@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.formats import all_formats, recognise
 from drafthead.models.formats.gguf.gguf_files import read_gguf

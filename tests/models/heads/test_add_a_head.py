@@ -12,7 +12,7 @@ import torch
 from head_cases import EXAMPLE, HEADS, PAGE, example_blocks
 from omegaconf import OmegaConf
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.heads.parts.loading import head_types, load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.pipeline import run_pipeline

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drafthead.data.batch import HiddenStatesSpec
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.draft_lm import DraftLMConfig
 from drafthead.models.heads.parts.losses import LossConfig

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.dspark import DSparkConfig, DSparkHead, spread_layers
 from drafthead.models.heads.eagle3 import published_layers

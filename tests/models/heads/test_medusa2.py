@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json, write_json
+from drafthead.errors import UserError
+from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.medusa2 import Medusa2Config, Medusa2Head

@@ -14,7 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base import base_model, parity
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.cache_shape import CacheShape

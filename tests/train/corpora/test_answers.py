@@ -17,8 +17,8 @@ import pytest
 from drafthead.data.answers.answer_config import SamplerConfig, ServerConfig
 from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup
 from drafthead.data.text.sources import SourceConfig
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_manifest, write_checksummed_json, write_json, write_manifest
+from drafthead.errors import UserError
+from drafthead.files.local import read_manifest, write_checksummed_json, write_json, write_manifest
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.corpus import generate_answers, self_prompted_prompts
 from drafthead.train.corpora.answers import TURN_STRIDE, AnswerGenerator

@@ -13,7 +13,7 @@ from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.text.sources import SourceConfig
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.config import PhaseConfig
 from drafthead.train.corpora.corpora import Corpora, is_held_out

@@ -9,9 +9,9 @@ import pytest
 from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.text.packing import collate
 from drafthead.data.text.sources import SourceConfig
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json
+from drafthead.errors import UserError
 from drafthead.eval.prompts.suites import load_suite
+from drafthead.files.local import read_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.corpora.corpora import Corpora
 from drafthead.train.corpora.corpus_config import AnswersConfig, DataConfig

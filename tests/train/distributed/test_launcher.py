@@ -12,7 +12,7 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.train.distributed.launcher import FSDP, NO_EFFECT, follow_launcher, with_launcher_settings
 from drafthead.train.distributed.sharding import ShardConfig
 from drafthead.train.trainer.trainer import Trainer

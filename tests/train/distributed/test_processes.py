@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.train.trainer.batches import split_rows
 from drafthead.train.trainer.checkpoint import load_latest
 from support import losses_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafthead.data.utils.files import read_json_lines
 from drafthead.eval.engines.served import free_port
+from drafthead.files.local import read_json_lines
 from drafthead.models.heads.parts.loading import load_base_and_head
 from drafthead.models.kernels.linear import KernelTable
 from drafthead.train import pipeline

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.layers import first_layers
 from drafthead.train.distributed.sharding import ShardConfig, Sharding
 

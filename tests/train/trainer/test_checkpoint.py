@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.train.distributed.sharding import full_state_dict
 from drafthead.train.trainer.checkpoint import (
     TrainState,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import read_json_lines
+from drafthead.errors import UserError
+from drafthead.files.local import read_json_lines
 from drafthead.models.heads.medusa import MedusaHead
 from drafthead.train.pipeline import run_pipeline
 from drafthead.train.trainer.checkpoint import load_latest

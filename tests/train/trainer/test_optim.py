@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drafthead.data.batch import LossOutput
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
 from drafthead.models.decoding.loop import decode, decode_batch

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drafthead.data.utils.devices import device_of, on_device, rng_states, set_rng_states
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
+from drafthead.system.devices import device_of, on_device, rng_states, set_rng_states
 from support import call
 
 if torch.accelerator.is_available():

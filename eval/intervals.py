@@ -1,22 +1,12 @@
-"""Floats for files and tables: None for missing measurements, and bootstrap intervals."""
+"""Bootstrap intervals."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-
-
-def finite(value: Any) -> Any:
-    """Replace NaN and infinite floats by None, also inside dicts and lists, because JSON has neither."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def bootstrap_interval(

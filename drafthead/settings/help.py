@@ -11,7 +11,7 @@ from enum import Enum
 from functools import cache
 from typing import Any, cast, get_args, get_origin
 
-from drafthead.data.utils.settings import default_of, is_settings, limit_of, types_of, without_none
+from drafthead.settings.schema import default_of, is_settings, limit_of, types_of, without_none
 
 COLUMN = 40
 """Column of a help text at which explanations start."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from drafthead.data.utils.errors import UserError, one_line
+from drafthead.errors import UserError, one_line
 
 MANIFEST_NAME = "manifest.json"
 MAX_HEADER = 8 << 20
@@ -97,6 +98,15 @@ def disk_errors(content: str, folder: Path) -> Iterator[None]:
             f"{content} could not be written to {folder} ({reason}); earlier files are intact. Free some space or "
             "restore access, and the same command resumes there"
         ) from None
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinite floats by None, also inside dicts and lists, because JSON has neither."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path, value: Any) -> None:

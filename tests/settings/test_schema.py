@@ -7,11 +7,11 @@ import pytest
 from pydantic import Field
 
 from drafthead.data.text.sources import SourceConfig
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.help import describe, first_sentence, help_text
-from drafthead.data.utils.settings import NonNegative, Positive, check, require, settings
+from drafthead.errors import UserError
 from drafthead.models.heads.parts.loading import config_class, head_types
 from drafthead.reference import commands
+from drafthead.settings.help import describe, first_sentence, help_text
+from drafthead.settings.schema import NonNegative, Positive, check, require, settings
 
 
 @settings(kw_only=True)

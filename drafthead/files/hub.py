@@ -14,9 +14,9 @@ from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported lazily
 
-from drafthead.data.utils.errors import UserError, one_line
-from drafthead.data.utils.files import safe_join, write_atomic
-from drafthead.data.utils.settings import SettingError, settings
+from drafthead.errors import UserError, one_line
+from drafthead.files.local import safe_join, write_atomic
+from drafthead.settings.schema import SettingError, settings
 
 PICKLES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".pickle")
 """Suffixes of files that can run code when they are loaded. Such files are never downloaded or read."""

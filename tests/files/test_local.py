@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from drafthead.data.utils.errors import UserError
-from drafthead.data.utils.files import check_manifest, claimed, exclusive, make_folder, read_json_lines, write_manifest
+from drafthead.errors import UserError
+from drafthead.files.local import check_manifest, claimed, exclusive, make_folder, read_json_lines, write_manifest
 
 MADE_BY: dict[str, Any] = {"base": "smol", "sampler": {"temperature": 0.0, "stops": (1, 2)}, "rows": 1}
 

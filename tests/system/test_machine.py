@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from drafthead.data.utils.machine import BUSY_CORES, OtherProcesses, other_processes_line
+from drafthead.system.machine import BUSY_CORES, OtherProcesses, other_processes_line
 
 SPIN = "import time\nwhile time.process_time() < {}: pass"
 

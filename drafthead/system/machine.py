@@ -10,7 +10,7 @@ from typing import Any, Self
 import psutil
 import torch
 
-from drafthead.data.utils.devices import accelerator_name
+from drafthead.system.devices import accelerator_name
 from drafthead.version import __version__
 
 BUSY_CORES = 0.2

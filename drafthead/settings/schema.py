@@ -5,7 +5,7 @@
         lr: Annotated[float, Field(gt=0, lt=1)] = 1e-3
         '''Peak learning rate.'''
 
-``--help`` and ``docs/reference/settings.md`` are made from the same fields (``data/utils/help.py``).
+``--help`` and ``docs/reference/settings.md`` are made from the same fields (``drafthead/settings/help.py``).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ import pydantic.dataclasses
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from drafthead.data.utils.errors import UserError
+from drafthead.errors import UserError
 
 T = TypeVar("T")
 

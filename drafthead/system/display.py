@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from drafthead.data.utils.errors import visible
+from drafthead.errors import visible
 
 LOG_WIDTH = 120
 """Columns of output to files, unless ``COLUMNS`` is set; rich would fold tables at 80."""

@@ -16,9 +16,9 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from drafthead.data.utils.errors import UserError, visible
-from drafthead.data.utils.help import help_text
-from drafthead.data.utils.settings import (
+from drafthead.errors import UserError, visible
+from drafthead.settings.help import help_text
+from drafthead.settings.schema import (
     check,
     default_of,
     is_settings,
@@ -132,7 +132,7 @@ def _unknown_choice(group: str, name: str, choices: Sequence[str]) -> str:
 def take_device() -> None:
     """Remove ``device=NAME``, which every command accepts, from the arguments, and choose that device."""
     for argument in [argument for argument in sys.argv[1:] if argument.startswith("device=")]:
-        from drafthead.data.utils.devices import choose_device  # imports torch, which --help does not need
+        from drafthead.system.devices import choose_device  # imports torch, which --help does not need
 
         sys.argv.remove(argument)
         with one_line_errors():

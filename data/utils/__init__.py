@@ -1,1 +1,0 @@
-"""No machine learning: errors, typed configs, atomic files and manifests, the Hub, progress display."""

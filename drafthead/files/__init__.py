@@ -1,0 +1,1 @@
+"""Files: atomic writing, manifests and locks in folders, and the Hugging Face Hub."""

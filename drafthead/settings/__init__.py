@@ -1,0 +1,1 @@
+"""Settings of commands and recipes: checked dataclasses, composed from files and the command line, with their help."""

@@ -1,0 +1,1 @@
+"""The machine: devices, the load by other processes, and the console."""
