@@ -17,8 +17,8 @@ from typing import Any
 
 from common import at_least, entry_point, generated, numbers, parser, print_table, save_record
 
-from drafthead.eval.prompts.prompt import conversation_ids
-from drafthead.eval.prompts.suites import load_suite
+from drafthead.data.prompts.prompt import conversation_ids
+from drafthead.data.prompts.suites import load_suite
 from drafthead.eval.trees.answers import base_answers, text_ranks
 from drafthead.eval.trees.calibrate import calibrate
 from drafthead.eval.trees.cost_model import SIZES, measure_costs

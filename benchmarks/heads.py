@@ -46,14 +46,13 @@ import torch
 from common import at_least, entry_point, filled, listed, new_record, now, numbers, parser, print_table
 from heads_table import caption, figure, markdown, rows
 
+from drafthead.data.batch import FinishedAnswer
 from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.metrics.summary import speedup_of
-from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_texts, text_ranks
-from drafthead.eval.trees.calibrate import WIDTH
+from drafthead.eval.trees.answers import base_answers, simulate_texts, text_ranks
 from drafthead.eval.trees.search import greedy_tree
-from drafthead.eval.trees.simulate import SimulatedAcceptance, accept_probs_of_ranks
 from drafthead.files.local import read_json, write_atomic, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter
@@ -62,6 +61,8 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.parts.head_folder import write_trees
 from drafthead.models.heads.parts.loading import head_types, load_base_and_head, load_head
+from drafthead.models.simulation.acceptance import SimulatedAcceptance, accept_probs_of_ranks
+from drafthead.models.simulation.ranks import WIDTH
 from drafthead.system.display import Display
 from drafthead.train.config import RunConfig, composed
 from drafthead.train.distributed.launcher import launched

@@ -22,11 +22,10 @@ from safetensors.torch import load_file, save_file
 from served import Served, acceptance, equal_texts
 from torch import Tensor
 
-from drafthead.data.batch import TrainBatch
+from drafthead.data.batch import FinishedAnswer, TrainBatch
 from drafthead.errors import UserError
 from drafthead.eval.engines.process import EngineError
 from drafthead.eval.lossless.export_check import check_export
-from drafthead.eval.trees.answers import FinishedAnswer
 from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from common import at_least, entry_point, listed, new_record, parser, print_table
 
+from drafthead.data.intervals import bootstrap_interval
+from drafthead.data.prompts.suites import load_suite
 from drafthead.errors import UserError
 from drafthead.eval.config import EngineConfig, EnginesConfig
 from drafthead.eval.engines.served import EngineStart, format_for, method_of
-from drafthead.eval.intervals import bootstrap_interval
 from drafthead.eval.lossless.equality import compare_outputs, logit_margin
 from drafthead.eval.metrics import steps
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from common import at_least, entry_point, listed, parser, print_table, save_record
 
+from drafthead.data.prompts.suites import load_suite
 from drafthead.eval.config import ENGINES, EngineConfig, EnginesConfig
 from drafthead.eval.engines.served import EngineStart, check_drafts, format_for, method_of
 from drafthead.eval.engines.servers import EngineServer, LlamaCppServer
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.formats.gguf.gguf_files import KINDS
 from drafthead.models.heads.parts.draft_head import DraftHead

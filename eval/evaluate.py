@@ -9,7 +9,9 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
-from drafthead.data.batch import HiddenStatesSpec
+from drafthead.data.batch import FinishedAnswer, HiddenStatesSpec
+from drafthead.data.prompts.prompt import EvalPrompt, conversation_ids
+from drafthead.data.prompts.suites import load_suite
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.served import PLAIN, ServedEngines, serve
@@ -24,13 +26,11 @@ from drafthead.eval.lossless.equality import (
 from drafthead.eval.metrics.served import compare_engines
 from drafthead.eval.metrics.spans import answer_spans
 from drafthead.eval.metrics.summary import method_names, summarise
-from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.report import write_report
 from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
 from drafthead.eval.timing.methods import TRANSFORMERS, Method, engine_methods, methods, prompt_seed
 from drafthead.eval.timing.result_log import FailedDecode
-from drafthead.eval.trees.answers import FinishedAnswer, base_answers, simulate_texts
+from drafthead.eval.trees.answers import base_answers, simulate_texts
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel, Progress
 from drafthead.files.local import finite, write_json

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from drafthead import cli
 from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.summary import summarise
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel

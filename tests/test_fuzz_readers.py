@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup
 from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.prompts.prompt import EvalPrompt
+from drafthead.data.prompts.prompt_files import read_jsonl
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, open_packed, pack
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
 from drafthead.data.text.streaming import WINDOW, StreamedRows
 from drafthead.errors import UserError
-from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.eval.prompts.prompt_files import read_jsonl
 from drafthead.eval.timing.result_log import ResultLog
 from drafthead.eval.trees.answers import read_texts
 from drafthead.files.local import (

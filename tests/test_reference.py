@@ -9,7 +9,7 @@ import pytest
 
 import drafthead
 from drafthead.cli import COMMANDS
-from drafthead.eval.prompts.suites import SUITES, load_suite
+from drafthead.data.prompts.suites import SUITES, load_suite
 from drafthead.reference import FOLDER, GENERATED, PAGES, pages
 
 

@@ -21,11 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import HiddenStates, TrainBatch
+from drafthead.data.batch import FinishedAnswer, HiddenStates, TrainBatch
 from drafthead.errors import UserError
-from drafthead.eval.trees.answers import FinishedAnswer
-from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
-from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, accepted_length_probs, start_probs
 from drafthead.files.local import difference
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, Proposal, Session
@@ -35,6 +32,8 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.losses import LossConfig
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, accepted_length_probs, start_probs
+from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import Positive, settings
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint

@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
+from drafthead.data.prompts.suites import OWN
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.metrics.base_quality import QualityLimits
-from drafthead.eval.prompts.suites import OWN
 from drafthead.files.hub import HubConfig
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.heads.parts.draft_head import DraftHeadConfig

@@ -16,28 +16,29 @@ import datasets
 from accelerate.utils import set_seed
 
 from drafthead.data.answers.store import AnswerStore, ProcessGroup, open_answers
-from drafthead.data.batch import TrainBatch
+from drafthead.data.batch import FinishedAnswer, TrainBatch
+from drafthead.data.prompts.prompt import conversation_ids
+from drafthead.data.prompts.suites import OWN, load_suite, suite_label
 from drafthead.data.text.packing import collate
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers
 from drafthead.eval.evaluate import evaluate as evaluate_drafter
 from drafthead.eval.metrics.base_quality import check_quality, compare_bases, quality_line
-from drafthead.eval.prompts.prompt import conversation_ids
-from drafthead.eval.prompts.suites import OWN, load_suite, suite_label
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table, quality_table
-from drafthead.eval.trees.answers import FinishedAnswer, text_ranks
-from drafthead.eval.trees.calibrate import answer_ranks, calibrate, load_calibration, save_calibration
+from drafthead.eval.trees.answers import text_ranks
+from drafthead.eval.trees.calibrate import calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.files.hub import push as push_to_hub
 from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
+from drafthead.models.simulation.ranks import Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.machine import other_processes_line
 from drafthead.train.config import RunConfig

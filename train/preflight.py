@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from drafthead.data.prompts.suites import load_suite
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts, num_entries, shares
 from drafthead.data.text.transcripts import iter_transcripts
 from drafthead.errors import UserError
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.timing.methods import check_methods
 from drafthead.files.hub import require_login
 from drafthead.models.heads.parts.head_folder import read_head_config, resolve_folder

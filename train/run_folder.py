@@ -11,8 +11,8 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from drafthead.data.prompts.suites import OWN
 from drafthead.errors import UserError
-from drafthead.eval.prompts.suites import OWN
 from drafthead.files.local import read_json, write_json
 from drafthead.settings.schema import default_of, flatten
 from drafthead.train.config import RunConfig

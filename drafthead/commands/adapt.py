@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.commands.command import command
+from drafthead.data.prompts.prompt import conversation_ids
+from drafthead.data.prompts.suites import folder_beside, load_suite, suite_label
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
-from drafthead.eval.prompts.prompt import conversation_ids
-from drafthead.eval.prompts.suites import folder_beside, load_suite, suite_label
 from drafthead.eval.report.plots import MUTED, new_axes, save_png, styled
 from drafthead.files.local import claimed, make_folder, read_json_lines, write_atomic
 from drafthead.models.base.base_config import BaseConfig

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from drafthead.commands.command import command
+from drafthead.data.prompts.suites import folder_beside, load_suite, suite_label
 from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalRunConfig
 from drafthead.eval.engines.served import check_engines
 from drafthead.eval.evaluate import development_prompts, evaluate
 from drafthead.eval.grid import check_folders, grid_candidates, keep_fastest
 from drafthead.eval.metrics.served import engine_failures
-from drafthead.eval.prompts.suites import folder_beside, load_suite, suite_label
 from drafthead.eval.report.tables import console_lines, console_table, markdown_table
 from drafthead.eval.timing.methods import check_methods
 from drafthead.eval.trees.calibrate import measured_with

@@ -22,11 +22,11 @@ from pydantic import Field
 from rich.table import Table
 
 from drafthead.commands.command import command, new_folder
+from drafthead.data.prompts.suites import load_suite
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.engines.environment import engine_python
 from drafthead.eval.lossless.export_check import ExportCheck, check_export, training_estimate
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import base_answers, read_texts
 from drafthead.files.local import write_json

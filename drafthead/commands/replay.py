@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from drafthead.commands.command import command
+from drafthead.data.batch import FinishedAnswer
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.report.plots import interval_bars, save_png
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
-    FinishedAnswer,
     base_answers,
     check_writable,
     read_texts,
@@ -34,7 +34,6 @@ from drafthead.eval.trees.answers import (
 )
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import SearchMethod, cross_fitted
-from drafthead.eval.trees.simulate import AcceptProbs, SimulatedAcceptance, simulate_acceptance
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -44,6 +43,7 @@ from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.drafters.expression import build_drafter, load_base_and_drafter, parse_drafter
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.simulation.acceptance import AcceptProbs, SimulatedAcceptance, simulate_acceptance
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import Positive, PositiveFloat, settings
 from drafthead.system.display import Display

@@ -24,17 +24,17 @@ import numpy as np
 from pydantic import Field
 
 from drafthead.commands.command import command
+from drafthead.data.batch import FinishedAnswer
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.metrics.speedup_breakdown import expected_tokens
 from drafthead.eval.metrics.steps import decode_tokens_per_second, mean_accepted_length, step_table
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report.plots import GRID, INK, new_axes, save_png, styled
 from drafthead.eval.report.tables import ResultTable
 from drafthead.eval.timing.interleaved import Decoder, TimedResults, run_interleaved
-from drafthead.eval.trees.answers import FinishedAnswer, base_answers, text_ranks
+from drafthead.eval.trees.answers import base_answers, text_ranks
 from drafthead.eval.trees.cost_model import measure_costs
-from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
 from drafthead.files.local import make_folder, write_json
 from drafthead.models.base.base_config import BaseConfig
 from drafthead.models.base.base_model import BaseModel, meta_base
@@ -42,6 +42,7 @@ from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import Positive, settings
 from drafthead.system.display import Display

@@ -17,19 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafthead.data.batch import FinishedAnswer
 from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
-    FinishedAnswer,
     forced_logits,
     positions,
     read_hidden_states,
     text_accept_probs,
 )
-from drafthead.eval.trees.simulate import simulate_acceptance
 from drafthead.files.local import read_json_lines
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.simulation.acceptance import simulate_acceptance
 from drafthead.models.token_tree import TokenTree
 
 LOGIT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}

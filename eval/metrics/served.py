@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drafthead.data.prompts.suites import suite_label
 from drafthead.eval.config import METHOD
 from drafthead.eval.engines.served import PLAIN, ServedEngines
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics import steps
-from drafthead.eval.prompts.suites import suite_label
 from drafthead.eval.timing.interleaved import TimedResults
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from drafthead.eval.intervals import bootstrap_interval
-from drafthead.eval.prompts.prompt import EvalPrompt
+from drafthead.data.intervals import bootstrap_interval
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.models.decoding.step import DecodeResult
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import FailedDecode, ResultLog, prompt_key
 from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages

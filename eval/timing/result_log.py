@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.files.local import digest, finite
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,25 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.data.answers.answer_config import SamplerConfig
 from drafthead.data.answers.store import open_answers
-from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
+from drafthead.data.batch import FinishedAnswer, HiddenStates, TrainBatch, pad_rows
+from drafthead.data.intervals import Floats
+from drafthead.data.prompts.prompt import conversation_ids
+from drafthead.data.prompts.suites import load_suite
 from drafthead.data.text.readers import json_object, read_lines
 from drafthead.errors import UserError
-from drafthead.eval.intervals import Floats
-from drafthead.eval.prompts.prompt import conversation_ids
-from drafthead.eval.prompts.suites import load_suite
-from drafthead.eval.trees.calibrate import answer_ranks
-from drafthead.eval.trees.simulate import (
-    AcceptProbs,
-    LengthProbs,
-    Ranks,
-    SimulatedAcceptance,
-    block_accept_probs,
-    candidate_accept_probs,
-    simulate_acceptance,
-    simulate_steps,
-    top_k_accept_probs,
-    trials_in_order,
-)
 from drafthead.files.local import make_folder
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
@@ -47,6 +33,18 @@ from drafthead.models.decoding.growth import StepwiseDrafter, StepwiseSession
 from drafthead.models.decoding.loop import EXACT
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.simulation.acceptance import (
+    AcceptProbs,
+    LengthProbs,
+    SimulatedAcceptance,
+    block_accept_probs,
+    candidate_accept_probs,
+    simulate_acceptance,
+    simulate_steps,
+    top_k_accept_probs,
+    trials_in_order,
+)
+from drafthead.models.simulation.ranks import Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.devices import wide
 
@@ -58,22 +56,6 @@ probability 0, or if their mean surprisal deviates by more than Z_LIMIT standard
 impossible tokens are rounding: a forward pass of another shape may swap two nearly equal logits, above all in 16 bits.
 """
 BATCH_SIZE = 32
-
-
-class FinishedAnswer(NamedTuple):
-    """An answer of the base with its prompt, as token ids."""
-
-    ids: list[int]
-    """Token ids of the prompt, then of the answer."""
-    boundary: int
-    """Index in ``ids`` of the first answer token."""
-    final: Tensor | None = None
-    """float16 [len(ids) - 1, D]: the base's final hidden states at all ids but the last; None: they were not stored."""
-
-    @property
-    def positions(self) -> int:
-        """Number of positions where a step may start: one per answer token but the first, which the prefill yields."""
-        return max(0, len(self.ids) - self.boundary - 1)
 
 
 def base_answers(

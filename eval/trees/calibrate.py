@@ -6,17 +6,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-import torch
-
-from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.errors import UserError
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import SearchMethod, TreeOrder, best_trees, greedy_tree
-from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.files.local import read_checksummed_json, write_checksummed_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
+from drafthead.models.simulation.ranks import WIDTH, Ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.machine import hardware, versions
 
@@ -26,8 +23,6 @@ VERSION = 2
 """Version of the measurement. Raise it when the forward pass or the format of the saved file changes, so that older
 measurements are not used.
 """
-WIDTH = 10
-"""Candidates per draft position that a tree may use, as in Medusa."""
 
 
 @dataclass(frozen=True)
@@ -97,30 +92,6 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
         return CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as a calibration ({error!r}); remove it to measure again") from None
-
-
-def answer_ranks(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates) -> list[Ranks]:
-    """Return the ranks [T, K], from 0, of each answer's tokens among the head's candidates.
-
-    ``batch`` holds packed documents, each a prompt and an answer. T counts the positions where a step may start, K the
-    draft positions. Documents without such a position are left out. The first step drafts from the prompt's last
-    position. The base's logits there give the first answer token, which belongs to the prefill and not to a step.
-    """
-    ranks = head.candidate_ranks(batch, base_hidden, top=WIDTH).cpu()
-    answers = []
-    for row in range(ranks.shape[0]):
-        documents, counts = torch.unique_consecutive(batch.document_ids[row].cpu(), return_counts=True)
-        start = 0
-        for document, length in zip(documents.tolist(), counts.tolist(), strict=True):
-            span = slice(start, start + length)
-            start += length
-            document_ranks = ranks[row, span].numpy()
-            drafted = np.flatnonzero(document_ranks[:, 0] >= 0)
-            trained = np.flatnonzero(batch.loss_mask[row, span].cpu().numpy())
-            first = max(0, int(trained[0]) - 1) if len(trained) else length
-            if document >= 0 and len(drafted) and first <= drafted[-1]:
-                answers.append(document_ranks[first : drafted[-1] + 1])
-    return answers
 
 
 def calibrate(answers: Sequence[Ranks], costs: CostModel, method: SearchMethod = "greedy") -> Calibration:

@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from drafthead.eval.intervals import Floats
-from drafthead.eval.trees.simulate import (
+from drafthead.data.intervals import Floats
+from drafthead.models.simulation.acceptance import (
     AcceptProbs,
     SimulatedAcceptance,
     accepted_length_probs,

@@ -8,14 +8,15 @@ import pytest
 
 from drafthead.commands.replay import own_row, rows
 from drafthead.data.answers.store import Answer, AnswerStore
+from drafthead.data.batch import FinishedAnswer
 from drafthead.errors import UserError
-from drafthead.eval.trees.answers import FinishedAnswer, base_answers, read_texts, write_texts
+from drafthead.eval.trees.answers import base_answers, read_texts, write_texts
 from drafthead.eval.trees.cost_model import CostModel
-from drafthead.eval.trees.simulate import accept_probs_of_ranks
 from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.decoding.loop import decode
 from drafthead.models.decoding.sampling import Sampler
 from drafthead.models.heads.medusa import MedusaConfig
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, call, small_head
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from drafthead.data.answers.store import AnswerStore, ProcessGroup, Prompt
 from drafthead.data.embedded import training_sets
+from drafthead.data.prompts.near_duplicates import NearDuplicates
+from drafthead.data.prompts.suites import load_suite
 from drafthead.data.text.chat import Message, num_turns, turns_of, unread_variables, user_turn
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import load_prompts
 from drafthead.errors import UserError
-from drafthead.eval.prompts.near_duplicates import NearDuplicates
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.files import local
 from drafthead.models.base.base_config import SWITCHES
 from drafthead.models.base.base_model import BaseModel

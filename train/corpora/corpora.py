@@ -18,12 +18,12 @@ from drafthead.data.answers.draft_vocab import draft_vocabulary
 from drafthead.data.answers.hidden_states import FORMAT, AnswerStates, HiddenStateCache, StoredHiddenStates
 from drafthead.data.answers.store import ANSWERS, REMEDY, AnswerStore, ProcessGroup
 from drafthead.data.batch import HiddenStatesSpec
+from drafthead.data.prompts.near_duplicates import NearDuplicates
 from drafthead.data.text.chat import Document
 from drafthead.data.text.packing import collate, digest_rows, is_packed, open_packed, pack, text_documents
 from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.errors import UserError
-from drafthead.eval.prompts.near_duplicates import NearDuplicates
 from drafthead.files import local
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import first_layers, reading_copy

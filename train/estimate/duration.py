@@ -11,9 +11,9 @@ from time import perf_counter
 import torch
 from rich.table import Table
 
+from drafthead.data.prompts.prompt import conversation_ids
+from drafthead.data.prompts.suites import OWN, load_suite
 from drafthead.data.text.sources import num_entries
-from drafthead.eval.prompts.prompt import conversation_ids
-from drafthead.eval.prompts.suites import OWN, load_suite
 from drafthead.eval.trees.cost_model import SIZES
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import reading_copy

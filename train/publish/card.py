@@ -8,12 +8,12 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from drafthead.data.answers.store import AnswerStats
+from drafthead.data.prompts.suites import suite_label
 from drafthead.data.text.sources import SourceConfig
 from drafthead.errors import visible
 from drafthead.eval.engines.environment import engine_python
 from drafthead.eval.metrics.base_quality import quality_line
 from drafthead.eval.metrics.summary import speedup_of
-from drafthead.eval.prompts.suites import suite_label
 from drafthead.eval.report.report import machine_line
 from drafthead.eval.report.tables import DEFINITIONS, code, escaped, lossy, markdown_table, quality_table, sentence
 from drafthead.files.hub import REPOSITORY

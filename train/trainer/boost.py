@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from drafthead.errors import UserError
-from drafthead.eval.trees.calibrate import WIDTH
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
+from drafthead.models.simulation.ranks import WIDTH
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.trainer.batches import Batch
 

@@ -13,9 +13,9 @@ from accelerate.utils import set_seed
 from drafthead.data.text.packing import digest_rows
 from drafthead.data.text.streaming import StreamedRows
 from drafthead.errors import UserError
-from drafthead.eval.trees.calibrate import WIDTH, answer_ranks
-from drafthead.eval.trees.simulate import Ranks, accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.heads.parts.draft_head import DraftHead
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
+from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.train.config import PhaseConfig, RunConfig
 from drafthead.train.corpora.corpora import Corpora

@@ -9,12 +9,12 @@ import datasets
 import pytest
 
 from drafthead.data.embedded.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from drafthead.data.prompts.suites import load_suite
 from drafthead.data.text.chat import turns_of
 from drafthead.data.text.findings import Findings
 from drafthead.data.text.sources import PRESETS, SourceConfig, expand_sources, iter_prompts
 from drafthead.data.text.transcripts import Transcript, TranscriptEncoder, iter_transcripts
 from drafthead.errors import UserError
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.train.corpora.corpus_config import DataConfig
 
 END, END_ID = "<|im_end|>", 258

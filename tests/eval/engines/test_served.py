@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.engines.process import EngineError, EngineProcess
@@ -25,7 +26,6 @@ from drafthead.eval.engines.servers import EngineServer, LlamaCppServer, VllmSer
 from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.served import engine_failures, engine_lines
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report.tables import console_lines, markdown_table
 from drafthead.eval.timing.interleaved import run_interleaved
 from drafthead.eval.timing.methods import engine_methods

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.eval.metrics import steps as metrics
 from drafthead.eval.metrics.spans import answer_spans
 from drafthead.eval.metrics.steps import METRICS, by_context, by_entropy, by_position, by_span, step_table
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.files.local import finite
 from drafthead.models.decoding.step import DecodeResult, StepRecord
 from support import steady_answer

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.eval.lossless.equality import Diagnosis, Equality
 from drafthead.eval.metrics.summary import method_names, speedup_of, summarise
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import TimedResults, failed
 from drafthead.eval.timing.result_log import FailedDecode, ResultLog
 from drafthead.eval.trees.cost_model import CostModel

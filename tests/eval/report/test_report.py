@@ -14,9 +14,9 @@ from markdown_it import MarkdownIt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import visible
 from drafthead.eval.lossless.equality import Diagnosis, Equality
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.report import plots, report, tables
 from drafthead.eval.report.side_by_side import coloured, side_by_side
 from drafthead.models.decoding.drafter import DraftConfig

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from drafthead.data.batch import HiddenStatesSpec
+from drafthead.data.prompts.prompt import conversation_ids
+from drafthead.data.prompts.suites import load_suite
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers, evaluate, predict
-from drafthead.eval.prompts.prompt import conversation_ids
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.eval.report.tables import console_lines
 from drafthead.eval.timing.methods import methods
 from drafthead.eval.timing.transformers_generate import transformers_generate

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.interleaved import Decoder, run_interleaved
 from drafthead.eval.timing.result_log import FailedDecode
 from drafthead.files.local import digest

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
-from drafthead.eval.prompts.prompt import EvalPrompt
 from drafthead.eval.timing.result_log import ResultLog, prompt_key
 from drafthead.models.decoding.step import DecodeResult
 from support import step_record

@@ -10,20 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafthead.data.batch import FinishedAnswer
 from drafthead.errors import UserError
 from drafthead.eval.metrics.steps import mean_accepted_length, step_table
 from drafthead.eval.trees import answers as answers_module
 from drafthead.eval.trees.answers import (
     AcceptProbsConfig,
-    FinishedAnswer,
     base_answers,
     read_hidden_states,
     simulate_texts,
     text_accept_probs,
     text_ranks,
 )
-from drafthead.eval.trees.calibrate import answer_ranks
-from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.acceptance import AcceptanceRule
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree
@@ -33,6 +31,8 @@ from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.eagle3 import Eagle3Config
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
+from drafthead.models.simulation.ranks import answer_ranks
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, leaning, row_of
 

@@ -16,11 +16,11 @@ from drafthead.errors import UserError
 from drafthead.eval.trees import calibrate
 from drafthead.eval.trees.cost_model import CostModel, measure_costs
 from drafthead.eval.trees.search import best_trees, cross_fitted
-from drafthead.eval.trees.simulate import accept_probs_of_ranks, simulate_acceptance, trials_in_order
 from drafthead.files.local import write_checksummed_json, write_json
 from drafthead.models.drafters.prompt_lookup import LookupSession, PromptLookup
 from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.kernels.linear import KernelTable
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance, trials_in_order
 from support import TinyBase
 
 COSTS = CostModel(verify={1: 0.01, 8: 0.011, 64: 0.05}, draft=0.001, overhead=0.0005, context=200)

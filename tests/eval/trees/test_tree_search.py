@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafthead.eval.trees.search import first_accepted, greedy_tree, sequoia
-from drafthead.eval.trees.simulate import accept_probs_of_ranks, accepted_length_probs
+from drafthead.models.simulation.acceptance import accept_probs_of_ranks, accepted_length_probs
 from drafthead.models.token_tree import TokenTree
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from drafthead.data.answers.answer_config import SamplerConfig
+from drafthead.data.prompts.suites import load_suite
 from drafthead.data.text.packing import collate
 from drafthead.data.text.sources import SourceConfig
 from drafthead.errors import UserError
-from drafthead.eval.prompts.suites import load_suite
 from drafthead.files.local import read_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.train.corpora.corpora import Corpora

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from drafthead.data.embedded.tiny import tiny_tokenizer
+from drafthead.data.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.errors import UserError
-from drafthead.eval.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.models.decoding.loop import check_ids
 
 TOKENIZER = tiny_tokenizer()

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.data.text.readers import dataset_errors, json_object, open_dataset, read_lines
 from drafthead.data.text.sources import PROMPT_COLUMNS, SYSTEM_COLUMNS, shown, suite_prompt, with_system
 from drafthead.errors import UserError
-from drafthead.eval.prompts.prompt import EvalPrompt
 
 MORE_COLUMNS = ("question", "instruction", "text")
 TASK_COLUMNS = ("task", "category")

@@ -12,10 +12,10 @@ import pytest
 
 from drafthead.data.embedded import eval_sets, training_sets
 from drafthead.data.embedded.tasks import TASKS
+from drafthead.data.prompts import suites
+from drafthead.data.prompts.near_duplicates import NearDuplicates
+from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
-from drafthead.eval.prompts import suites
-from drafthead.eval.prompts.near_duplicates import NearDuplicates
-from drafthead.eval.prompts.prompt import EvalPrompt
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH = ("chat", "translation", "summarisation", "qa", "math", "rag")

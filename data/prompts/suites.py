@@ -9,10 +9,10 @@ from pathlib import Path
 from drafthead.data.embedded import eval_sets
 from drafthead.data.embedded.eval_sets import EvalItem
 from drafthead.data.embedded.training_sets import content_hash
+from drafthead.data.prompts.prompt import EvalPrompt
+from drafthead.data.prompts.prompt_files import read_dataset, read_jsonl
 from drafthead.data.text.chat import user_turn
 from drafthead.errors import UserError
-from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.eval.prompts.prompt_files import read_dataset, read_jsonl
 
 SMOKE_PROMPTS = 12
 OWN = "own:"

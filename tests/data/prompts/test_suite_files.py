@@ -7,10 +7,10 @@ from typing import Any
 import datasets
 import pytest
 
+from drafthead.data.prompts.prompt import EvalPrompt
+from drafthead.data.prompts.prompt_files import read_dataset, read_jsonl
 from drafthead.data.text.readers import open_dataset
 from drafthead.errors import UserError
-from drafthead.eval.prompts.prompt import EvalPrompt
-from drafthead.eval.prompts.prompt_files import read_dataset, read_jsonl
 
 pytestmark = pytest.mark.usefixtures("offline")
 USER = {"role": "user", "content": "Hi"}

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from drafthead.eval.trees.simulate import (
+from drafthead.models.decoding.drafter import DraftSampling
+from drafthead.models.simulation.acceptance import (
     accept_probs_of_ranks,
     accepted_length_probs,
     block_accept_probs,
@@ -21,7 +22,6 @@ from drafthead.eval.trees.simulate import (
     start_probs,
     trials_in_order,
 )
-from drafthead.models.decoding.drafter import DraftSampling
 from drafthead.models.token_tree import TokenTree
 from support import token_trees
 

@@ -18,19 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafthead.eval.intervals import Floats, bootstrap_interval
+from drafthead.data.intervals import Floats, bootstrap_interval
 from drafthead.models.decoding.drafter import DraftSampling
+from drafthead.models.simulation.ranks import Ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.devices import wide
 
-Ranks = npt.NDArray[np.int64]
-"""[T, K]: rank (from 0) of the answer's token among the drafter's candidates for draft position k+1, in a step from
-position t; -1 after the answer's end. A rank of at least the number of candidates means that the token is not among
-them."""
 AcceptProbs = Floats
 """[T, K, S]: probability that a step from position t, after k accepted drafts, accepts the answer's next token as
 candidate s; NaN after the answer's end."""

@@ -1,0 +1,1 @@
+"""What decoding would accept of finished answers, computed without decoding: a metric of heads."""
