@@ -21,6 +21,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import PercentFormatter
 from planted_faults import table as faults
 from predictions import shown
+from served import table as servers
 
 from drafthead.eval.config import METHOD
 from drafthead.eval.report import plots
@@ -155,12 +156,18 @@ def faults_table(record: dict[str, Any]) -> str:
     return cells_table(faults(record), ("fault", "import", "export check", "eval engines="))
 
 
+def served_table(record: dict[str, Any]) -> str:
+    """Return the table of benchmarks/served.py."""
+    return cells_table(servers(record), ("engine", "head", "format", "accepted by position, of steps"))
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo_table,
     "sampling": sampling_table,
     "batches": batches_table,
     "predictions": predictions_table,
     "planted_faults": faults_table,
+    "served": served_table,
 }
 """Files in docs/results, without .json, and the functions that make tables of them."""
 

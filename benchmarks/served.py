@@ -1,6 +1,6 @@
 """Time heads in serving engines, each server alone on the machine, in rounds.
 
-    python benchmarks/served.py --heads eagle3=outputs/eagle3/head,dflash=outputs/dflash/head --json FILE
+    python benchmarks/served.py --heads eagle3=outputs/eagle3/head,dflash=outputs/dflash/head --json served.json
 
 A round starts one server after another: the engine without a head, then with each head. A server answers all prompts,
 one at a time, and stops before the next starts. So an engine never shares the cores with another, and a slow minute
@@ -34,7 +34,6 @@ from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base, load_head
 from drafthead.models.token_tree import TokenTree
-from drafthead.system.machine import OtherProcesses
 
 ENGINES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
 PLAIN = "no head"
@@ -185,8 +184,7 @@ def run(engine: str, base: BaseModel, head: DraftHead | None, arguments: Any) ->
     ids = [base.prompt_ids(prompt.messages) for prompt in prompts]
     with tempfile.TemporaryDirectory() as folder:
         served.export(Path(folder))
-        with OtherProcesses() as others:
-            version, answers = served.answers(Path(folder), ids, new)
+        version, answers = served.answers(Path(folder), ids, new)
     plain = [decode(base, None, prompt, max_new_tokens=new) for prompt in ids]
     row: dict[str, Any] = {"version": version, "texts": equal_texts(base, ids, plain, answers), "drafts": drafts}
     if head and served.target:
@@ -196,7 +194,6 @@ def run(engine: str, base: BaseModel, head: DraftHead | None, arguments: Any) ->
     row["round"] = {
         "tokens": [len(answer.tokens) for answer in answers],
         "seconds": [answer.total_s for answer in answers],
-        "other_processes_cores": others.cores,
     }
     return row
 
