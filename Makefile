@@ -9,7 +9,7 @@ TWO := -n 2 --dist worksteal
 # The package as one folder of links, for tools that read sources without importing them: mypy and mkdocstrings.
 PACKAGE := build/package/drafthead
 ONE_FOLDER := rm -rf $(PACKAGE) && mkdir -p $(PACKAGE) && \
-  ln -s $(addprefix $(CURDIR)/,data eval models recipes train $(wildcard drafthead/*)) $(PACKAGE)
+  ln -s $(addprefix ../../../,data eval models recipes train $(wildcard drafthead/*)) $(PACKAGE)
 # Containers often set this variable; without cached bytecode every process compiles torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -74,7 +74,7 @@ check: $(READY) $(DOCS_READY) ## ruff, format, mypy, spelling, links and the fas
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(ONE_FOLDER)
-	cd $(PACKAGE)/.. && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
+	cd $(PACKAGE)/.. && ../../$(BIN)/mypy --config-file ../../pyproject.toml
 	$(BIN)/codespell
 	$(MAKE) --no-print-directory docs
 	$(MAKE) --no-print-directory test

@@ -147,7 +147,7 @@ def main(given: Sequence[str] | None = None) -> None:
         raise UserError(f"{arguments.json} was begun with another {', '.join(changed)}; choose another --json")
     base = load_base(arguments.base)
     heads = {name: load_head(folder, base) for name, folder in folders.items()}
-    servers = record.setdefault("engines", {engine: {} for engine in engines})
+    servers = record["engines"] = {engine: {} for engine in engines} | record.get("engines", {})
     for engine, name, head in pending(servers, engines, {PLAIN: None, **heads}, arguments.rounds):
         row = run(engine, base, head, arguments)
         rounds = [*servers[engine].get(name, {}).get("rounds", ()), row.pop("round")]

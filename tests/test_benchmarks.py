@@ -25,6 +25,8 @@ Load = Callable[[str], ModuleType]
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
+        ("served", ["--heads", "a=b", "--rounds", "0"], "--rounds .*, got 0"),
+        ("served", ["--heads", "a=b", "--engines", "tgi"], "--engines .*, got tgi"),
         ("batches", ["--head", "nowhere", "--rows", "1,0"], "--rows .*, got 1,0"),
         ("train_step", ["--steps", "0", "recipe=medusa_smollm2"], "--steps .*, got 0"),
         ("train_step", ["--phase", "joint", "recipe=medusa_smollm2"], "phase 'joint'"),

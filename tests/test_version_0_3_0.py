@@ -1,7 +1,7 @@
 """Folders that version 0.3.0 wrote stay readable, whatever is renamed: a head, a run and its corpora.
 
-``version_0_3_0/`` was written by commit f6b45ebc with the settings below on a base of 16 dimensions. The run's last
-checkpoint was removed, so that there is something to resume.
+``version_0_3_0/`` was written by version 0.3.0 on 26 November 2026, with the settings below on a base of 16 dimensions.
+The run's last checkpoint was removed, so that there is something to resume.
 """
 
 import shutil

@@ -204,7 +204,7 @@ def _check_tokens(text: str, tokens: int) -> None:
 
 
 def _unknown(text: str) -> UserError:
-    return UserError(f"{text!r} is no folder, and no known drafter or method; give any of {FORMS}")
+    return UserError(f"{text!r} names neither a folder nor a known drafter or method; give any of {FORMS}")
 
 
 def is_drafter(spec: str) -> bool:

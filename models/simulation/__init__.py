@@ -1,1 +1,1 @@
-"""What decoding would accept of finished answers, computed without decoding: a metric of heads."""
+"""Metrics of a head on finished answers: the drafts that decoding would accept, computed without decoding."""

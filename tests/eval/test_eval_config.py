@@ -136,8 +136,8 @@ def test_drafters_are_put_together_by_one_grammar(head: MedusaHead) -> None:
         ("nested:prompt_lookup+prompt_lookup", "'prompt_lookup' is not a model"),
         ("relay:prompt_lookup", "has one part; a relay needs two or more"),
         ("prompt_lookup@0", "0 tokens"),
-        ("relay:(head@2+prompt_lookup", "no known drafter or method"),
-        ("prompt_lookup+", "'' is no folder, and no known drafter"),
+        ("relay:(head@2+prompt_lookup", "nor a known drafter or method"),
+        ("prompt_lookup+", "'' names neither a folder nor a known drafter"),
     ],
 )
 def test_drafters_that_cannot_be_put_together(tiny_base: TinyBase, spec: str, message: str) -> None:
