@@ -7,6 +7,9 @@ import numpy.typing as npt
 
 from drafthead.errors import UserError
 
+SMALLEST = 16
+"""Smallest draft vocabulary, in ids."""
+
 
 def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterable[int]) -> npt.NDArray[np.int64]:
     """Return up to ``size`` token ids: those in ``always``, and the most frequent others.
@@ -20,7 +23,7 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
         always: ids to include whatever their count is.
 
     Returns:
-        [W] int64, ascending; fewer than ``size`` ids if too few have a count above 0.
+        [W] int64, ascending; fewer than ``size`` ids, but at least ``SMALLEST``, if too few have a count above 0.
     """
     required = np.unique(np.fromiter(always, dtype=np.int64))
     if len(required) > size:
@@ -28,4 +31,4 @@ def draft_vocabulary(counts: npt.NDArray[np.integer], size: int, always: Iterabl
     ranked = counts.astype(np.int64)
     ranked[required] = np.iinfo(np.int64).max
     chosen = np.argsort(-ranked, kind="stable")[:size]
-    return np.sort(chosen[ranked[chosen] > 0])
+    return np.sort(chosen[: max(SMALLEST, int((ranked > 0).sum()))])

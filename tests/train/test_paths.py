@@ -7,6 +7,7 @@ from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from support import call
@@ -21,6 +22,7 @@ SHORT = "phases.pretrain.steps=2 phases.distill.steps=4 eval.limit=2 eval.max_ne
 def test_every_command_works_in_such_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, few = tmp_path / FOLDER, ("limit=2", "max_new_tokens=8")
     shape = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "head_dim": 8}
+    torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, eos_token_id=258)).save_pretrained(folder / "base")
     rows = [{"prompt": f"Tell me {n} things.", "task": TASKS[n % len(TASKS)]} for n in range(40)]
     prompts, head, answers = folder / "p [1].jsonl", folder / "run" / "head", folder / "answers #.jsonl"

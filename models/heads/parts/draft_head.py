@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from drafthead.data.answers.draft_vocab import SMALLEST
 from drafthead.data.batch import HiddenStates, LossOutput, TrainBatch
 from drafthead.errors import UserError
 from drafthead.models.base import adapter
@@ -52,7 +53,7 @@ class DraftHeadConfig:
 
     num_draft_tokens: DraftPositions = 5
     """Number of draft positions: the most tokens that the head drafts one after the other."""
-    draft_vocab_size: Annotated[int, Field(ge=16)] | None = None
+    draft_vocab_size: Annotated[int, Field(ge=SMALLEST)] | None = None
     """Size of the draft vocabulary: the most frequent tokens of the training answers, and those that end a turn. With
     null, the base's whole vocabulary."""
     draft_dtype: Literal["auto", "bfloat16", "int8"] | None = "auto"

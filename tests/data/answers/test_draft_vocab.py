@@ -17,7 +17,13 @@ def test_frequent_first_then_lower_id() -> None:
 
 
 def test_unseen_ids_do_not_fill_up() -> None:
-    assert draft_vocabulary(COUNTS, 6, [1]).tolist() == [0, 1, 2, 3, 4]
+    counts = np.concatenate([COUNTS, np.zeros(30, int)])
+    counts[20:34] = 2
+    assert draft_vocabulary(counts, 36, [1]).tolist() == [0, 1, 2, 3, 4, *range(20, 34)]
+
+
+def test_a_base_that_repeats_itself_gives_a_vocabulary_that_an_export_can_state() -> None:
+    assert draft_vocabulary(np.array([0] * 40 + [7]), 32, []).tolist() == [*range(15), 40]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
