@@ -40,6 +40,7 @@ from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
 from drafthead.models.simulation.ranks import Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.devices import unchanged_rng
 from drafthead.system.machine import other_processes_line
 from drafthead.train.config import RunConfig
 from drafthead.train.corpora.answers import TURN_STRIDE
@@ -195,7 +196,7 @@ def corpora(context: RunContext) -> None:
     if context.launch.is_main:
         corpora.check_base()
         display.console.print(StageDurations(run, corpora.base, context.launch.accelerator.num_processes).table())
-    with checkpoint.undisturbed_rng(), display.stage(f"corpus: {contents(run)}"):
+    with unchanged_rng(), display.stage(f"corpus: {contents(run)}"):
         stats = corpora.answers().stats()
         display.line(f"   {stats.rows} answers, {stats.tokens:,} tokens, {stats.finished} with an end of turn")
         if context.launch.is_main:
@@ -208,7 +209,7 @@ def corpora(context: RunContext) -> None:
                 )
     lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
     for seq_len in sorted(lengths):
-        with checkpoint.undisturbed_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
+        with unchanged_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
             with context.launch.main_process_first(run.per_node_data):
                 rows = corpora.text_rows(seq_len)
         display.line(f"   {len(rows)} rows of {seq_len} tokens")
@@ -269,7 +270,7 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
     if run.init_data:
         stores["old"] = open_answers(Path(run.init_data))
     if when == "after" or stores.keys() - lengths.get(when, {}).keys():  # a resumed run may add ``init_data``
-        with checkpoint.undisturbed_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
+        with unchanged_rng(), display.stage(f"acceptance {when} training on: {', '.join(stores)} data"):
             lengths[when] = {name: _held_out_length(head, store) for name, store in stores.items()}
         write_json(path, lengths)
     if when == "after":
@@ -295,9 +296,9 @@ def _save_trained_head(context: RunContext) -> None:
     last, best = checkpoint.load_latest(context.checkpoints), checkpoint.load_best(context.checkpoints)
     assert last is not None
     chosen = last
-    if best is not None and best.state.global_step != last.state.global_step:
-        step = f"step {best.state.global_step} (over all phases)"
-        score = f"held-out mean accepted length {best.state.score:.3f}, after {step}"
+    if best is not None and best.path != last.path:
+        step = f"step {best.state['global_step']} (over all phases)"
+        score = f"held-out mean accepted length {best.state['score']:.3f}, after {step}"
         if context.run.checkpoint.final == "best":
             chosen = best
             context.display.line(f"   the weights are the best ones: {score}")

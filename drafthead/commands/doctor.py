@@ -49,7 +49,7 @@ from drafthead.system.devices import accelerator_name, device_of, graphs_of, mem
 from drafthead.system.machine import hardware, other_processes_line, versions
 from drafthead.train.config import RunConfig, composed
 from drafthead.train.estimate.memory import Estimate, size
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 
 CHECKOUT = Path(drafthead.__file__).resolve().parent.parent
@@ -193,10 +193,10 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
     """Train ``head`` for ``steps`` steps on the token ids ``ids``, by loss and optimiser of the run's last phase."""
     phase = list(run.phases.values())[-1]
     batch = TrainBatch.of([ids]).to(head.base.device)
-    optimizer = head_optimizer(head.train(), phase.optim)
+    optimizers = head_optimizers(head.train(), phase.optim)
     for _ in range(steps):
         batches = [(batch, head.base.hidden_states(batch, head.spec))]
-        train_step(head, optimizer, batches, phase.loss, lr=lr, clip_norm=1.0)
+        train_step(head, optimizers, batches, phase.loss, lr=lr, clip_norm=1.0)
     head.eval()
 
 

@@ -78,9 +78,6 @@ class DraftLM(DraftHead):
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32, self._sources)
         self.projections = self.lm_heads(0)
 
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(layer, "forward") for layer in self.layers]
-
     def open(self, rows: int, cache: TreeCache | None = None) -> "DraftLMSession":
         return DraftLMSession(self, rows)
 

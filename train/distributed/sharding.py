@@ -15,21 +15,24 @@ and optimiser moments stay float32.
 """
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from drafthead.data.batch import LossOutput
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import drop_views
@@ -66,17 +69,12 @@ class ShardConfig:
             require(not value or self.mode in modes, name, f"false unless shard.mode is {' or '.join(modes)}", value)
 
 
-def _checkpointed(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call ``method`` with activation checkpointing: store only its inputs, and call it again in the backward pass."""
-    if not torch.is_grad_enabled():  # checkpoint would read random states, which waits for the device
-        return method(*arguments, **named)
-    return checkpoint(method, *arguments, use_reentrant=False, **named)
-
-
-def checkpoint_activations(head: DraftHead) -> None:
-    """Turn on activation checkpointing for the ``checkpointable`` methods of ``head`` (its attention layers)."""
-    for owner, method in head.checkpointable():
-        setattr(owner, method, partial(_checkpointed, getattr(owner, method)))
+def checkpoint_activations(head: nn.Module) -> None:
+    """Turn on activation checkpointing in the layers of ``head``, its own and transformers' ones."""
+    for module in head.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+            module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 class Sharding:
@@ -161,8 +159,7 @@ class Sharding:
 def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, frozen: set[nn.Parameter]) -> None:
     """Shard the head in place, except its ``frozen`` parameters, and make it compute in ``precision``.
 
-    All weights of the head are gathered together, because its loss uses all projections. ``head.loss`` is replaced by
-    a function (``with_gradient``) whose result always has a gradient.
+    All weights of the head are gathered together, because its loss uses all projections.
     """
     policy = fsdp.MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # The backward pass follows at once, so gathered weights stay.
@@ -171,39 +168,27 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
     head.set_gradient_divide_factor(1.0)
     head.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
     head.set_reduce_scatter_unused_params(True)  # a process without targets leaves weights unused that others use
-    loss = head.loss
-    sharded = [index for index, p in enumerate(head.parameters()) if isinstance(p, DTensor) and p.requires_grad]
-
-    def with_gradient(*arguments: Any) -> LossOutput:
-        """Return the head's loss, with a gradient of 0 if no token is trained: other processes wait for a gradient."""
-        out = loss(*arguments)
-        if out.loss_sum.requires_grad or not torch.is_grad_enabled() or not sharded:
-            return out
-        gathered = list(head.parameters())[sharded[0]]
-        return replace(out, loss_sum=out.loss_sum + 0.0 * gathered.flatten()[0])
-
-    head.loss = with_gradient  # type: ignore[method-assign, assignment]
     for method in ("loss", "candidate_ranks"):
         fsdp.register_fsdp_forward_method(head, method)
 
 
-def full_state_dict(head: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the weights and the optimiser state with whole tensors, on the CPU of the main process, for a checkpoint.
+def full_state_dict(head: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights, and the optimisers' moments as ``state.<parameter>.<moment>``, with whole tensors.
 
-    All processes must call this. On the others both results are empty.
+    All processes must call this. The results are on the CPU of the main process, and empty on the others.
     """
-    weights, state = get_state_dict(head, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return weights, dict(state)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(head, optimizers, options=options)
+    return weights, {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def load_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizers(head: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Tensor]) -> None:
     """Load moments that ``full_state_dict`` returned, for any number of processes; each process takes its shard.
 
-    Learning rates and other settings of ``optimizer`` do not change. If ``state`` has no moments, nothing is loaded.
+    Learning rates and other settings do not change. If ``state`` has no moments, nothing is loaded.
     """
-    if not state["state"]:  # every update so far was skipped
+    if not state:  # every update so far was skipped
         return
-    names = {parameter: name for name, parameter in head.named_parameters()}
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    full = {"state": dict(state["state"]), "param_groups": groups}
-    set_optimizer_state_dict(head, optimizer, full, options=StateDictOptions(full_state_dict=True))  # type: ignore[arg-type]
+    current = get_optimizer_state_dict(head, optimizers, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(head, optimizers, {**current, **state}, options=options)
