@@ -1,6 +1,5 @@
 """Settings of the base model, loading of its weights and tokenizer, and refusal of unsupported architectures."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,24 +18,21 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.errors import UserError
-from drafthead.files.hub import refuse_pickles
-from drafthead.files.local import check_header, make_readable
+from drafthead.files.local import make_readable
 from drafthead.models.base import adapter
+from drafthead.models.base.checkpoint_tensors import CheckpointTensors, weight_files
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import llama_like
 from drafthead.models.base.text_model import (
     EXTRA_PARAMETERS,
-    INNER_NAMES,
     LOAD_ERRORS,
     build,
     check_lengths,
+    inner_names,
     parameter_limit,
     text_class,
     text_config,
@@ -346,19 +342,14 @@ def own_attention_code(kind: str) -> Iterator[None]:
         ) from None
 
 
-def _weights_bytes(config: BaseConfig, folder: str) -> int:
-    """Return the size of a checkpoint's safetensors files or GGUF file, which are downloaded; reject other weights."""
-    revision = config.revision
+def checkpoint_tensors(config: BaseConfig, model: Any) -> CheckpointTensors:
+    """Return the tensors of the safetensors that ``config`` names, for the stock ``model`` (see ``build``)."""
     try:
-        files = [cached_file(folder, config.gguf_file or SAFE_WEIGHTS_NAME, revision=revision)]
-    except OSError:
-        if Path(folder).is_dir() and not (Path(folder) / SAFE_WEIGHTS_INDEX_NAME).exists():
-            refuse_pickles(folder, os.listdir(folder))
-        index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
-        files, _ = get_checkpoint_shard_files(folder, index, revision=revision)
-    for file in files if config.gguf_file is None else ():
-        check_header(Path(file))
-    return sum(os.path.getsize(file) for file in files)
+        folder = config.folder()
+        files = weight_files(folder, config.revision)
+        return CheckpointTensors(files, model, inner_names(config.stored_config(folder)))
+    except LOAD_ERRORS as error:
+        raise UserError(could_not_load(config.name, error)) from None
 
 
 def _stored(
@@ -378,14 +369,10 @@ def _stored(
         if (inner := text_config(settings)) is not settings:
             progress(f"{config.name} is a {settings.model_type}: only its language model is loaded, for text")
             loader = text_class(settings)
-            # Rules for stacking the weights of experts are looked up by model type.
-            rules = get_checkpoint_conversion_mapping(settings.model_type)
-            if rules and get_checkpoint_conversion_mapping(inner.model_type) is None:
-                register_checkpoint_conversion_mapping(inner.model_type, rules)
-            options |= {"config": inner, "key_mapping": INNER_NAMES}
+            options |= {"config": inner, "key_mapping": inner_names(settings)}
         elif config.gguf_file:
             options["config"] = settings
-        size = _weights_bytes(config, folder)
+        size = sum(path.stat().st_size for path in weight_files(folder, config.revision, config.gguf_file))
         too_large = UserError(
             f"the base model {config.name} has {size:,} bytes of weights, but its config describes a far larger model; "
             "copy or download it again"
