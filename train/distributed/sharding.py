@@ -15,20 +15,15 @@ and optimiser moments stay float32.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -78,7 +73,7 @@ def checkpoint_activations(head: nn.Module) -> None:
 
 
 class Sharding:
-    """Sharding of a run's base and head over the processes. All processes must call ``shard``."""
+    """Sharding of a run's base and head over the processes. All processes must call its methods."""
 
     def __init__(self, config: ShardConfig, device: torch.device) -> None:
         """Shard as ``config`` says, with weights on ``device``; nothing is sharded before ``shard``."""
@@ -97,11 +92,26 @@ class Sharding:
         faster = base.kernels is not None and base.kernels.bfloat16_reads
         return torch.bfloat16 if faster else torch.float32
 
+    def shard_layers(self, decoder: Any, whole: Iterable[nn.Parameter] = ()) -> torch.device:
+        """Shard the layers of a base's decoder in place, except ``whole`` parameters; return the shards' device.
+
+        The weights may be on the meta device.
+        """
+        device, policy = self.device, fsdp.OffloadPolicy()
+        if self.config.offload_base:
+            device, policy = torch.device("cpu"), fsdp.CPUOffloadPolicy(pin_memory=can_pin(self.device))
+        options: dict[str, Any] = {"offload_policy": policy, "ignored_params": set(whole)}
+        for layer in decoder.layers:
+            fsdp.fully_shard(layer, mesh=self._mesh, reshard_after_forward=True, **options)
+        # The root shards nothing itself. It makes FSDP gather the next layer while the current one computes.
+        fsdp.fully_shard(decoder, mesh=self._mesh, ignored_params=set(decoder.parameters()))
+        return device
+
     def shard(self, head: DraftHead) -> None:
         """Apply the settings to ``head`` in place: activation checkpointing, precision and sharding.
 
-        With ``mode="full"`` the layers of the head's base are sharded too. Call this after loading weights and before
-        building the optimiser. Every process must hold the same weights.
+        With ``mode="full"`` the layers of the head's base are sharded too, unless they are already. Call this after
+        loading weights and before building the optimiser. Every process must hold the same weights.
         """
         if self.config.checkpointing:
             checkpoint_activations(head)
@@ -109,24 +119,13 @@ class Sharding:
         # Without sharding, ``fully_shard`` still keeps float32 weights for a bfloat16 computation.
         if self.config.mode == "none" and precision == torch.float32:
             return
-        if not dist.is_initialized():  # a single process becomes a mesh of one
-            dist.init_process_group(collective_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-            self._made_group = True
-        mesh = self._mesh()
         decoders = [head.base.model.model, *head.tuned_decoders()]
         frozen = {parameter for decoder in decoders for parameter in decoder.parameters()}
-        if self.shards_base:
-            policy = fsdp.OffloadPolicy()
-            if self.config.offload_base:
-                policy = fsdp.CPUOffloadPolicy(pin_memory=can_pin(self.device))
-            options: dict[str, Any] = {"offload_policy": policy, "ignored_params": set(head.parameters())}
-            for decoder in decoders:
-                for layer in decoder.layers:
-                    fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=True, **options)
-                # The root shards nothing itself. It makes FSDP gather the next layer while the current one computes.
-                fsdp.fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()))
-            drop_views(head.base)
-        _shard_head(head, mesh, precision, frozen)
+        for decoder in decoders if self.shards_base else ():
+            if not isinstance(decoder, fsdp.FSDPModule):
+                self.shard_layers(decoder, head.parameters())
+                drop_views(head.base)
+        _shard_head(head, self._mesh, precision, frozen)
 
     def reshard(self, head: DraftHead) -> None:
         """Free the weights that a sharded head gathered for forward passes without a backward pass."""
@@ -137,10 +136,15 @@ class Sharding:
         """Destroy the process group if ``shard`` created one, as it does for a single process."""
         if self._made_group:
             dist.destroy_process_group()
+            vars(self).pop("_mesh", None)
             self._made_group = False
 
+    @cached_property
     def _mesh(self) -> DeviceMesh:
-        """Return the mesh of all processes; with ``hybrid`` its rows are the nodes."""
+        """Mesh of all processes; with ``hybrid`` its rows are the nodes."""
+        if not dist.is_initialized():  # a single process becomes a mesh of one
+            dist.init_process_group(collective_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            self._made_group = True
         world = dist.get_world_size()
         if self.config.mode == "none":
             return init_device_mesh(self.device.type, (world, 1), mesh_dim_names=("replicate", "shard"))
@@ -189,6 +193,16 @@ def load_optimizers(head: nn.Module, optimizers: Sequence[Optimizer], state: Map
     """
     if not state:  # every update so far was skipped
         return
-    current = get_optimizer_state_dict(head, optimizers, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    set_optimizer_state_dict(head, optimizers, {**current, **state}, options=options)
+    # torch 2.13 cannot load whole tensors from flattened names.
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        parameter, _, moment = name.removeprefix("state.").rpartition(".")
+        by_parameter.setdefault(parameter, {})[moment] = tensor
+    names = {parameter: name for name, parameter in head.named_parameters()}
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+    full: Any = {"state": by_parameter, "param_groups": groups}
+    set_optimizer_state_dict(head, optimizers, full, options=StateDictOptions(full_state_dict=True))
