@@ -32,8 +32,7 @@ from drafthead.errors import UserError
 TRANSCRIPT_ROLES = {**ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold its reasoning: of OpenAI-compatible servers, of newer ones, of gpt-oss."""
-TRAINED = ("weight", "loss", "train")
-"""Keys of a message that say if its turn is trained on: 1 or true, 0 or false."""
+TRAINED = ("weight", "loss", "train")  # keys of a message that say if its turn is trained on
 KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name", *REASONING, *TRAINED)
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
 """Texts that open and close a thought: Qwen3, DeepSeek and others; Magistral; Gemma 4."""
@@ -42,14 +41,13 @@ CLOSING = re.compile("|".join(re.escape(closing) for _, closing in THOUGHTS))
 EMPTY_THOUGHT = re.compile("|".join(rf"{re.escape(opening)}\s*{re.escape(closing)}" for opening, closing in THOUGHTS))
 CLOSED_THOUGHT = re.compile(rf"({EMPTY_THOUGHT.pattern})\s*$")
 """An empty thought at the end of a prompt, by which the template switches thinking off."""
+# Gpt-oss's text before an answer, which the base writes itself; without white space.
 CHANNEL = r"(?:<\|channel\|>\w+<\|message\|>)?"
-"""Pattern of gpt-oss's text before an answer, which the base writes itself; without white space."""
+# A template's text around reasoning; without white space.
 MARKUP = r"(?:<[^<>]*>|\[[^\[\]]*\]|\w+(?=<\|message\|>)|assistant(?=<))*"
-"""Pattern of a template's text around reasoning; without white space."""
-Answered = tuple[list[int], int]
-"""Token ids of a prompt and its answer, and the index of the first answer token."""
-SHOWN = 40
-"""Number of characters of a text to show in an error message."""
+NO_THINKING = "base.chat_template_kwargs={enable_thinking: false}"
+Answered = tuple[list[int], int]  # ids of a prompt and its answer, and the index of the first answer token
+SHOWN = 40  # characters of a text in an error message
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,10 @@ class Transcript:
     """A conversation, or the token ids of one prompt and answer."""
 
     messages: Sequence[dict[str, Any]] = ()
-    tools: Sequence[Any] | None = None
-    """Tool definitions for the chat template."""
-    trained: Sequence[int] = (0,)
-    """Indices of the messages to train on, all of the assistant. Its other turns are context."""
+    tools: Sequence[Any] | None = None  # definitions for the chat template
+    trained: Sequence[int] = (0,)  # indices of the assistant's messages to train on; its other turns are context
     token_ids: tuple[list[int], list[int]] | None = None
-    """Token ids of prompt and answer from a server's log, used unchanged and instead of ``messages``."""
+    """Prompt and answer from a server's log, used unchanged and instead of ``messages``."""
 
 
 # Reading -----------------------------------------------------------------------------------------------------------
@@ -129,7 +125,6 @@ def _message(message: Mapping[str, str], turn: Mapping[str, Any], number: int) -
 
 
 def _is_trained(turn: Mapping[str, Any]) -> bool:
-    """Return False if ``turn`` is marked as not to be trained on."""
     marks = {key: turn[key] for key in TRAINED if turn.get(key) is not None}
     for key, mark in marks.items():
         if not isinstance(mark, int | float) or mark not in (0, 1):
@@ -138,7 +133,7 @@ def _is_trained(turn: Mapping[str, Any]) -> bool:
 
 
 def _check_order(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ``UserError`` unless each assistant's turn has a turn before it to answer."""
+    """Reject an assistant's turn without a turn before it to answer."""
     before = "system"
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and before in ("system", "assistant"):
@@ -168,7 +163,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _are_defined(tools: Sequence[dict[str, Any]], text: str) -> bool:
-    """Return True if ``text`` has the names of all ``tools``, as system prompts have that define them."""
+    """Return True if ``text`` names all ``tools``, as system prompts do that define them."""
     return all(re.search(rf"(?<!\w){re.escape(tool['function']['name'])}(?!\w)", text) for tool in tools)
 
 
@@ -195,12 +190,12 @@ class TranscriptEncoder:
 
     @cached_property
     def ends(self) -> re.Pattern[str]:
-        """Pattern of the texts of tokens that end an answer."""
+        """Texts of tokens that end an answer."""
         return _any_of(self.tokenizer.convert_ids_to_tokens(sorted(self.eos_ids)))
 
     @cached_property
     def control(self) -> re.Pattern[str]:
-        """Pattern of the texts of control tokens: special tokens, ends of answers, and what the template puts around.
+        """Texts of control tokens: special tokens, ends of answers, and what the template puts around.
 
         Other added tokens, such as ``<tool_call>``, are text that the base writes itself.
         """
@@ -216,8 +211,7 @@ class TranscriptEncoder:
     def answers(self, transcript: Transcript, findings: Findings, where: str, limit: int | None) -> list[Answered]:
         """Return a transcript's assistant turns, each with everything before it, up to ``limit`` tokens (None: all).
 
-        The turn that crosses the limit is cut there. If the transcript cannot be trained on, an error that names it
-        ``where`` is added to ``findings``, and the result is [].
+        The turn that crosses the limit is cut there. A transcript that cannot be trained on is added to ``findings``.
         """
         errors: list[Exception] = []
         for messages in _forms(transcript.messages):
@@ -241,7 +235,6 @@ class TranscriptEncoder:
         return []
 
     def _note(self, transcript: Transcript, findings: Findings, where: str) -> None:
-        """Add what is left out of ``transcript``, and control tokens in its prompts, to ``findings``."""
         messages, trained = transcript.messages, transcript.trained
         if not messages:
             return
@@ -253,7 +246,7 @@ class TranscriptEncoder:
             findings.remark("transcripts have the text of control tokens in a prompt; the base reads the tokens", where)
 
     def _turns(self, messages: Sequence[dict[str, Any]], transcript: Transcript) -> Iterator[Answered]:
-        """Yield the trained turns of ``transcript``, whose messages are given in a form for the chat template."""
+        """Yield the trained turns; ``messages`` are those of ``transcript`` in a form for the chat template."""
         if transcript.token_ids is not None:
             prompt_ids, answer_ids = transcript.token_ids
             if (largest := max(*prompt_ids, *answer_ids)) >= self.vocab_size:
@@ -275,10 +268,7 @@ class TranscriptEncoder:
     def _turn(
         self, messages: Sequence[dict[str, Any]], message: Mapping[str, Any], tools: Sequence[Any] | None
     ) -> Answered:
-        """Return the token ids of the last of ``messages``, as the answer to those before it.
-
-        ``message`` is this last message as it was read.
-        """
+        """Return the ids of the last of ``messages``, read as ``message``, as the answer to those before it."""
         if found := self.control.search(json.dumps(message, ensure_ascii=False, default=str)):
             raise UserError(f"(assistant) holds the text of the control token {found[0]!r}; remove it")
         prompt, whole = self._render(messages[:-1], tools=tools), self._render(messages, False, tools)
@@ -338,15 +328,13 @@ def _after(prompt: str, whole: str, asked: str) -> str:
     length = bisect_left(range(1, len(prompt) + 1), True, key=lambda n: prompt[-n:] not in whole)
     common = prompt[len(prompt) - length :]
     if not any(_squeezed(text) in _squeezed(common) for text in (asked, _escaped(asked))):
-        raise UserError(
-            f"(assistant) would follow {_shown(prompt[-SHOWN:])} when it is served, which the chat template leaves out "
-            "of an answered turn; use the base's own answers (data.prompts=FILE) or their logged token ids"
-        )
+        what = f"would follow {_shown(prompt[-SHOWN:])} when it is served, which the chat template leaves out"
+        raise UserError(f"(assistant) {what} of an answered turn; use the base's own answers (data.prompts=FILE)")
     return whole[whole.rfind(common) + length :]
 
 
 def _check_answer(prompt: str, written: str, message: Mapping[str, Any]) -> None:
-    """Raise a ``UserError`` if ``written``, the template's text for ``message``, changes more than white space.
+    """Reject an answer if ``written``, the template's text for ``message``, changes more than white space.
 
     ``prompt`` is the template's text before it. Both are given without white space.
     """
@@ -357,21 +345,16 @@ def _check_answer(prompt: str, written: str, message: Mapping[str, Any]) -> None
         if reasoning or content.startswith(OPENED):
             raise UserError("(assistant) has reasoning, but the prompt switches thinking off; remove one of them")
     elif empty:
-        raise UserError(
-            "(assistant) starts with an empty think block, which the base does not write in this mode; set "
-            "base.chat_template_kwargs={enable_thinking: false} if the template has it, or remove the block"
-        )
+        what = "starts with an empty think block, which the base does not write in this mode"
+        raise UserError(f"(assistant) {what}; remove the block, or set {NO_THINKING}")
     lead = MARKUP + re.escape(reasoning) + MARKUP if reasoning else CHANNEL
     found = re.match(lead + re.escape(content), written)
     if found is None:
         _find(written, reasoning, 0)
         _find(written, content, 0)
     if not found or EMPTY_THOUGHT.match(written) or prompt.endswith(OPENED) and not CLOSING.search(written):
-        raise UserError(
-            f"(assistant) begins with {_shown(written[: written.find(content)])} in the chat template, not in the "
-            "transcript; the template needs a generation prompt (add_generation_prompt) that writes this. If this is "
-            "an empty think block, set base.chat_template_kwargs={enable_thinking: false}"
-        )
+        what = f"begins with {_shown(written[: written.find(content)])} in the chat template, not in the transcript"
+        raise UserError(f"(assistant) {what}; if this is an empty think block, set {NO_THINKING}")
     if "tool_calls" in message:
         _check_calls(written, message, found.end())
     elif after := written[found.end() :]:
@@ -379,7 +362,7 @@ def _check_answer(prompt: str, written: str, message: Mapping[str, Any]) -> None
 
 
 def _check_calls(written: str, message: Mapping[str, Any], position: int) -> None:
-    """Raise a ``UserError`` unless ``written`` has the tool calls of ``message``, if any, after ``position``."""
+    """Reject ``message`` unless ``written`` has its tool calls after ``position``."""
     for call in (call["function"] for call in message.get("tool_calls", ())):
         position = _find(written, call["name"], position)
         given = call["arguments"] if isinstance(call["arguments"], dict) else json.loads(call["arguments"])
@@ -392,14 +375,11 @@ def _find(written: str, text: str, start: int) -> int:
     """Return where ``text``, as it is or escaped as in JSON, ends in ``written`` after ``start``."""
     pieces = [piece for piece in map(_squeezed, (text, _escaped(text))) if piece in written[start:]]
     if not pieces:
-        raise UserError(
-            f"(assistant) is changed by the chat template, which writes {_shown(written)} for {_shown(text)}"
-        )
+        raise UserError(f"(assistant) is changed by the chat template: {_shown(text)} becomes {_shown(written)}")
     return written.index(pieces[0], start) + len(pieces[0])
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the keys and texts in a JSON value."""
     entries = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
     for entry in entries:
         yield from (entry,) if isinstance(entry, str) else _texts(entry)

@@ -32,12 +32,9 @@ from drafthead.train.trainer.step import train_step
 class Gpu(NamedTuple):
     """Specifications of a GPU, as its vendor states them."""
 
-    tera_operations: float
-    """Dense bfloat16 operations per second, in units of 10**12."""
-    bandwidth: float
-    """Memory bandwidth in bytes per second, in units of 10**9."""
-    gigabytes: int
-    """Memory in units of 10**9 bytes."""
+    tera_operations: float  # dense bfloat16 operations per second, in units of 10**12
+    bandwidth: float  # bytes per second, in units of 10**9
+    gigabytes: int  # of 10**9 bytes
 
 
 GPUS = {
@@ -51,22 +48,17 @@ GPUS = {
     "H200": Gpu(989, 4800, 141),
     "B200": Gpu(2250, 8000, 180),
 }
-SHARE = 0.4
-"""Assumed share of a GPU's peak operations per second that training reaches."""
-MOST_OPERATIONS = 5e12
-"""Largest number of operations of a micro-batch for which steps are measured on a CPU. Others would take minutes."""
-TOO_SHORT = 60.0
-"""If a run takes fewer seconds than this on an A10, no times on GPUs are shown, because set-up would take longer."""
-STEPS = 3
-"""Number of steps to measure; the fastest counts."""
+SHARE = 0.4  # assumed share of a GPU's peak that training reaches
+MOST_OPERATIONS = 5e12  # of a micro-batch whose steps are measured on a CPU; others would take minutes
+TOO_SHORT = 60.0  # seconds on an A10, below which set-up on a GPU takes longer than the run
+STEPS = 3  # to measure; the fastest counts
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
     """Return the least seconds of each phase of a run, by name, and of its "answers", on ``plan.devices`` GPUs.
 
-    "answers" is absent if the built-in decoding does not make them. The time of training is that of its matrix
-    products. The time of a decoding step is that of its matrix products or of reading all weights once, if that is
-    longer.
+    The time of training is that of its matrix products. The time of a decoding step is that of its matrix products or
+    of reading all weights once, if that is longer.
     """
     speed, seconds = gpu.tera_operations * 1e12 * SHARE * plan.devices, {}
     config = plan.data.answers
@@ -89,7 +81,6 @@ def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> i
 
 
 def no_step_fits(hours: float, plan: Estimate) -> str:
-    """Return a line with the reason why a run of ``hours`` has no step of its last phase."""
     rest = f"0 steps: the rest of the run leaves no time for {list(plan.phases)[-1]} in {hours:g} h"
     return f"{rest}; lower data.answers.prompts or the steps of other phases"
 
@@ -97,8 +88,7 @@ def no_step_fits(hours: float, plan: Estimate) -> str:
 def gpu_table(plan: Estimate, hours: float | None) -> Group:
     """Return a table of a run's least time on each of ``GPUS``.
 
-    Its last column is the number of steps of the last phase with which the run takes ``hours`` (None: no such column).
-    If no step fits on one of them, a line below the table says why.
+    With ``hours``, its last column is the number of steps of the last phase with which the run takes that long.
     """
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
@@ -148,7 +138,7 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, progress: Pro
 
 
 def why_not_measured(run: RunConfig, plan: Estimate) -> str:
-    """Return the reason why training steps cannot be timed on this machine; an empty string if they can."""
+    """Return the reason why training steps cannot be timed on this machine; empty if they can."""
     free, _ = memory()
     needed = max(plan.total(name) for name in plan.phases)
     if plan.devices > 1:
@@ -163,7 +153,6 @@ def why_not_measured(run: RunConfig, plan: Estimate) -> str:
 
 
 def _is_at_hand(base: BaseConfig) -> bool:
-    """Return True if the base can be loaded without downloading it."""
     if base.random or base.name == EMBEDDED:
         return base.random or smollm2_path().exists()
     files = ("model.safetensors", "model.safetensors.index.json")
@@ -212,10 +201,7 @@ def print_estimate(run: RunConfig) -> None:
 
 
 def machine_lines(run: RunConfig, plan: Estimate, progress: Progress) -> list[Table | str]:
-    """Return a table and lines about a run's time and memory on this machine, measured in real training steps.
-
-    ``plan`` is the run's estimate for this machine. ``progress`` is called before every step.
-    """
+    """Return a table and lines about a run's time and memory on this machine, measured in real training steps."""
     progress(f"loading {run.base.name or 'the base'} to measure its steps", 0, 0)
     base = BaseModel.load(run.base)
     stages = StageDurations(run, base, 1, measured_step(run, base, plan, progress))
