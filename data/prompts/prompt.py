@@ -1,10 +1,9 @@
 """One evaluation prompt, and the token ids of each of its turns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from drafthead.data.text.chat import Message, Tokenizer, prompt_ids
+from drafthead.data.text.chat import Message, Tokenizer, Variables, prompt_ids
 from drafthead.errors import UserError
 
 
@@ -33,10 +32,7 @@ class EvalPrompt:
 
 
 def conversation_ids(
-    tokenizer: Tokenizer,
-    prompt: EvalPrompt,
-    answers: Sequence[Sequence[int]] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer, prompt: EvalPrompt, answers: Sequence[Sequence[int]] = (), template_kwargs: Variables = None
 ) -> list[int]:
     """Return the token ids that a decoder reads for turn ``len(answers)`` (from 0), earlier turns included.
 

@@ -18,6 +18,8 @@ Tokenizer: TypeAlias = Any
 Message = dict[str, str]
 """``{"role": "system" | "user" | "assistant", "content": ...}``; the base answers assistant messages without
 content."""
+Variables: TypeAlias = Mapping[str, Any] | None
+"""Variables of the chat template, such as ``{"enable_thinking": False}``."""
 MARK = "1602176634"
 """Text that no chat template contains or changes, to find out if a template writes a message."""
 
@@ -61,9 +63,7 @@ def num_turns(messages: Sequence[Message]) -> int:
     return 1 + sum(message["role"] == "assistant" and not message["content"] for message in messages)
 
 
-def prompt_ids(
-    tokenizer: Tokenizer, messages: Sequence[Message], template_kwargs: Mapping[str, Any] | None = None
-) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Message], template_kwargs: Variables = None) -> list[int]:
     """Return the ids that the base reads before it answers: ``messages`` and the start of the answer."""
     return encode(tokenizer, render(tokenizer, messages, template_kwargs))
 
@@ -71,13 +71,12 @@ def prompt_ids(
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_kwargs: Variables = None,
     generation_prompt: bool = True,
 ) -> str:
     """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start.
 
-    ``template_kwargs`` are variables of the template, such as ``{"enable_thinking": False}``. It is a ``UserError`` if
-    there is no template, or if the template refuses the messages or leaves out the users' text.
+    It is a ``UserError`` if the template is missing, refuses the messages or leaves out the users' text.
     """
     if not tokenizer.chat_template:
         name = tokenizer.name_or_path or "the base"
@@ -128,7 +127,7 @@ def _reads_parts(tokenizer: Tokenizer, template: str) -> bool:
     return not as_text and bool(writes(_parts(MARK)))
 
 
-def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+def template_variables(variables: Variables) -> dict[str, Any]:
     """Return a copy of ``variables``, with the path of a JSON file in ``tools`` replaced by the file's list."""
     given = dict(variables or {})
     if isinstance(given.get("tools"), str):

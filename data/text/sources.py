@@ -140,11 +140,7 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
         latest = [readers.latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
         write_checksummed_json(path, latest)
     commits = read_checksummed_json(path)
-    if (
-        not isinstance(commits, list)
-        or len(commits) != len(sources)
-        or not all(c is None or isinstance(c, str) and readers.COMMIT.fullmatch(c) for c in commits)
-    ):
+    if not isinstance(commits, list) or len(commits) != len(sources):
         raise UserError(f"{path} must list a commit or null for each of {len(sources)} sources; remove {path.parent}")
     return [s if commit is None else replace(s, revision=commit) for s, commit in zip(sources, commits, strict=True)]
 
@@ -218,10 +214,9 @@ def column_value(
     columns = searched if source.column == AUTO else (source.column,)
     column = next((name for name in columns if row.get(name) is not None), None) or columns[0]
     if column not in row:
-        present, expected = ", ".join(map(str, row)) or "none", " or ".join(map(repr, columns))
-        column = f"{{kind: {source.kind}, name: {source.name}, column: NAME}}"
-        advice = f"rename a column, or give the source as {column}" if source.column == AUTO else "set source.column"
-        raise UserError(f"{where} has no column {expected}; present: {present}; {advice}")
+        expected, present = " or ".join(map(repr, columns)), ", ".join(map(str, row)) or "none"
+        named = f"{{kind: {source.kind}, name: {source.name}, column: NAME}}"
+        raise UserError(f"{where} has no column {expected}; present: {present}; name one: {named}")
     return row[column], f"{where}: column {column!r}"
 
 

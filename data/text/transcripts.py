@@ -14,22 +14,12 @@ from functools import cache, cached_property
 from itertools import islice
 from typing import Any
 
-from drafthead.data.text.chat import MARK, Tokenizer, encode, encode_after, render, user_turn
+from drafthead.data.text import sources
+from drafthead.data.text.chat import MARK, Tokenizer, Variables, encode, encode_after, render, user_turn
 from drafthead.data.text.findings import Findings
-from drafthead.data.text.sources import (
-    CONVERSATIONS,
-    ROLES,
-    SYSTEM_COLUMNS,
-    SourceConfig,
-    column_value,
-    iter_messages,
-    iter_rows,
-    shown,
-    with_system,
-)
 from drafthead.errors import UserError
 
-TRANSCRIPT_ROLES = {**ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
+TRANSCRIPT_ROLES = {**sources.ROLES, **dict.fromkeys(("tool", "observation", "function_response"), "tool")}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold its reasoning: of OpenAI-compatible servers, of newer ones, of gpt-oss."""
 TRAINED = ("weight", "loss", "train")  # keys of a message that say if its turn is trained on
@@ -64,9 +54,9 @@ class Transcript:
 # Reading -----------------------------------------------------------------------------------------------------------
 
 
-def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple[str, Transcript]]:
+def iter_transcripts(source: sources.SourceConfig, findings: Findings) -> Iterator[tuple[str, Transcript]]:
     """Yield (row's name, transcript) of a source's first ``limit`` rows; unusable rows are added to ``findings``."""
-    rows = iter_rows(source, stream=source.limit is not None, on_error=findings.reject)
+    rows = sources.iter_rows(source, stream=source.limit is not None, on_error=findings.reject)
     for row, where in islice(rows, source.limit):
         try:
             yield from ((where, transcript) for transcript in _of_row(row, source, where, findings))
@@ -74,7 +64,7 @@ def iter_transcripts(source: SourceConfig, findings: Findings) -> Iterator[tuple
             findings.reject(error)
 
 
-def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str, findings: Findings) -> list[Transcript]:
+def _of_row(row: Mapping[str, Any], source: sources.SourceConfig, where: str, findings: Findings) -> list[Transcript]:
     """Return the conversation in a row or, from a row with token ids (a logged response of vLLM), each answer."""
     listed: Any = row.get("choices") if isinstance(row.get("choices"), list) else []
     choices: list[Any] = [choice for choice in listed if isinstance(choice, dict)] or [row]
@@ -85,9 +75,9 @@ def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str, findings: 
                 raise UserError(f"{where} must have whole numbers in prompt_token_ids and token_ids")
         findings.ignore("column", row, ("choices", "prompt_token_ids", "token_ids"))
         return [Transcript(token_ids=pair) for pair in pairs]
-    value, column = column_value(dict(row), source, where, CONVERSATIONS)
+    value, column = sources.column_value(dict(row), source, where, sources.CONVERSATIONS)
     try:
-        plain = with_system([*iter_messages(value, TRANSCRIPT_ROLES)], row, "the row")
+        plain = sources.with_system([*sources.iter_messages(value, TRANSCRIPT_ROLES)], row, "the row")
         turns = [{}] * (len(plain) - len(value)) + value
         messages = [_message(m, turn, n) for n, (m, turn) in enumerate(zip(plain, turns, strict=True), start=1)]
         _check_order(messages)
@@ -97,7 +87,7 @@ def _of_row(row: Mapping[str, Any], source: SourceConfig, where: str, findings: 
         tools = _tools(row.get("tools"))
     except (UserError, RecursionError) as error:
         raise UserError(f"{column} {error}") from None
-    findings.ignore("column", {n: v for n, v in row.items() if v is not value}, ("tools", *SYSTEM_COLUMNS))
+    findings.ignore("column", {n: v for n, v in row.items() if v is not value}, ("tools", *sources.SYSTEM_COLUMNS))
     for turn in turns:
         findings.ignore("key", turn, KEYS)
     # Datasets in ShareGPT's form write the tools into the system message and repeat them in a column.
@@ -118,7 +108,7 @@ def _message(message: Mapping[str, str], turn: Mapping[str, Any], number: int) -
         raise UserError(f"has a tool call in turn {number} that cannot be read ({error!r})") from None
     thoughts = [turn[key] for key in REASONING if turn.get(key)]
     if any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
-        raise UserError(f"has reasoning in turn {number} that is not one text: {shown(thoughts)}")
+        raise UserError(f"has reasoning in turn {number} that is not one text: {sources.shown(thoughts)}")
     if thoughts:
         extra |= {"reasoning_content": thoughts[0], "thinking": thoughts[0]}
     return {**message, **extra}
@@ -128,7 +118,7 @@ def _is_trained(turn: Mapping[str, Any]) -> bool:
     marks = {key: turn[key] for key in TRAINED if turn.get(key) is not None}
     for key, mark in marks.items():
         if not isinstance(mark, int | float) or mark not in (0, 1):
-            raise UserError(f"has {key} {shown(mark)} in a turn, expected 0, 1, false or true")
+            raise UserError(f"has {key} {sources.shown(mark)} in a turn, expected 0, 1, false or true")
     return all(marks.values())
 
 
@@ -158,7 +148,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
         if not all(isinstance(function["name"], str) for function in functions):
             raise TypeError("a name that is no text")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"stands beside tools that cannot be read ({error!r}): {shown(value)}") from None
+        raise UserError(f"has tools that cannot be read ({error!r}): {sources.shown(value)}") from None
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed]
 
 
@@ -178,11 +168,7 @@ class TranscriptEncoder:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        eos_ids: Collection[int],
-        vocab_size: int,
-        template_kwargs: Mapping[str, Any] | None = None,
+        self, tokenizer: Tokenizer, eos_ids: Collection[int], vocab_size: int, template_kwargs: Variables = None
     ) -> None:
         self.tokenizer, self.eos_ids, self.vocab_size = tokenizer, eos_ids, vocab_size
         self.template_kwargs = dict(template_kwargs or {})

@@ -18,16 +18,20 @@ BUSY_CORES = 0.2
 decoding, because all threads wait for the thread that it disturbs."""
 
 
+def cpu_info(key: str) -> str:
+    """Return the value of ``key`` for the first processor in Linux's ``/proc/cpuinfo``; "" if it is not there."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(key):
+                return line.partition(":")[2].strip()
+    return ""
+
+
 def hardware() -> dict[str, Any]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
         "cores": usable,
         "torch_threads": torch.get_num_threads(),
         "ram_gb": round(ram / 1e9, 1),

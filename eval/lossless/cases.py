@@ -205,24 +205,15 @@ def _two_kinds() -> Proposal:
 
 
 def refusals() -> tuple[Refusal, ...]:
-    tree, dynamic, greedy = TREE_22.tree, DynamicTree(nodes=7), Sampler()
+    tree, dynamic, sampled = TREE_22.tree, DynamicTree(nodes=7), partial(DraftConfig, draft_sampling=WITH)
+    dropping = partial(sampled, tree=TokenTree.chain(1), confidence_threshold=0.2)
     return (
         Refusal("exact", "top k, with probs", "chain 1", _argmax_with_probs),
-        Refusal(
-            "exact",
-            "sampled at temperature 0",
-            "<2,2>",
-            lambda: DraftConfig(tree=tree, draft_sampling=WITH, sampler=greedy),
-        ),
-        Refusal(
-            "exact",
-            "sampled",
-            "chain 1, drops a draft by its own probability",
-            lambda: DraftConfig(tree=TokenTree.chain(1), draft_sampling=WITH, confidence_threshold=0.2),
-        ),
-        Refusal("exact", "sampled", "dynamic", lambda: DraftConfig(tree=dynamic, draft_sampling=WITH)),
+        Refusal("exact", "sampled at temperature 0", "<2,2>", partial(sampled, tree=tree, sampler=Sampler())),
+        Refusal("exact", "sampled", "chain 1, drops a draft by its own probability", dropping),
+        Refusal("exact", "sampled", "dynamic", partial(sampled, tree=dynamic)),
         Refusal("exact", "with and without replacement", "chain 1 + chain 1", _two_kinds),
-        Refusal("block", "sampled", "<2,2>", lambda: BLOCK.check(DraftConfig(tree=tree, draft_sampling=WITH))),
+        Refusal("block", "sampled", "<2,2>", lambda: BLOCK.check(sampled(tree=tree))),
         Refusal("block", "top k", "dynamic", lambda: BLOCK.check(DraftConfig(tree=dynamic))),
     )
 

@@ -68,26 +68,17 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
             reason = str(error)
         return Row(**labels(case), result="refused" if reason else "FAILED", reason=reason)
     if isinstance(case, Counterexample):
-        target, sampler = case.target, RAW
-        committed_probs = committed(case.draft, target, sampler, EXACT, case.depth)
+        target = case.target
+        step = committed(case.draft, target, RAW, EXACT, case.depth)
+        distance = total_variation(step, target.probs(RAW))
+        result = "biased" if abs(distance - case.expected) < EXACT_BELOW else "FAILED"
     else:
         target, draft = case.tables(seed)
-        sampler = case.sampler
-        committed_probs = committed(draft, target, sampler, case.rule, case.shape.depth, greedy=case.greedy)
-    distance = total_variation(committed_probs, target.probs(sampler))
-    if isinstance(case, Counterexample):
-        result = "biased" if abs(distance - case.expected) < EXACT_BELOW else "FAILED"
-    elif case.rule.lossless:
-        result = "exact" if distance < EXACT_BELOW else "FAILED"
-    else:
-        result = "lossy"
-    return Row(
-        **labels(case),
-        result=result,
-        vocabulary=target.vocabulary,
-        outcomes=committed_probs.outcomes,
-        total_variation=distance,
-    )
+        step = committed(draft, target, case.sampler, case.rule, case.shape.depth, case.greedy)
+        distance = total_variation(step, target.probs(case.sampler))
+        result = "lossy" if not case.rule.lossless else "exact" if distance < EXACT_BELOW else "FAILED"
+    counts = {"vocabulary": target.vocabulary, "outcomes": step.outcomes}
+    return Row(**labels(case), result=result, **counts, total_variation=distance)
 
 
 def certify(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:

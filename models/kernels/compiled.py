@@ -23,6 +23,7 @@ from torch import Tensor
 
 from drafthead.files.local import cache_dir
 from drafthead.models.kernels.huge_pages import use_huge_pages
+from drafthead.system.machine import cpu_info
 
 SOURCE = Path(__file__).with_name("skinny.cpp")
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp")
@@ -85,7 +86,8 @@ def skinny_library() -> ctypes.CDLL | None:
     if sys.platform != "linux" or shutil.which(compiler[0]) is None:
         return None
     # The file's name depends on everything that decides its content.
-    inputs = (SOURCE.read_text(), compiler, FLAGS, _cpu_features(), torch.__version__)
+    features = cpu_info("flags") or cpu_info("Features") or platform.machine()  # CPUs of one name may differ in these
+    inputs = (SOURCE.read_text(), compiler, FLAGS, features, torch.__version__)
     path = cache_dir() / "kernels" / f"skinny-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.so"
     try:
         if not path.exists():
@@ -118,12 +120,3 @@ def skinny_library() -> ctypes.CDLL | None:
         if not (packed(x) - expected).abs().max() <= TOLERANCE * expected.abs().max():
             return None
     return library
-
-
-def _cpu_features() -> str:
-    """Return the CPU's instruction sets, in which CPUs with the same name may differ."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
