@@ -2,13 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import read_json
@@ -20,19 +16,6 @@ Message = dict[str, str]
 empty."""
 MARK = "1602176634"
 """Text that no chat template contains or changes, to find out if a template writes a message."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """Consecutive tokens of one text. Drafts never cross its ends."""
-
-    input_ids: npt.NDArray[np.int32]
-    """[n] token ids."""
-    loss_mask: npt.NDArray[np.bool_]
-    """A value per token: True if the token may be a target of a draft in training."""
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
 
 
 def user_turn(text: str) -> list[Message]:
