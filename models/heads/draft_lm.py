@@ -36,6 +36,7 @@ class DraftLMConfig(DraftHeadConfig):
     """Settings of :class:`DraftLM`."""
 
     one_prediction = True
+    needs_layers = True
     num_draft_tokens: DraftPositions = 5
     num_layers: Annotated[int, Field(ge=1, le=16)] = 2
     """Decoder layers of the draft model."""

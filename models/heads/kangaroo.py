@@ -124,6 +124,7 @@ class KangarooConfig(DraftHeadConfig):
     """Settings of :class:`KangarooHead`."""
 
     one_prediction = True
+    needs_layers = True
     exit_layer: Positive = 2
     """Number of the base's first layers that draft. The paper uses 2 of 32 (7B) and 3 of 40 (13B)."""
     num_draft_tokens: DraftPositions = 6

@@ -176,6 +176,11 @@ def _shard_head(head: DraftHead, mesh: DeviceMesh, precision: torch.dtype, froze
         fsdp.register_fsdp_forward_method(head, method)
 
 
+def is_sharded(base: BaseModel) -> bool:
+    """Return True if the layers of ``base`` are sharded, so that processes run it only together."""
+    return isinstance(base.model.model, fsdp.FSDPModule)
+
+
 def full_state_dict(head: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights, and the optimisers' moments as ``state.<parameter>.<moment>``, with whole tensors.
 

@@ -77,6 +77,13 @@ class DraftHeadConfig:
     """True: a token's logits do not depend on its draft position (draft LM, Kangaroo), so the loss has one position."""
     trains_base: ClassVar[bool] = False
     """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
+    needs_layers: ClassVar[bool] = False
+    """True if the head runs or trains the base's layers, so that it cannot be built for parts of a base."""
+
+    @property
+    def starts_from_layers(self) -> bool:
+        """True if an untrained head starts from copies of the base's layers."""
+        return False
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
         """Return an untrained head for ``base``, of the ``DraftHead`` class in the same module as these settings.
