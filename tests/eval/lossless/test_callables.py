@@ -22,7 +22,6 @@ TARGET, DRAFT = (0.4, 0.35, 0.25), (0.6, 0.3, 0.1)
 
 
 def leviathan(target: NextToken, draft: NextToken, choose: Choose, length: int) -> list[int]:
-    """Return the tokens of speculative sampling, written without torch's random numbers."""
     tokens: list[int] = []
     for _ in range(length):
         p, q = target(tokens), draft(tokens)
@@ -36,7 +35,7 @@ def leviathan(target: NextToken, draft: NextToken, choose: Choose, length: int) 
 
 
 def without_residual(target: NextToken, draft: NextToken, choose: Choose, length: int) -> list[int]:
-    """Return the tokens of a rule that draws from the target after a rejection."""
+    """Draw from the target, not from the residual, after a rejection."""
     token = choose(draft([]))
     p, q = target([]), draft([])
     accepted = min(1.0, float(p[token] / q[token]))
