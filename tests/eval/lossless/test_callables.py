@@ -95,7 +95,7 @@ def test_one_uniform_number_is_compared_several_times() -> None:
     "sampler, message",
     [
         (lambda t, d, choose, n: [random.getrandbits(20) % 3], "outside torch"),
-        (lambda t, d, choose, n: [int(3 * torch.rand(1))], "compare the number with a probability"),
+        (lambda t, d, choose, n: [int(3 * torch.rand(1))], "compare it with a probability"),
         (lambda t, d, choose, n: [int(torch.randint(3, (1,)))], "torch.randint cannot be enumerated"),
         (lambda t, d, choose, n: [0] * 9, "commits 1 to 3 tokens below 3, but the sampler returned"),
         (lambda t, d, choose, n: [choose([0.5, 0.6])], "probabilities that add up to 1, got"),
@@ -114,7 +114,6 @@ def test_refused_samplers(sampler: Callable[..., list[int]], message: str, monke
     "arguments, message",
     [
         (["callable=nothing:here"], "callable=nothing:here cannot be loaded (No module named 'nothing')"),
-        (["callable=math:nothing"], "callable=math:nothing cannot be loaded"),
         (["callable=math:exp", "target=[0.5,0.5]"], "draft must be as many probabilities as target"),
         (["callable=math:exp", "target=[0.5,0.6]", "draft=[0.5,0.5]"], "target must be probabilities that add up to 1"),
     ],

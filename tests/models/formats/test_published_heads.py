@@ -21,7 +21,7 @@ from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.heads.parts.draft_head import DraftHead
 from plain_heads import deep_base, eagle, hydra, kangaroo, logits_of, mlp
-from support import TINY, call, random_base, randomised
+from support import TINY, random_base, randomised
 
 D2T = torch.arange(1, 300, 3)
 SIZES = {key: value for key, value in TINY.items() if key not in ("model_type", "num_hidden_layers")}
@@ -112,7 +112,7 @@ def eagle_weights(head: DraftHead, folder: Path, layer: str = "midlayer.", *with
     return {name.replace("midlayer.", layer): tensor for name, tensor in tensors.items() if name not in without}
 
 
-def test_speculators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speculators(tmp_path: Path) -> None:
     """The size of the target is null, the layer is called layers.0, and the file has the base's embedding."""
     base = deep_base()
     norms = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
@@ -121,19 +121,6 @@ def test_speculators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     folder = write(tmp_path / "s", small(speculators()), {**tensors, "embed_tokens.weight": base.embedding})
     again, notes = imported(folder, base)
     assert not notes and torch.equal(logits_of(base, again), logits_of(base, head))
-    shape = json.dumps(base.config.saved()["shape"]).replace('"', "")
-    named = [f"base.shape={shape}", "base.random=true", "base.tokenizer=builtin:tiny", "base.dtype=float32"]
-    call("import", f"from={folder}", *named, f"out={tmp_path / 'out'}")
-    shown = " ".join(capsys.readouterr().out.split())
-    for text in (
-        "layers read 2, 3, 5 of 6",
-        "draft vocabulary 100 of 300 ids",
-        "draft positions 3, of which 3 are trained",
-        "on own_lm_head, norm_before_fc, norm_before_residual, norm_output",
-        "llama.cpp no, it reads to=gguf",
-        "note: it was published for /model/from_s3",
-    ):
-        assert text in shown, text
 
 
 def test_speculators_with_qwen3_layers(tmp_path: Path) -> None:
