@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -16,6 +16,7 @@ from drafthead.data.embedded.packages import smollm2_path
 from drafthead.eval.trees.cost_model import Progress
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
+from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.system.devices import chosen_device, device_of, memory, peak_memory
 from drafthead.system.display import Display, duration
 from drafthead.train.config import RunConfig
@@ -105,11 +106,28 @@ def gpu_table(plan: Estimate, hours: float | None) -> Group:
     return Group(table, *reason)
 
 
+def base_for_times(run: RunConfig, **changes: Any) -> BaseModel:
+    """Load the run's base; instead of downloading a base of known shape, make one with random weights.
+
+    ``changes`` are made to the base's settings.
+    """
+    config = replace(run.base, **changes)
+    if config.shape and not _is_at_hand(config):
+        config = replace(config, random=True, tokenizer="builtin:tiny")
+    return BaseModel.load(config)
+
+
+def untrained_head(run: RunConfig, base: BaseModel) -> DraftHead:
+    """Return a new head of a run. No corpus tells the frequent ids, so the first ids are its draft vocabulary."""
+    config = run.head_config()
+    drafted = torch.arange(config.drafted_ids(base.vocab_size)) if config.draft_vocab_size else None
+    return config.build(base, drafted)
+
+
 def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, progress: Progress) -> dict[str, float]:
     """Train a new head on random tokens; return the seconds of a step of one full micro-batch, by phase."""
     sharding = Sharding(run.shard, base.device)
-    size = run.head_config().draft_vocab_size
-    head = run.head_config().build(base, None if size is None else torch.arange(min(size, base.vocab_size)))
+    head = untrained_head(run, base)
     if run.trains_base:
         head.train_base(now=False)
     sharding.shard(head.train())
