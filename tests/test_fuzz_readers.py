@@ -143,7 +143,6 @@ def make_published(folder: Path) -> None:
 
 
 def read_stream(folder: Path) -> Any:
-    """Read a row of the third window, whose position was stored by the second."""
     texts = [SourceConfig(kind="builtin", name="stdlib_tiny")]
     stream = StreamedRows(texts, tiny_tokenizer(), 32, seed=0, shards=1, micro_batch_size=1, folder=folder, workers=1)
     batch = stream.batch([2 * WINDOW])
@@ -248,17 +247,15 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "jsonl source": (written("a.jsonl", ROWS), source("jsonl", "a.jsonl")),
     "gzip source": (written("a.jsonl.gz", gzip.compress(ROWS.encode())), source("jsonl", "a.jsonl.gz")),
     "text source": (written("a.txt", "one\ntwo é\n"), source("text", "a.txt")),
-}
-"""Kind of file or folder: how to write it, and how to read it into a value that can be compared."""
+}  # kind of file: how to write it, and how to read it
+# Checksums detect all damage of these; others are edited by people.
 EXACT = list(READERS)[: list(READERS).index("manifest")]
-"""Checksums detect all damage of these; files that people edit may validly have another content."""
 
 
 # Damage ---------------------------------------------------------------------------------------------------------
 
 
-Change = tuple[int, str, int, bytes]
-"""File, kind, offset and content."""
+Change = tuple[int, str, int, bytes]  # file, kind, offset and content
 
 
 def damage(folder: Path, file: int, kind: str, offset: int, content: bytes) -> None:
@@ -317,8 +314,6 @@ def put(content: Any, path: list[int], value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """Return a function that gives a reader's intact folder and the value read from it."""
-
     @cache
     def make(name: str) -> tuple[Path, Any]:
         folder = tmp_path_factory.mktemp("intact") / "folder"
@@ -336,7 +331,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(name: str, made: Any, scratch: Path, change: Any, read: Any, exact: bool) -> None:
-    """Read a changed copy: a ``UserError`` of one line, or a value, which is the saved one if ``exact``."""
     intact, expected = made(name)
     shutil.rmtree(scratch)
     folder = scratch / "folder"

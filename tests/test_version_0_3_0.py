@@ -30,7 +30,6 @@ SAME_RUN = """recipe=medusa_smollm2 debug=tiny name=old base.shape.hidden_size=1
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """Return a copy to write to."""
     shutil.copytree(OLD, tmp_path / "old")
     return tmp_path / "old"
 

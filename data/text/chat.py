@@ -59,10 +59,7 @@ def render(
     template_kwargs: Variables = None,
     generation_prompt: bool = True,
 ) -> str:
-    """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start.
-
-    It is a ``UserError`` if the template is missing, refuses the messages or leaves out the users' text.
-    """
+    """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start."""
     if not tokenizer.chat_template:
         name = tokenizer.name_or_path or "the base"
         raise UserError(f"the tokenizer of {name} has no chat template; use an instruction-tuned base")
@@ -95,9 +92,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 @lru_cache(maxsize=8)
 def _reads_parts(tokenizer: Tokenizer, template: str) -> bool:
-    """Return True if ``template`` writes a user's text only if it is a list of parts; reject one that writes neither
-    form.
-    """
+    """Return True if ``template`` writes a user's text only as a list of parts; reject one that never writes it."""
 
     def writes(content: Any) -> bool | None:
         """Return True if the template writes ``content``, and None if it refuses a conversation of one message."""
@@ -143,10 +138,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_after(tokenizer: Tokenizer, prompt: str, prompt_ids: list[int], text: str) -> list[int]:
-    """Return the token ids of ``text`` where it follows ``prompt``.
-
-    No token crosses the boundary, because none can when the base writes the text.
-    """
+    """Return the ids of ``text`` after ``prompt``; no token crosses the boundary, as when the base writes ``text``."""
     ids = encode(tokenizer, prompt + text)
     if ids[: len(prompt_ids)] != prompt_ids:
         # A control token takes the prompt's place: SentencePiece puts a word mark before a text that stands alone.

@@ -102,10 +102,7 @@ class _Run:
         self.other_cpu_s: list[float | None] = []
 
     def answer_turn(self, prompt: EvalPrompt, turn: int, ids: list[int], names: list[str]) -> dict[str, DecodeResult]:
-        """Return each decoder's answer to the prompt ids of a turn; decode unless the log has all answers.
-
-        Decoders run in the order of ``names``. If one fails, the turn counts as failed for all.
-        """
+        """Return each decoder's answer, decoded in the order of ``names`` or logged; one failure fails all."""
         key = prompt_key(prompt, ids, turn)
         if all((key, name) in self.log for name in names):
             self.resumed += 1
