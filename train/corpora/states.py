@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from drafthead.data.answers.store import ProcessGroup
 from drafthead.data.batch import HiddenStatesSpec
@@ -57,9 +58,9 @@ class ComputedStates:
     def _fill(self, passes: list[list[int]], missing: set[int]) -> None:
         """Compute this process's share of ``passes``, and store the documents among ``missing``."""
         reader, label = reading_copy(self.base), f"hidden states of {self.label}"
-        if not self.with_final:
+        # Processes run a sharded base together: only all of its layers, and each process as many times.
+        if not self.with_final and not isinstance(self.base.model.model, FSDPModule):
             reader = first_layers(reader, max(self.spec.layers))
-        # If the base is sharded, processes run it together, so each makes the same number of passes.
         for first in range(0, len(passes), self.group.size):
             self.display.progress(label, first, len(passes))
             index = first + self.group.rank
