@@ -112,17 +112,18 @@ def _timed(
 ) -> TimedResults:
     """Answer the suite with all ``compared`` methods, interleaved.
 
-    Finished answers of an earlier run are used again if ``Method.made_of`` is unchanged.
+    Finished answers of an earlier run are used again if ``Method.composition`` is unchanged.
     """
     timed = run_interleaved(
         load_suite(config.suite, config.limit, config.seed, config.tasks, config.split),
         lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
         {name: method.answer for name, method in compared.items()},
-        folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
+        folder / f"eval-log-{_digest(compared['speculative'].composition, config)}.jsonl",
         config.seed,
         lambda done, total: progress("decoding", done, total),
         # The log's name contains the mark of the evaluated drafter.
-        made_of={name: m.made_of for name, m in compared.items() if m.made_of and name != "speculative"},
+        composition={name: m.composition for name, m in compared.items() if m.composition and name != "speculative"},
+        batch_size=config.batch_size,
     )
     answers = timed.results["speculative"]
     errors = [answer.error for answer in answers if isinstance(answer, FailedDecode)]
@@ -145,10 +146,12 @@ def predict(
     The keys are "mean_accepted_length", its "interval_95", "speedup", the mean tree size "nodes" (root included) and
     the number of "answers". ``texts`` are the base's answers to the dev half; None: they are generated. The result is
     None if the simulation is impossible: the split is not ``test``, the rule is lossy, the sampler has settings other
-    than the temperature, or a combined drafter samples its drafts.
+    than the temperature, prompts are answered in batches, or a combined drafter samples its drafts.
     """
     sampler = config.sampler
     if config.split != "test" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
+        return None
+    if config.batch_size > 1:  # ``costs`` are those of one row
         return None
     if draft_config.draft_sampling is not DraftSampling.TOP_K and not isinstance(drafter, StepwiseDrafter):
         return None
@@ -219,6 +222,7 @@ def _settings(
         "suite": config.suite,
         "split": config.split,
         "max_new_tokens": config.max_new_tokens,
+        **({"batch_size": config.batch_size} if config.batch_size > 1 else {}),
         "tree": tree,
         "draft_sampling": config.draft_sampling,
         "sampler": vars(config.sampler) | {"repetition_penalty": config.sampler.repetition_penalty or 1.0},
@@ -238,7 +242,7 @@ def _tree_json(draft_config: DraftConfig) -> dict[str, Any]:
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:
-    """Return a hash of ``drafter`` (a ``Method.made_of``) and all settings that determine a prompt's result.
+    """Return a hash of ``drafter`` (a ``Method.composition``) and all settings that determine a prompt's result.
 
     The hash is part of the name of the log from which an evaluation resumes.
     """
@@ -248,6 +252,8 @@ def _digest(drafter: str, config: EvalConfig) -> str:
         for f in fields(EvalConfig)
         if f.name not in ("baselines", "limit", "engines", "engine")
     }
+    if config.batch_size == 1:
+        del settings["batch_size"]  # logs of earlier versions lack it
     return hashlib.sha256(repr((drafter, settings)).encode()).hexdigest()[:8]
 
 

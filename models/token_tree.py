@@ -64,7 +64,7 @@ class TokenTree:
             paths.append((*paths[parent], rank))
         return tuple(paths)
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """Drafts on the longest path."""
         return max(len(p) for p in self.paths)

@@ -272,7 +272,7 @@ def simulate_texts(
     and the rule must be lossless. ``seed`` seeds the bootstrap and the draws without replacement. With ``in_order``
     (top-k drafting only) answers are processed one by one, so that a drafter with a memory knows all earlier answers.
     """
-    draft_config = draft_config.at_most(drafter.depth)
+    draft_config = draft_config.truncate(drafter.depth)
     rule.check(draft_config)
     if not rule.lossless:
         raise UserError(

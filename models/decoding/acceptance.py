@@ -27,7 +27,7 @@ from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, Propos
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import NO_CHILD
 from drafthead.settings.schema import PositiveShare, settings
-from drafthead.system.devices import reads_freely
+from drafthead.system.devices import is_host
 
 Target = Callable[[Tensor], Tensor]
 """Maps nodes of the proposal, [B, M] int64, to the target's distributions after them (with temperature, top-p and so
@@ -152,7 +152,7 @@ def naive_sampling(proposal: Proposal, target: Target, rng: RandomSource, *, ret
         # The walk continues if one of the candidates is the token that the target drew.
         drafted = (candidates != NO_CHILD) & (tokens.gather(1, candidates.clamp(min=0)) == drawn[:, None])
         active = active & drafted.any(1)
-        if reads_freely(tokens.device) and not active.any():  # reading a CPU tensor is free, and most walks end early
+        if is_host(tokens.device) and not active.any():  # reading a CPU tensor is free, and most walks end early
             break
         chosen = candidates.gather(1, drafted.int().argmax(1, keepdim=True))[:, 0]
         node = torch.where(active, chosen, 0)
@@ -183,7 +183,7 @@ def speculative(
     active = torch.ones_like(rows, dtype=torch.bool)
     dist = target(node[:, None])[:, 0]
     path, probs = [node], [dist]
-    on_host = reads_freely(tokens.device)  # reading a CPU tensor is free, and most walks end early
+    on_host = is_host(tokens.device)  # reading a CPU tensor is free, and most walks end early
     for _ in range(min(shape.depth, len(shape) - 1)):
         moved, chosen = torch.zeros_like(active), node
         for candidate in range(children.shape[2]):

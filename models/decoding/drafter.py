@@ -3,8 +3,9 @@
 Shape legend: B rows, T tokens, N tree nodes (root included), S children of a node, V vocabulary.
 """
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -123,7 +124,7 @@ class DraftConfig:
     """DSpark's threshold: a node gets children only if the product of the confidences along its path, its own included,
     is at least this. A confidence, predicted by a confidence head, depends only on tokens before the drafts that it
     rates, so the output stays exact with sampled candidates too. For static trees of drafters with
-    ``says_confidence``. 0 turns it off."""
+    ``has_confidence``. 0 turns it off."""
     adaptive: AdaptiveLength | None = None
     """Truncate the tree to a draft length that follows the acceptance so far; refused for batches. None: draft the
     whole tree."""
@@ -162,8 +163,8 @@ class DraftConfig:
         """True for a static tree in which no node has two children."""
         return isinstance(self.tree, TokenTree) and self.depth == self.nodes - 1
 
-    def at_most(self, depth: int) -> "DraftConfig":
-        """Return this config with a tree of at most ``depth`` levels."""
+    def truncate(self, depth: int) -> "DraftConfig":
+        """Return this config with a tree of up to ``depth`` levels."""
         if depth >= self.depth:
             return self
         if isinstance(self.tree, TokenTree):
@@ -173,14 +174,13 @@ class DraftConfig:
         return replace(self, tree=tree)
 
 
-class Session(ABC):
-    """Base class of the state of a drafter for the rows being decoded, from prompts to ends of answers.
+class SessionPart(ABC):
+    """Base class of what a drafter keeps of the rows being decoded: a whole session, or a part of one."""
 
-    ``commit`` tells the session the committed tokens and the nodes that became them.
-    """
-
-    lengths: list[int]
-    """Number of committed tokens of every row that the base has read: all but the last committed one."""
+    @property
+    def room(self) -> int:
+        """Largest number of drafts on a path that the drafter's own context still has room for."""
+        return sys.maxsize
 
     @abstractmethod
     def commit(
@@ -190,13 +190,40 @@ class Session(ABC):
 
         Args:
             tokens: [B, T] int64.
-            counts: number of committed tokens in each row; the other tokens of T are padding.
+            counts: number of committed tokens in each row; the other tokens of T are padding. A row with 0 stays as it
+                is.
             base_hidden: [B, T, ...] the base's hidden states after these tokens, as ``Drafter.spec`` asks for; None if
                 there is no base (a drafter used without one).
             nodes: [B, T] int64: the node of the session's latest proposal that became each token, root first; -1 for
                 tokens that it did not propose. None: -1 for all tokens. To be ignored if ``draft`` was not called since
                 the last commit. Only sessions that can keep the keys and values of drafted nodes need it.
         """
+
+    @abstractmethod
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows of the batch, in this order. Called between steps, when other rows have ended."""
+
+    @abstractmethod
+    def rollback(self, lengths: list[int]) -> None:
+        """Remove all but the first ``lengths[b]`` committed tokens of each row b.
+
+        If the drafter has ``reads_base``, ``lengths[b]`` is 0 or the row's length: states of removed tokens may be
+        kept.
+        """
+
+    def drafted(self, proposal: Proposal) -> Proposal:
+        """Take note of a tree that was drafted with this part; return it, possibly with more fields set."""
+        return proposal
+
+
+class Session(SessionPart):
+    """Base class of the state of a drafter for a fixed number of rows, whose answers may change (``reset``).
+
+    ``commit`` tells the session the committed tokens and the nodes that became them.
+    """
+
+    lengths: list[int]
+    """Number of committed tokens of every row that the base has read: all but the last committed one."""
 
     @abstractmethod
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
@@ -208,16 +235,9 @@ class Session(ABC):
             rng: random numbers; None if candidates are top-k.
         """
 
-    @abstractmethod
-    def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch, in this order. Called between steps, when other rows have ended."""
-
-    def rollback(self, lengths: list[int]) -> None:
-        """Remove all but the first ``lengths[b]`` committed tokens of each row b.
-
-        Do not call it if the drafter has ``reads_base``: the session may keep states of removed tokens.
-        """
-        raise NotImplementedError
+    def reset(self, rows: list[int]) -> None:
+        """Empty these rows, which then wait for the ``commit`` of another prompt."""
+        self.rollback([0 if row in rows else length for row, length in enumerate(self.lengths)])
 
 
 class Drafter(ABC):
@@ -239,7 +259,7 @@ class Drafter(ABC):
     only the other layers."""
     depth: int
     """Largest number of drafts on a path."""
-    says_confidence: bool = False
+    has_confidence: bool = False
     """True if ``StepwiseSession.confidence`` predicts the probability that a single child of a node is accepted."""
     vocab_size: int | None = None
     """All proposed ids are below this number; None: the drafter proposes only ids that it was given."""
@@ -269,12 +289,25 @@ class Drafter(ABC):
         return
 
 
-def last_valid(values: Tensor, counts: list[int]) -> Tensor:
-    """Return each row's last valid entry, ``values[b, counts[b] - 1]`` for row b: [B, T, ...] -> [B, ...]."""
+def last_valid(values: Tensor, counts: list[int], before: Tensor) -> Tensor:
+    """Return each row's last valid entry, ``values[b, counts[b] - 1]``: [B, T, ...] -> [B, ...].
+
+    A row without valid entries gets its entry of ``before`` [B, ...].
+    """
     if len(counts) == 1:
-        return values[:, counts[0] - 1]
-    index = on_device(counts, values.device) - 1
-    return values[torch.arange(len(counts), device=values.device), index]
+        return values[:, counts[0] - 1] if counts[0] else before
+    index = on_device(counts, values.device)
+    last = values[torch.arange(len(counts), device=values.device), index - 1]
+    return last if all(counts) else torch.where((index > 0).view(-1, *[1] * (last.ndim - 1)), last, before)
+
+
+def map_active(function: Callable[[HiddenStates], Tensor], states: HiddenStates, counts: list[int]) -> Tensor:
+    """Return ``function(states)``, computed for the rows whose count is above 0; the others get zeros."""
+    active = [row for row, count in enumerate(counts) if count]
+    if len(active) == len(counts):
+        return function(states)
+    values = function(states.map(lambda value: take_rows(value, active)))
+    return values.new_zeros(len(counts), *values.shape[1:]).index_copy_(0, on_device(active, values.device), values)
 
 
 def take_rows(values: Tensor, rows: list[int]) -> Tensor:

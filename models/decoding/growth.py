@@ -18,7 +18,7 @@ from torch import Tensor
 from drafthead.models.decoding.drafter import DraftConfig, DraftSampling, DynamicTree, Proposal, Session
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
-from drafthead.system.devices import on_device, reads_freely, wide_dtype
+from drafthead.system.devices import is_host, on_device, wide_dtype
 
 MISSING = -1
 """Stands for a child that cannot be drawn: the distribution has fewer tokens than the node has children."""
@@ -144,13 +144,13 @@ class LogitsSource(ABC):
         confidence head, and not that any of several siblings is accepted.
 
         It may depend on these nodes and the tokens before them, but not on their children. Drafters with
-        ``says_confidence`` implement it.
+        ``has_confidence`` implement it.
         """
         raise NotImplementedError
 
 
 class StepwiseSession(Session, LogitsSource):
-    """Base class of sessions whose trees ``grow`` builds; a subclass defines the methods except ``draft``."""
+    """Base class of sessions whose trees ``grow`` builds; a subclass defines ``start``, ``expand`` and ``commit``."""
 
     drafter: StepwiseDrafter
 
@@ -160,10 +160,11 @@ class StepwiseSession(Session, LogitsSource):
 
     @torch.inference_mode()
     def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        if draft_config.depth == 0:  # combinations and draft LMs shorten the tree after the step's own test
-            return root_only(last_token)
+        draft_config = draft_config.truncate(max(0, self.room))
+        if draft_config.depth == 0:
+            return self.drafted(root_only(last_token))
         self.start(last_token, draft_config)
-        return grow(self, last_token, draft_config, self.drafter.d2t, self.drafter.vocab_size, rng)
+        return self.drafted(grow(self, last_token, draft_config, self.drafter.d2t, self.drafter.vocab_size, rng))
 
 
 def root_only(last_token: Tensor) -> Proposal:
@@ -344,9 +345,9 @@ class _Stopping:
         """
         active, device = self.active, self.active.device
         shape = tree.shape_on(device)
-        if not self.cuts or (reads_freely(device) and bool(active.all())):
+        if not self.cuts or (is_host(device) and bool(active.all())):
             return slice(None), shape
-        if reads_freely(device):
+        if is_host(device):
             nodes = active.any(0).nonzero()[:, 0]
         else:
             nodes, sampled = torch.arange(len(tree), device=device), True
@@ -359,7 +360,7 @@ class _Stopping:
 
     def _any_expandable(self) -> bool:
         """Return False if no frontier node may get children; True except on a CPU, because reading would wait."""
-        return not reads_freely(self._expandable.device) or bool(self._expandable.any())
+        return not is_host(self._expandable.device) or bool(self._expandable.any())
 
 
 def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2t: Tensor) -> Proposal:
@@ -404,7 +405,7 @@ def grow_dynamic(source: LogitsSource, last_token: Tensor, tree: DynamicTree, d2
         tokens=torch.cat(tokens, 1).gather(1, nodes),
         shape=TreeShape.from_parents(
             torch.where(above < 0, -1, new_number.gather(1, above.clamp(min=0))),
-            width=None if reads_freely(device) else tree.width,
+            width=None if is_host(device) else tree.width,
         ),
         draft_sampling=DraftSampling.TOP_K,
         slots=slots.gather(1, nodes),

@@ -103,6 +103,8 @@ class StepRecord:
 
     position: int
     """Tokens of the answer before the step."""
+    rows: int = 1
+    """Answers that the step continued, this one included."""
     proposed: int
     """Drafted nodes, without the root."""
     depth: int
@@ -131,6 +133,8 @@ class DecodeResult:
     steps: list[StepRecord]
     prefill_s: float
     """Time to read the prompt, which gives the first token. That token belongs to no step."""
+    prefill_rows: int = 1
+    """Prompts that were read in this time."""
     total_s: float
 
 
@@ -212,12 +216,11 @@ class DecodeState:
             prompts: token ids of each prompt.
             rng: random numbers for the first tokens; None for greedy decoding.
             first: [B] int64 the first tokens of the answers, if they are already known.
-            rows: rows that the prompts replace, by default all. With a drafter, rows cannot be replaced.
+            rows: rows whose answers the prompts replace: a single one, or None for all.
 
         Returns:
             The base's final hidden states of each prompt, [T, D].
         """
-        assert rows is None or self.drafter is None
         rows = list(range(len(prompts))) if rows is None else rows
         hidden_states = [self._prefill(row, ids) for row, ids in zip(rows, prompts, strict=True)]
         counts = torch.tensor([len(ids) for ids in prompts], device=self.base.device)
@@ -227,7 +230,11 @@ class DecodeState:
             self._context[rows], self._context_lengths[rows] = tokens[:, :1], 0
             self._extend_contexts(tokens, counts, rows)
         if self.session is not None:
-            self.session.commit(tokens, [len(ids) for ids in prompts], pad_rows(hidden_states))
+            self.session.reset(rows)
+            lengths, size = dict(zip(rows, map(len, prompts), strict=True)), self.cache.rows
+            # Rows that the prompts do not replace get no tokens: a single prompt's stand in as padding.
+            hidden = pad_rows(hidden_states).map(lambda states: states.expand(size, -1, -1))
+            self.session.commit(tokens.expand(size, -1), [lengths.get(row, 0) for row in range(size)], hidden)
         if first is None:
             logits = self.base.logits(torch.cat([states.final[:, -1] for states in hidden_states]))
             if self.config.sampler.plain_greedy:
@@ -268,66 +275,27 @@ class DecodeState:
             depth: largest number of levels to draft; None: all levels of the tree.
             most_tokens: largest number of tokens to commit in each row; None: no limit.
         """
-        config = self.config
         started = perf_counter()
-        draft_config = config.draft_config if depth is None else config.draft_config.at_most(depth)
-        if self.session is None or draft_config.depth == 0:
-            proposal = root_only(self.last_token)
-        else:
-            sampled = draft_config.draft_sampling is not DraftSampling.TOP_K
-            rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if sampled else None
-            proposal = self.session.draft(self.last_token, draft_config, rng)
-        if config.timed:
-            self.base.synchronise()
-        drafted = perf_counter()
+        proposal = self._draft(seeds, positions, depth)
+        drafted = self._time()
         hidden, logits = self.base.verify_logits(
             proposal.tokens, proposal.shape, self.cache, self.spec, proposal.partial_forward
         )
-        choices = logits.argmax(-1) if config.greedy else None
-        if config.timed:
-            self.base.synchronise()
-        verified = perf_counter()
-        if choices is not None:
-            acceptance = greedy(proposal, choices)
-        else:
-            target = target_probs(logits, config.sampler, self._contexts(list(range(len(positions)))), proposal)
-            rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
-            acceptance = config.rule.verify(proposal, target, rng, return_probs=config.return_probs)
-        # The base read the root in this step, but the root was committed in the step before. The bonus is committed in
-        # this step, but will be read in the next. With two accepted drafts x1 and x2:
-        #   path    root  x1  x2     (pad)    nodes whose keys, values and states are committed
-        #   tokens  x1    x2  bonus  (pad)    tokens that are appended to the answer
-        nodes = acceptance.nodes
-        path = proposal.tokens.gather(1, nodes)
-        tokens = torch.cat([path[:, 1:], path[:, :1]], 1)  # the last column only makes room for the bonus
-        tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
+        choices = logits.argmax(-1) if self.config.greedy else None
+        verified = self._time()
+        acceptance = self._accept(proposal, logits, choices, seeds, positions)
+        path, tokens = _path(proposal, acceptance)
         counts = self._truncated(tokens, acceptance.accepted + 1, most_tokens)
-        hidden = hidden.map(lambda states: states.gather(1, nodes[..., None].expand(-1, -1, states.shape[-1])))
         numbers = {"committed": counts, "accepted": acceptance.accepted, **_sizes(proposal)}  # [B] each
-        if config.with_entropy:
-            scores = logits[:, 0].float()
-            probabilities = scores.softmax(-1)
-            # logsumexp without another pass over the vocabulary: the largest probability is exp(max - logsumexp).
-            log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
-            numbers["entropy"] = log_sum - torch.linalg.vecdot(probabilities, scores)
-        # The only wait for the device: everything that the host needs, in one tensor [B, numbers, then tokens].
-        wide = wide_dtype(tokens.device)
-        columns = [number.to(wide)[:, None] for number in numbers.values()]
-        host = torch.cat([*columns, tokens.to(wide)], 1).tolist()
-        records: list[dict[str, Any]] = [
-            {name: n if name == "entropy" else int(n) for name, n in zip(numbers, row, strict=False)} for row in host
-        ]
-        committed = [record["committed"] for record in records]
-        self.cache.commit_path(nodes, committed)
-        if self.session is not None:
-            self.session.commit(path, committed, hidden, nodes)
+        if self.config.with_entropy:
+            numbers["entropy"] = _entropy(logits[:, 0].float())
+        records, answers = _on_host(numbers, tokens)
+        hidden = hidden.map(lambda h: h.gather(1, acceptance.nodes[..., None].expand(-1, -1, h.shape[-1])))
+        self._commit(acceptance.nodes, path, hidden, [len(answer) for answer in answers])
         self._extend_contexts(tokens, counts)
         self.last_token = tokens.gather(1, counts[:, None] - 1)[:, 0]
         return Step(
-            tokens=[
-                [int(token) for token in row[len(numbers) :][:count]]
-                for row, count in zip(host, committed, strict=True)
-            ],
+            tokens=answers,
             records=[
                 StepRecord(position=position, draft_s=drafted - started, verify_s=verified - drafted, **record)
                 for position, record in zip(positions, records, strict=True)
@@ -337,6 +305,35 @@ class DecodeState:
             logits=logits,
             hidden=hidden,
         )
+
+    def _draft(self, seeds: list[int], positions: list[int], depth: int | None) -> Proposal:
+        config = self.config.draft_config if depth is None else self.config.draft_config.truncate(depth)
+        if self.session is None or config.depth == 0:
+            return root_only(self.last_token)
+        is_sampled = config.draft_sampling is not DraftSampling.TOP_K
+        rng = PerRowRng(seeds, positions, DRAFT, self.base.device) if is_sampled else None
+        return self.session.draft(self.last_token, config, rng)
+
+    def _accept(
+        self, proposal: Proposal, logits: Tensor, choices: Tensor | None, seeds: list[int], positions: list[int]
+    ) -> Acceptance:
+        """Accept a path of each tree; ``choices`` [B, N] are the target's argmax if decoding is greedy."""
+        if choices is not None:
+            return greedy(proposal, choices)
+        target = target_probs(logits, self.config.sampler, self._contexts(list(range(len(seeds)))), proposal)
+        rng = PerRowRng(seeds, positions, VERIFY, self.base.device)
+        return self.config.rule.verify(proposal, target, rng, return_probs=self.config.return_probs)
+
+    def _commit(self, nodes: Tensor, path: Tensor, hidden: HiddenStates, counts: list[int]) -> None:
+        """Commit the first ``counts[b]`` of the accepted ``nodes`` [B, P] to the caches of base and drafter."""
+        self.cache.commit_path(nodes, counts)
+        if self.session is not None:
+            self.session.commit(path, counts, hidden, nodes)
+
+    def _time(self) -> float:
+        if self.config.timed:
+            self.base.synchronise()
+        return perf_counter()
 
     def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
         """Return each row's number of tokens to commit, [B]: at most ``counts`` and ``most_tokens`` (None: no limit).
@@ -413,6 +410,40 @@ def _with_paths(contexts: Contexts, proposal: Proposal, nodes: Tensor) -> Contex
     tokens = torch.cat([before, roots.expand(-1, per_row, shape.depth)], 2).scatter(2, positions, path)
     lengths = contexts.lengths[:, None] + depths.gather(1, nodes)
     return Contexts(tokens.flatten(0, 1), lengths.flatten(), [row for row in contexts.rows for _ in range(per_row)])
+
+
+def _path(proposal: Proposal, acceptance: Acceptance) -> tuple[Tensor, Tensor]:
+    """Return the tokens of the accepted nodes, and the tokens to append to the answers, [B, P] each.
+
+    The base read the root in this step, but the root was committed in the step before. The bonus is committed in this
+    step, but will be read in the next. With two accepted drafts x1 and x2::
+
+        path    root  x1  x2     (pad)    nodes whose keys, values and states are committed
+        tokens  x1    x2  bonus  (pad)    tokens that are appended to the answer
+    """
+    path = proposal.tokens.gather(1, acceptance.nodes)
+    tokens = torch.cat([path[:, 1:], path[:, :1]], 1)  # the last column only makes room for the bonus
+    return path, tokens.scatter_(1, acceptance.accepted[:, None], acceptance.bonus[:, None])
+
+
+def _entropy(scores: Tensor) -> Tensor:
+    """Return the entropies [B], in nats, of the distributions of logits [B, V]."""
+    probabilities = scores.softmax(-1)
+    # logsumexp without another pass over the vocabulary: the largest probability is exp(max - logsumexp).
+    log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
+    return log_sum - torch.linalg.vecdot(probabilities, scores)
+
+
+def _on_host(numbers: dict[str, Tensor], tokens: Tensor) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Return each row's ``numbers``, [B] each, and its committed tokens, of [B, P]: the step's only wait."""
+    wide = wide_dtype(tokens.device)
+    columns = [number.to(wide)[:, None] for number in numbers.values()]
+    records, answers = [], []
+    for row in torch.cat([*columns, tokens.to(wide)], 1).tolist():
+        record = {name: n if name == "entropy" else int(n) for name, n in zip(numbers, row, strict=False)}
+        records.append(record)
+        answers.append([int(token) for token in row[len(numbers) :][: record["committed"]]])
+    return records, answers
 
 
 def _sizes(proposal: Proposal) -> dict[str, Tensor]:

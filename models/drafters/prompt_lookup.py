@@ -24,7 +24,7 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSamplin
 from drafthead.models.decoding.growth import root_only
 from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
-from drafthead.system.devices import on_device, reads_freely
+from drafthead.system.devices import is_host, on_device
 
 SEPARATOR = -1
 """Separator between remembered answers, which equals no token id."""
@@ -184,7 +184,7 @@ class LookupSession(Session):
             return root_only(last_token)
         text = self._text.append(last_token[:, None], [1] * len(last_token))
         tokens, valid = self._drafter.continuations(text, last_token, depth)
-        free = reads_freely(last_token.device)
+        free = is_host(last_token.device)
         if free and not valid.any():
             return root_only(last_token)
         if free and valid.shape[:2] == (1, 1):
@@ -221,7 +221,7 @@ def _tree(last_token: Tensor, tokens: Tensor, valid: Tensor, nodes: int) -> Prop
     parents = torch.zeros(rows, matches, depth, dtype=torch.int64, device=device)
     parents[..., 1:] = owner[..., :-1] * depth + step  # of node (m, k) in a table that starts with the root
     # Counting the nodes would wait for the device: unused ones are padding.
-    free = reads_freely(device)
+    free = is_host(device)
     width = int(active.sum(1).max()) if free else min(nodes - 1, matches * depth)
     order = (~active).sort(dim=1, stable=True).indices[:, :width]
     index = torch.zeros(rows, matches * depth + 1, dtype=torch.int64, device=device)

@@ -30,7 +30,7 @@ from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.drafters.experimental.vertical_cascade import NestedSession, VerticalCascade
 from drafthead.models.kernels.attention import captured_queries
 
-POLICIES = "recent, sinks:TOKENS, retrieval:CHUNK"
+POLICIES, DEFAULT_POLICY = "recent, sinks:TOKENS, retrieval:CHUNK", "retrieval:8"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TriForce(VerticalCascade):
         self,
         base: BaseModel,
         budget: int,
-        policy: str = "retrieval:8",
+        policy: str = DEFAULT_POLICY,
         *,
         num_tokens: int = 6,
         refresh: int = 64,
@@ -158,7 +158,7 @@ class TriForceSession(NestedSession):
         self, tokens: Tensor, counts: list[int], base_hidden: HiddenStates | None, nodes: Tensor | None = None
     ) -> None:
         if self._target is None:
-            self._context.commit(tokens, counts)
+            self._context.append(tokens, counts)
         if self._inner is not None:
             self._inner.rollback(self.lengths)
             self._inner.commit(tokens, counts, None)

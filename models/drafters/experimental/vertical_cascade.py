@@ -91,12 +91,14 @@ class NestedSession(Session):
         tokens = self._known(tokens)
         # The draft model has read all drafts but the last, so their accepted ones are not read again.
         slots = None if nodes is None or not drafted else torch.where(nodes < drafted, nodes, -1)
-        kept = self._context.commit(tokens, counts, slots)
+        kept = self._context.append(tokens, counts, slots)
         if self._inner is not None:
+            unread = self._context.unread
+            if unread is None:  # prompts, which the model reads at once
+                kept, unread = [0] * len(counts), (tokens, counts)
             self._inner.rollback([length + keep for length, keep in zip(before, kept, strict=True)])
-            unread, unread_counts = self._context.unread or (tokens, counts)
-            if max(unread_counts) > 0:
-                self._inner.commit(unread, unread_counts, None)
+            if max(unread[1]) > 0:
+                self._inner.commit(*unread, None)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Replace ids that are outside the draft model's vocabulary by its last id."""

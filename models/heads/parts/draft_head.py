@@ -379,7 +379,7 @@ class DraftHead(nn.Module, Drafter):
                 low_rank.weight.data[:, config.markov_rank :] = start
             self.add_module(self.low_rank_name, low_rank)
         self.confidence: nn.Linear | None = None
-        self.says_confidence = config.confidence
+        self.has_confidence = config.confidence
         if config.confidence:
             self.confidence = nn.Linear(self.projection_width + config.low_rank, 1, device=device)
             for parameter in self.confidence.parameters():

@@ -138,7 +138,7 @@ def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, pro
     session = config.build(base).eval().open(1)
     width = base.hidden_size * (2 if isinstance(config, Eagle3Config) else 1)
     with torch.inference_mode(), Record() as record:
-        session.context.commit(torch.randn(1, 3, width), [3])
+        session.context.append(torch.randn(1, 3, width), [3])
     assert record.products == products
     assert not any("rms_norm" in call for call in record.calls)
 
