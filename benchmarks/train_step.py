@@ -43,7 +43,7 @@ from drafthead.system.devices import accelerator_name, device_of, peak_allocated
 from drafthead.train.config import PhaseConfig, RunConfig, composed
 from drafthead.train.distributed.launcher import follow_launcher
 from drafthead.train.distributed.sharding import Sharding
-from drafthead.train.estimate.hours import GPUS
+from drafthead.train.estimate.hours import GPUS, untrained_head
 from drafthead.train.estimate.memory import Estimate, size
 from drafthead.train.trainer.batches import PhaseData
 from drafthead.train.trainer.optim import head_optimizer
@@ -105,10 +105,7 @@ class Bench:
         config = replace(run.base, prepack=False) if sharding.shards_base else run.base
         self.base = BaseModel.load(config, accelerator.device)
         rows = random_rows(self.phase, self.base.vocab_size)
-        size = run.head_config().draft_vocab_size or self.base.vocab_size
-        # A random corpus has no frequent ids: the first ones are the draft vocabulary.
-        d2t = torch.arange(size) if size < self.base.vocab_size else None
-        self.head = run.head_config().build(self.base, d2t)
+        self.head = untrained_head(run, self.base)
         if run.trains_base:
             self.head.train_base(now=self.phase.train_base)
         self.data = PhaseData(rows, self.base, self.head.spec)

@@ -28,6 +28,7 @@ from drafthead import cli
 from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.eval.lossless.equality import Equality
+from drafthead.eval.lossless.self_check import fitted as fitted
 from drafthead.eval.metrics.summary import summarise
 from drafthead.eval.timing.interleaved import TimedResults
 from drafthead.models.base.base_config import BaseConfig
@@ -104,21 +105,6 @@ def randomised(head: Head, size: float = 0.2) -> Head:
         for parameter in head.parameters():
             parameter += size * torch.randn(parameter.shape, generator=generator)
     return head
-
-
-def fitted(
-    head: Head, batch: TrainBatch, steps: int, lr: float = 0.02, base_hidden: HiddenStates | None = None
-) -> Head:
-    """Train ``head`` for some steps on one batch, by default with the base's hidden states."""
-    base_hidden = base_hidden or head.base.hidden_states(batch, head.spec)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=0.0)
-    head.train()
-    for _ in range(steps):
-        out = head.loss(batch, base_hidden, LossConfig())
-        optimizer.zero_grad()
-        torch.autograd.backward(out.loss_sum / out.tokens)
-        optimizer.step()
-    return head.eval()
 
 
 def noisy_head(config: DraftHeadConfig, base: BaseModel, noise: float, d2t: Tensor | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ Load = Callable[[str], ModuleType]
         ("served", ["--heads", "a=b", "--rounds", "0"], "--rounds .*, got 0"),
         ("served", ["--heads", "a=b", "--engines", "tgi"], "--engines .*, got tgi"),
         ("batches", ["--head", "nowhere", "--rows", "1,0"], "--rows .*, got 1,0"),
+        ("draft_shapes", ["--depths", "1,2", "--widths", "16"], "one width per depth, got 1 for 2 depths"),
         ("train_step", ["--steps", "0", "recipe=medusa_smollm2"], "--steps .*, got 0"),
         ("train_step", ["--phase", "joint", "recipe=medusa_smollm2"], "phase 'joint'"),
         ("train_step", ["recipe=nowhere"], "recipe=nowhere: "),
@@ -183,3 +185,35 @@ def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> N
     learning, costs = module.follow(head, stream, config)
     assert costs["updates"] == 6
     assert learning[:4] == frozen[:4] and module.mean(learning[16:]) > module.mean(frozen[16:])
+
+
+# GPU checklist -------------------------------------------------------------------------------------------------
+
+
+def test_a_checklist_survives_faults_and_resumes(script: Load, tmp_path: Path) -> None:
+    checklist, path, calls = script("gpu_checklist"), tmp_path / "gpu.jsonl", list[str]()
+    faulty = True
+
+    def work(name: str) -> Any:
+        calls.append(name)
+        if name == "b" and faulty:
+            raise RuntimeError("no kernel\nimage")
+        return {"ms": 1.5}
+
+    steps = [(name, "", partial(work, name)) for name in "abc"]
+    steps.insert(1, ("gpu", "needs a GPU", partial(work, "gpu")))
+    with pytest.raises(UserError, match="1 steps failed"):
+        checklist.run_steps(path, steps)
+    faulty = False
+    checklist.run_steps(path, steps)
+    checklist.run_steps(path, steps)
+    assert calls == ["a", "b", "c", "b"]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == ["a", "gpu", "b", "c", "b"]
+    assert rows[1]["skipped"] == "needs a GPU" and rows[2]["error"].startswith("RuntimeError: no kernel")
+
+
+def test_a_decoding_step_has_shares(script: Load) -> None:
+    result = script("gpu_checklist").passes(["recipe=medusa_smollm2", "debug=tiny"], 100)
+    assert 0 < result["draft_share"] < 1 and 0 < result["loop_share"] < 1
+    assert result["bandwidth_share"] is None and result["costs"]["context"] == 100

@@ -13,10 +13,9 @@ from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.system.machine import OtherProcesses, cores_used
 
 Decoder = Callable[[list[list[int]]], list[DecodeResult]]
-"""Function that decodes an answer to each list of prompt ids. It must synchronise the device before it stops its
-clock. Times of answers that were decoded together add up to the time of all (``methods.py``)."""
+"""Decodes an answer to each list of prompt ids. It must synchronise the device before it stops its clock."""
 PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]
-"""Function of a prompt and its earlier answers that returns the prompt ids of the next turn or raises ``UserError``."""
+"""Returns the prompt ids of the next turn, from a prompt and its earlier answers."""
 
 
 BATCHES_PER_BLOCK = 4
@@ -28,19 +27,14 @@ class TimedResults:
     """Every turn of every prompt, answered with every method. Lists have one item per turn, in the suite's order."""
 
     prompts: list[EvalPrompt]
-    turns: list[int]
-    """Turn of the conversation, from 0."""
-    ids: list[list[int]]
-    """Prompt ids of each turn; empty if they could not be built."""
+    turns: list[int]  # of the conversation, from 0
+    ids: list[list[int]]  # prompt ids of each turn; empty if they could not be built
     results: dict[str, list[DecodeResult]]
-    """Results per decoder. If one decoder failed at a turn, every decoder's result is ``FailedDecode``, so that all
-    totals are over the same turns."""
-    order: list[int]
-    """Numbers of the prompts in the order of the run."""
-    resumed: int = 0
-    """Turns that an earlier run had answered."""
-    other_processes_cores: float | None = None
-    """Cores that other processes used while these answers were decoded; None: unknown."""
+    """If one decoder failed at a turn, every decoder's result is ``FailedDecode``, so that all totals are over the same
+    turns."""
+    order: list[int]  # numbers of the prompts in the order of the run
+    resumed: int = 0  # turns that an earlier run had answered
+    other_processes_cores: float | None = None  # average while these answers were decoded
 
 
 def run_interleaved(
@@ -60,25 +54,16 @@ def run_interleaved(
     read the same context. With a ``batch_size`` above 1, decoders take turns over blocks of ``BATCHES_PER_BLOCK``
     batches of prompts.
 
-    Args:
-        prompts: the prompts of the suite.
-        build: function that returns a turn's prompt ids.
-        decoders: decoders by name; one must be "autoregressive".
-        log: JSONL file to which every finished (turn, decoder) is appended at once; None: memory only. A block is
-            skipped if the log has results of all decoders. Otherwise all decode it again, so that compared times come
-            from one process. The log does not record settings, so use one file per head, tree and settings.
-        seed: seed of the random orders.
-        on_progress: called with the number of finished (turn, decoder) pairs and the number of all pairs.
-        composition: text per decoder that identifies its version, such as a hash of weights. Logged results with other
-            text are not used.
-        batch_size: number of prompts that the decoders answer at once.
+    Every finished (turn, decoder) is appended to the JSONL file ``log``. A block is skipped if the log has results of
+    all decoders; otherwise all decode it again, so that compared times come from one process. The log does not record
+    settings, so use one file per head, tree and settings; ``composition`` is as in ``ResultLog``.
     """
     wait_for_huge_pages()
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     count = sum(prompt.turns for prompt in prompts)
-    log_of_run = ResultLog(log, composition)
-    run = _Run(decoders, log_of_run, lambda done: on_progress(done, len(decoders) * count), batch_size)
+    total = len(decoders) * count
+    run = _Run(decoders, ResultLog(log, composition), lambda done: on_progress(done, total), batch_size)
     orders = iter(_orders(list(decoders), count, seed))
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
     size = batch_size * BATCHES_PER_BLOCK if batch_size > 1 else 1
@@ -97,7 +82,7 @@ def run_interleaved(
                     answered[index, turn] = [], dict.fromkeys(decoders, failed(problem))
                     errors.setdefault(index, str(problem))
                     run.count(len(names))
-            rows = run.answer_turn([prompts[index] for index in ids], turn, list(ids.values()), names)
+            rows = run.answer_turn([prompts[index] for index in ids], turn, list(ids.values()), names) if ids else []
             for index, row in zip(ids, rows, strict=True):
                 answered[index, turn] = ids[index], row
                 first = row["autoregressive"]
@@ -121,14 +106,11 @@ def run_interleaved(
 
 
 class _Run:
-    """State of an interleaved run: decoders, log and progress."""
-
     def __init__(
         self, decoders: dict[str, Decoder], log: ResultLog, progress: Callable[[int], None], batch_size: int
     ) -> None:
         self.decoders, self.log, self._progress, self._batch_size = decoders, log, progress, batch_size
-        self.cold = set(decoders)
-        """Decoders that have not been warmed up."""
+        self.cold = set(decoders)  # decoders that have not been warmed up
         self.done = self.resumed = 0
         self.other_cpu_s: list[float | None] = []
 
@@ -146,8 +128,9 @@ class _Run:
         else:
             for name in names:
                 if name in self.cold:
-                    warm = _decode(self.decoders[name], ids[: self._batch_size])
-                    self.cold -= {name} if not isinstance(warm[0], FailedDecode) else set()
+                    first, *_ = _decode(self.decoders[name], ids[: self._batch_size])
+                    if not isinstance(first, FailedDecode):
+                        self.cold.discard(name)
             for name in names:
                 with OtherProcesses() as others:
                     results = _decode(self.decoders[name], ids)
@@ -165,7 +148,6 @@ class _Run:
         return row
 
     def count(self, decodings: int) -> None:
-        """Report progress after ``decodings`` more (turn, decoder) pairs."""
         self.done += decodings
         self._progress(self.done)
 
@@ -196,5 +178,4 @@ def _decode(decoder: Decoder, ids: list[list[int]]) -> list[DecodeResult]:
 
 
 def failed(error: object) -> DecodeResult:
-    """Return the result of a prompt that could not be answered because of ``error``."""
     return FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error=str(error))

