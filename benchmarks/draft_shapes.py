@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from common import entry_point, numbers, parser, print_table, save_record
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.errors import UserError
 from drafthead.eval.metrics.speedup_breakdown import expected_tokens
@@ -109,7 +109,7 @@ def train(more: Sequence[str], depth: int, width: int, folder: Path) -> None:
         raise UserError(f"training {folder.name} ended with code {done.returncode}; its output above has the reason")
 
 
-def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer]) -> dict[str, Any]:
+def predicted(base: BaseModel, head: DraftHead, texts: Sequence[Answer]) -> dict[str, Any]:
     """Return simulated acceptance, measured latencies in seconds, and the best chain of a draft model.
 
     "acceptance" is that of the first draft. "draft_s" is the latency of a draft token, "verify_s" has those of a pass
@@ -135,7 +135,7 @@ def predicted(base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer])
 
 
 def measure_speeds(
-    base: BaseModel, heads: dict[str, DraftHead], rows: list[dict[str, Any]], texts: Sequence[FinishedAnswer], new: int
+    base: BaseModel, heads: dict[str, DraftHead], rows: list[dict[str, Any]], texts: Sequence[Answer], new: int
 ) -> TimedResults:
     """Answer the prompts of ``texts`` autoregressively and with every head's best chain, in one interleaved run.
 

@@ -9,7 +9,8 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
-from drafthead.data.batch import FinishedAnswer, HiddenStatesSpec
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.data.prompts.suites import load_suite
 from drafthead.errors import UserError
@@ -60,7 +61,7 @@ def evaluate(
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
     training_log: Sequence[dict[str, Any]] = (),
-    development: Sequence[FinishedAnswer] | None = None,
+    development: Sequence[Answer] | None = None,
     training_data: str | None = None,
 ) -> dict[str, Any]:
     """Answer a suite autoregressively, with drafts and with the baselines; write ``eval.json`` and ``report.html``.
@@ -139,7 +140,7 @@ def predict(
     draft_config: DraftConfig,
     config: EvalConfig,
     costs: CostModel,
-    texts: Sequence[FinishedAnswer] | None = None,
+    texts: Sequence[Answer] | None = None,
 ) -> dict[str, Any] | None:
     """Return the performance expected on ``config``'s test half, simulated on its dev half.
 
@@ -168,9 +169,7 @@ def predict(
     return expected | {"answers": len(texts)}
 
 
-def development_answers(
-    base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec
-) -> list[FinishedAnswer]:
+def development_answers(base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec) -> list[Answer]:
     """Return the base's answers to ``limit`` prompts of the dev half of ``config.tasks``.
 
     They serve to choose trees and to predict results. ``spec`` says which hidden states the drafter reads; if only the

@@ -11,7 +11,7 @@ import pytest
 import torch
 from head_cases import EXAMPLE
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.trees.answers import read_hidden_states
 from drafthead.models.decoding.loop import decode
@@ -177,7 +177,7 @@ def test_a_stream_that_changes_its_topic(script: Load, tiny_base: TinyBase) -> N
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base).eval()
     prompts = [[n, n + 1] for n in range(8)]
-    answers = [FinishedAnswer([*ids, *decode(base, None, ids, max_new_tokens=20).tokens], 2) for ids in prompts]
+    answers = [Answer.of([*ids, *decode(base, None, ids, max_new_tokens=20).tokens], 2) for ids in prompts]
     stream = [(answer, read_hidden_states(base, head, answer)) for answer in answers] * 3
     frozen, _ = module.follow(head, stream, None)
     assert len(frozen) == 24 and frozen[:8] == frozen[8:16]

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import FinishedAnswer, HiddenStates, TrainBatch
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.errors import UserError
 from drafthead.files.local import difference
 from drafthead.models.cache.kv_cache import TreeCache
@@ -79,7 +80,7 @@ class OnlineConfig:
 class OnlineExample:
     """A finished answer as training data."""
 
-    text: FinishedAnswer
+    text: Answer
     hidden: HiddenStates
     """The base's hidden states [1, n, ...] at the n tokens of prompt and answer, without a gradient; those of the last
     token may be zeros."""
@@ -125,7 +126,7 @@ class Recorder(Drafter):
         failed = (first_undrafted(p, tokens[n + 1 : n + count], n) for p, n, count in self.session.steps)
         # A last step that EOS or the limit cut short accepted more than it committed.
         rejected = [(i, k) for i, k, drafted in filter(None, failed) if i < len(tokens) and tokens[i] not in drafted]
-        text = FinishedAnswer(tokens, hidden[0].final.shape[1])  # the prompt is committed first
+        text = Answer.of(tokens, hidden[0].final.shape[1])  # the prompt is committed first
         return OnlineExample(text=text, hidden=join(hidden, len(tokens)), rejected=rejected)
 
 
@@ -161,6 +162,10 @@ class RecorderSession(Session):
 
     def select(self, rows: list[int]) -> None:
         self._inner.select(rows)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self._inner.rollback(lengths)
+        self.hidden, self.steps = [], []  # the row starts again, with another prompt
 
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
@@ -310,9 +315,7 @@ class OnlineLearner:
         return True
 
 
-def replayed(
-    head: DraftHead, tree: TokenTree, text: FinishedAnswer, hidden: HiddenStates
-) -> tuple[float, OnlineExample]:
+def replayed(head: DraftHead, tree: TokenTree, text: Answer, hidden: HiddenStates) -> tuple[float, OnlineExample]:
     """Return how many steps greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example.
 
     The head reads the finished answer once; nothing is decoded. ``hidden`` [1, n, ...] are the base's hidden states at
@@ -330,7 +333,7 @@ def replayed(
     )
 
 
-def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
+def _rejected_ranks(text: Answer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
     """Return (index in ``text.ids``, draft position from 1) of the first token that each greedy step fails to draft.
 
     A step that accepts a whole path of the tree fails to draft nothing. ``ranks`` are those of the true tokens among

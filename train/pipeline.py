@@ -15,8 +15,8 @@ from shlex import quote
 import datasets
 from accelerate.utils import set_seed
 
-from drafthead.data.answers.store import AnswerStore, ProcessGroup, open_answers
-from drafthead.data.batch import FinishedAnswer, TrainBatch
+from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup, open_answers
+from drafthead.data.batch import TrainBatch
 from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import OWN, load_suite, suite_label
 from drafthead.data.text.packing import collate
@@ -130,7 +130,7 @@ class RunContext:
         return replace(run.eval, suite=str(path))
 
     @cached_property
-    def development_answers(self) -> list[FinishedAnswer] | None:
+    def development_answers(self) -> list[Answer] | None:
         """The base's answers to the suite's dev half; None unless ``eval.split=test`` and ``tree_prompts`` > 0."""
         run = self.run
         if run.eval.split != "test" or not run.tree_prompts:
@@ -281,7 +281,7 @@ def _measure_continued(context: RunContext, head: DraftHead, when: str) -> None:
 def _held_out_length(head: DraftHead, store: AnswerStore) -> float:
     """Return the mean accepted length of greedy chains, simulated on some of the held-out answers in ``store``."""
     stored = store.read(with_hidden_states=False)
-    answers = [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in stored if is_held_out(a.prompt_number)]
+    answers = [answer for answer in stored if is_held_out(answer.prompt_number)]
     if not answers:
         raise UserError(
             f"{store.folder} has too few answers to hold some out; raise data.answers.prompts, or change init_data"

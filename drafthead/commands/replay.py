@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from drafthead.commands.command import command
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.report.plots import interval_bars, save_png
@@ -143,7 +143,7 @@ def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float
 
 
 def head_rows(
-    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
+    base: BaseModel, head: DraftHead, texts: Sequence[Answer], config: ReplayConfig, display: Display
 ) -> list[dict[str, Any]]:
     """Return the table's rows for ``head``: chains and, unless ``rule=block``, trees of ``config.nodes``.
 
@@ -170,7 +170,7 @@ def head_rows(
 
 
 def own_row(
-    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0
+    base: BaseModel, head: DraftHead, texts: Sequence[Answer], sampler: Sampler, seed: int = 0
 ) -> dict[str, Any]:
     """Return the table's row for the head's own tree, cut by its confidence threshold, which other rows ignore."""
     draft_config = default_draft_config(head)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafthead.data.answers.answer_config import SamplerConfig
-from drafthead.data.answers.store import open_answers
-from drafthead.data.batch import FinishedAnswer, HiddenStates, TrainBatch, pad_rows
+from drafthead.data.answers.store import Answer, open_answers
+from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.intervals import Floats
 from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import load_suite
@@ -69,7 +69,7 @@ def base_answers(
     tasks: Sequence[str] | None = None,
     split: str = "all",
     keep_hidden_states: bool = False,
-) -> list[FinishedAnswer]:
+) -> list[Answer]:
     """Let the base answer ``limit`` prompts (None: all) of a suite; return its answers in order of prompt and turn.
 
     ``split`` is the half of the suite: "dev", "test", or "all" for both. ``tasks`` None means all tasks. Later turns
@@ -78,7 +78,7 @@ def base_answers(
     """
     sampler = SamplerConfig(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     prompts = load_suite(suite, limit, seed, tasks, split)
-    answers_of: dict[int, list[FinishedAnswer]] = {prompt.number: [] for prompt in prompts}
+    answers_of: dict[int, list[Answer]] = {prompt.number: [] for prompt in prompts}
     for turn in range(max(prompt.turns for prompt in prompts)):
         asked = []
         for prompt in prompts:
@@ -91,9 +91,7 @@ def base_answers(
             break
         limits = {"batch_size": BATCH_SIZE, "max_prompt_tokens": max(len(ids) for _, ids in asked)}
         for answer in generate_answers(base, asked, sampler, **limits, keep_hidden_states=keep_hidden_states):
-            final = None if answer.hidden_states is None else torch.from_numpy(answer.hidden_states)
-            finished = FinishedAnswer(answer.input_ids.tolist(), answer.boundary, final)
-            answers_of[answer.prompt_number].append(finished)
+            answers_of[answer.prompt_number].append(answer)
     texts = [text for _, answers in sorted(answers_of.items()) for text in answers]
     if not texts:
         raise UserError(
@@ -103,7 +101,7 @@ def base_answers(
     return texts
 
 
-def write_texts(path: Path, texts: Sequence[FinishedAnswer]) -> None:
+def write_texts(path: Path, texts: Sequence[Answer]) -> None:
     """Write a JSONL file with a line {"ids": [...], "boundary": n} per answer; hidden states are not written."""
     try:
         path.write_text("".join(json.dumps({"ids": t.ids, "boundary": t.boundary}) + "\n" for t in texts))
@@ -118,18 +116,16 @@ def check_writable(path: Path) -> None:
     make_folder(path.parent, "save")
 
 
-def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
+def read_texts(path: Path, limit: int | None = None) -> list[Answer]:
     """Read the first ``limit`` answers (None: all) from a file of ``write_texts`` or from the folder of a corpus."""
     if path.is_dir():
         answers = open_answers(path).read(with_hidden_states=False)
-        return [FinishedAnswer(a.input_ids.tolist(), a.boundary) for a in islice(answers, limit)]
+        return list(islice(answers, limit))
     texts = []
     for line, content in read_lines(path):
         try:
             row = json_object(content)
-            text = FinishedAnswer([int(i) for i in row["ids"]], int(row["boundary"]))
-            if not 1 <= text.boundary < len(text.ids):
-                raise ValueError
+            text = Answer.of([int(i) for i in row["ids"]], int(row["boundary"]))
         except (KeyError, TypeError, ValueError, OverflowError):
             expected = '{"ids": [...], "boundary": n} with n in [1, number of ids)'
             raise UserError(f"{path} {line} is not an answer; it needs {expected}") from None
@@ -140,7 +136,7 @@ def read_texts(path: Path, limit: int | None = None) -> list[FinishedAnswer]:
 
 
 def positions(
-    drafter: Drafter, texts: list[FinishedAnswer], base_hidden: list[HiddenStates], device: torch.device
+    drafter: Drafter, texts: list[Answer], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], Session, Tensor, int]]:
     """Walk through all answers at once: yield (rows, session, tokens, t) for each position t where a step may start.
 
@@ -165,18 +161,18 @@ def positions(
         session.commit(last[:, None], [1] * len(rows), now)
 
 
-def read_hidden_states(base: BaseModel, drafter: Drafter, text: FinishedAnswer) -> HiddenStates:
+def read_hidden_states(base: BaseModel, drafter: Drafter, text: Answer) -> HiddenStates:
     """Return the base's hidden states [1, T, D] at all T ids of ``text``, of all layers that the drafter reads.
 
     Stored ones are used if the drafter reads only final hidden states. Otherwise the base reads the answer again.
     """
-    if text.final is None or drafter.spec.layers:
+    if text.hidden_states is None or drafter.spec.layers:
         return base.hidden_states(TrainBatch.of([text.ids], text.boundary).to(base.device), drafter.spec)
-    stored = text.final.to(base.device, base.dtype)
+    stored = torch.from_numpy(text.hidden_states).to(base.device, base.dtype)
     return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
 
-def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
+def text_ranks(head: DraftHead, texts: Sequence[Answer]) -> list[Ranks]:
     """Return per answer the ranks [T, K], from 0, of its tokens among the head's candidates (``answer_ranks``).
 
     Answers of one token, in which no step starts, are left out.
@@ -202,7 +198,7 @@ def _target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sa
 
 
 def surprisal_sums(
-    base: BaseModel, texts: Sequence[FinishedAnswer], base_hidden: list[HiddenStates], sampler: Sampler
+    base: BaseModel, texts: Sequence[Answer], base_hidden: list[HiddenStates], sampler: Sampler
 ) -> Tensor:
     """Return sums over the answers' tokens, [4] float64, by which :func:`check_likelihood` judges the answers.
 
@@ -258,7 +254,7 @@ class AcceptProbsConfig:
 def simulate_texts(
     base: BaseModel,
     drafter: Drafter,
-    texts: Sequence[FinishedAnswer],
+    texts: Sequence[Answer],
     draft_config: DraftConfig,
     sampler: Sampler,
     rule: AcceptanceRule = EXACT,
@@ -297,7 +293,7 @@ def simulate_texts(
 
 @torch.inference_mode()
 def text_accept_probs(
-    base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, config: AcceptProbsConfig
+    base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, config: AcceptProbsConfig
 ) -> list[AcceptProbs]:
     """Return per answer the acceptance probabilities [T, K, S] from which any static tree can be simulated.
 
@@ -343,7 +339,7 @@ def text_accept_probs(
     return accept_probs
 
 
-def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int) -> list[Tensor]:
+def forced_logits(session: Session, last: Tensor, texts: Sequence[Answer], t: int, depth: int) -> list[Tensor]:
     """Return the drafter's logits [B, draft vocabulary] at each of ``depth`` draft positions of one step.
 
     The step starts after answer token ``t`` (from 0); ``last`` [B] are these tokens. At later draft positions the
@@ -364,7 +360,7 @@ def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer
 def _drafted_length_probs(
     base: BaseModel,
     drafter: Drafter,
-    texts: Sequence[FinishedAnswer],
+    texts: Sequence[Answer],
     draft_config: DraftConfig,
     sampler: Sampler,
     in_order: bool,
@@ -391,7 +387,7 @@ def _drafted_length_probs(
     return length_probs, sizes
 
 
-def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) -> Tensor:
+def _matching_drafts(proposal: Proposal, texts: list[Answer], t: int) -> Tensor:
     """Return the length [B] of the longest drafted path that agrees with each answer after its token ``t`` (from 0)."""
     tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
     ahead = int(depths.max()) + 1
@@ -406,8 +402,8 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
 
 
 def _batches(
-    base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, size: int
-) -> Iterator[tuple[list[FinishedAnswer], list[HiddenStates]]]:
+    base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, size: int
+) -> Iterator[tuple[list[Answer], list[HiddenStates]]]:
     """Yield batches of up to ``size`` answers with their hidden states, without the answers of one token.
 
     After the last batch, raise a UserError if ``sampler`` is very unlikely to have drawn the answers.

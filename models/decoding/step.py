@@ -431,7 +431,8 @@ def _entropy(scores: Tensor) -> Tensor:
     probabilities = scores.softmax(-1)
     # logsumexp without another pass over the vocabulary: the largest probability is exp(max - logsumexp).
     log_sum = scores.max(-1).values - probabilities.max(-1).values.log()
-    return log_sum - torch.linalg.vecdot(probabilities, scores)
+    entropy: Tensor = log_sum - torch.linalg.vecdot(probabilities, scores)
+    return entropy
 
 
 def _on_host(numbers: dict[str, Tensor], tokens: Tensor) -> tuple[list[dict[str, Any]], list[list[int]]]:

@@ -160,12 +160,11 @@ def _part(text: str) -> Expression:
         raise _unknown(text)
     if not all(detail.isdigit() and int(detail) > 0 for detail in details):
         raise UserError(f"{text!r}: the numbers of {kind_name} are whole and at least 1; write {kind.form}")
-    numbers = tuple(map(int, details))
-    tokens = kind.tokens
-    if len(numbers) > kind.tokens_at:
-        tokens = numbers[kind.tokens_at]
+    values, tokens = tuple(map(int, details)), kind.tokens
+    if len(values) > kind.tokens_at:
+        tokens = values[kind.tokens_at]
         _check_tokens(text, tokens)
-    return Expression(text, kind_name, name, numbers, most_tokens or tokens, most_tokens)
+    return Expression(text, kind_name, name, values, tokens, most_tokens)
 
 
 def _check_tokens(text: str, tokens: int) -> None:

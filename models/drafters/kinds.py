@@ -45,12 +45,16 @@ class Expression:
     name: str = ""
     """The NAME (a folder, model, corpus or policy), or ""."""
     numbers: tuple[int, ...] = ()
-    tokens: int = 0
-    """Largest number of tokens to draft; only for single drafters other than heads."""
+    default_tokens: int = 0
     most_tokens: int | None = None
     """The N of ``@N``: largest number of drafts on a path; None without ``@N``."""
     parts: tuple["Expression", ...] = ()
     """The drafters of a combination, in order."""
+
+    @property
+    def tokens(self) -> int:
+        """Largest number of tokens to draft; only for single drafters other than heads."""
+        return self.most_tokens or self.default_tokens
 
     def walk(self) -> Iterator["Expression"]:
         """Yield this expression and all expressions in it."""
