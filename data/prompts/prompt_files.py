@@ -78,10 +78,7 @@ def read_dataset(spec: str) -> list[EvalPrompt]:
 
 
 def to_prompt(value: Any, number: int, task: Any, row: Mapping[str, Any]) -> EvalPrompt:
-    """Return a prompt from a text, a conversation, a list of the user's turns, or token ids.
-
-    Errors do not name the line or row; ``_convert_all`` adds the name.
-    """
+    """Return a prompt from a text, a conversation, a list of the user's turns, or token ids."""
     if not isinstance(task, str) or not task:
         raise UserError(f"has a task that is not a text: {shown(task)}")
     if row.get("tools"):

@@ -2,13 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import read_json
@@ -22,17 +18,6 @@ Variables: TypeAlias = Mapping[str, Any] | None
 """Variables of the chat template, such as ``{"enable_thinking": False}``."""
 MARK = "1602176634"
 """Text that no chat template contains or changes, to find out if a template writes a message."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """Consecutive tokens of one text. Drafts never cross its ends."""
-
-    input_ids: npt.NDArray[np.int32]  # [n]
-    loss_mask: npt.NDArray[np.bool_]  # [n]; True: the token may be a target of a draft in training
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
 
 
 def user_turn(text: str) -> list[Message]:
@@ -74,10 +59,7 @@ def render(
     template_kwargs: Variables = None,
     generation_prompt: bool = True,
 ) -> str:
-    """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start.
-
-    It is a ``UserError`` if the template is missing, refuses the messages or leaves out the users' text.
-    """
+    """Return ``messages`` as text by the chat template; with ``generation_prompt`` it ends with the answer's start."""
     if not tokenizer.chat_template:
         name = tokenizer.name_or_path or "the base"
         raise UserError(f"the tokenizer of {name} has no chat template; use an instruction-tuned base")
@@ -110,9 +92,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 @lru_cache(maxsize=8)
 def _reads_parts(tokenizer: Tokenizer, template: str) -> bool:
-    """Return True if ``template`` writes a user's text only if it is a list of parts; reject one that writes neither
-    form.
-    """
+    """Return True if ``template`` writes a user's text only as a list of parts; reject one that never writes it."""
 
     def writes(content: Any) -> bool | None:
         """Return True if the template writes ``content``, and None if it refuses a conversation of one message."""
@@ -158,10 +138,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_after(tokenizer: Tokenizer, prompt: str, prompt_ids: list[int], text: str) -> list[int]:
-    """Return the token ids of ``text`` where it follows ``prompt``.
-
-    No token crosses the boundary, because none can when the base writes the text.
-    """
+    """Return the ids of ``text`` after ``prompt``; no token crosses the boundary, as when the base writes ``text``."""
     ids = encode(tokenizer, prompt + text)
     if ids[: len(prompt_ids)] != prompt_ids:
         # A control token takes the prompt's place: SentencePiece puts a word mark before a text that stands alone.

@@ -48,10 +48,7 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the name ("line 3") and content of each line that is not blank.
-
-    If a file of JSON holds an array, its entries are yielded as JSON text, under names such as "row 3".
-    """
+    """Yield the name ("line 3") and content of lines that are not blank, or of the entries of an array in JSON."""
     with _file_errors(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line

@@ -97,10 +97,7 @@ PRESETS = {
 
 
 def expand_sources(value: Any) -> Any:
-    """Return a list of sources, with short forms converted.
-
-    A short form is a preset, a path or glob, or ``hf:NAME[:SPLIT]``, each optionally followed by ``:LIMIT``.
-    """
+    """Convert short forms: a preset, a path or glob, or ``hf:NAME[:SPLIT]``, each with an optional ``:LIMIT``."""
     if value is None:
         return []
     items = value if isinstance(value, list) else [value]
@@ -132,10 +129,7 @@ def num_entries(source: SourceConfig) -> int | None:
 
 
 def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[SourceConfig]:
-    """Pin each Hub dataset to a commit, so that later changes on the Hub have no effect.
-
-    The first call writes the commits to ``path``; later calls read them from there without a request to the Hub.
-    """
+    """Pin each Hub dataset to a commit, which is stored in ``path`` so that later changes have no effect."""
     if not path.exists():
         latest = [readers.latest_commit(s.name, s.revision) if s.kind == "hf" else None for s in sources]
         write_checksummed_json(path, latest)
@@ -149,10 +143,7 @@ def resolve_revision(sources: Sequence[SourceConfig], path: Path) -> list[Source
 
 
 def iter_documents(source: SourceConfig, max_characters: int | None = None) -> Iterator[str]:
-    """Yield the non-empty texts of a source in order; a file of kind ``text`` is one document.
-
-    Reading stops after the document that reaches ``max_characters``; embedded and builtin sets are small and not cut.
-    """
+    """Yield the non-empty texts of a source in order, up to the one that reaches ``max_characters``."""
     if source.kind in DOCUMENT_SETS:
         texts = training_sets.documents(_set_of(source, DOCUMENT_SETS[source.kind], "documents"))
     elif source.kind == "text":
@@ -227,10 +218,7 @@ def as_text(value: Any, where: str) -> str:
 
 
 def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Message]:
-    """Yield the messages of a conversation in any common form; callers put the row's name before error messages.
-
-    ``roles`` maps role names in the data to those in the result; any other role is an error.
-    """
+    """Yield the messages of a conversation in any common form; callers put the row's name before error messages."""
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise UserError(f"holds a {type(value).__name__}, expected text or a list of {{role, content}}")
     for turn in value:
@@ -248,8 +236,7 @@ def iter_messages(value: Any, roles: Mapping[str, str] = ROLES) -> Iterator[Mess
 def as_prompt(value: Any, where: str, turns: int = 1) -> list[Message]:
     """Return the prompt in a text or a conversation; an empty list if the conversation starts with the assistant.
 
-    The prompt of a conversation ends before answer number ``turns`` (from 1), with a message of the user. Earlier
-    answers become empty, because the base gives its own.
+    It ends before answer number ``turns`` (from 1). Earlier answers become empty, because the base gives its own.
     """
     if value is None or isinstance(value, str):
         return user_turn(value or "")
@@ -310,11 +297,7 @@ def as_suite_prompt(value: Any, where: str) -> list[Message]:
 def iter_rows(
     source: SourceConfig, stream: bool = False, on_error: Callable[[UserError], None] | None = None
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield (row, its name for error messages) of a dataset or JSON lines.
-
-    A dataset is read over the network, not downloaded, with ``stream`` or if the source has a ``limit``. ``on_error``
-    takes the error of a broken line; without it, the error is raised.
-    """
+    """Yield (row, name) of a dataset, which is not downloaded with ``stream`` or ``limit``, or of JSON lines."""
     if source.kind == "hf" and not source.name.endswith(".json"):  # tables would give all objects the same keys
         with open_source(source, stream or source.limit is not None) as rows:
             for number, row in enumerate(rows):
@@ -379,10 +362,7 @@ def open_source(source: SourceConfig, stream: bool) -> Iterator[Any]:
 
 
 def load_documents(sources: list[SourceConfig], seed: int, max_characters: int | None = None) -> list[str]:
-    """Return the documents of all sources without near-duplicates (``content_hash``), shuffled by ``seed``.
-
-    About ``max_characters`` are read from each source, or its share of them if sources have weights. None reads all.
-    """
+    """Return all sources' documents without near-duplicates (``content_hash``), shuffled by ``seed``."""
 
     def read(source: SourceConfig, most: int | None, _: Findings | None) -> Iterator[str]:
         """Yield the documents of ``source``, up to about ``most`` characters (None: all)."""

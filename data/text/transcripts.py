@@ -181,10 +181,7 @@ class TranscriptEncoder:
 
     @cached_property
     def control(self) -> re.Pattern[str]:
-        """Texts of control tokens: special tokens, ends of answers, and what the template puts around.
-
-        Other added tokens, such as ``<tool_call>``, are text that the base writes itself.
-        """
+        """Texts of special tokens, ends of answers, and what the template puts around; not ``<tool_call>``."""
         try:
             around = _squeezed(EMPTY_THOUGHT.sub("", self._render(user_turn(MARK))))
         except UserError:
@@ -195,10 +192,7 @@ class TranscriptEncoder:
         return _any_of([*texts, *self.tokenizer.all_special_tokens, *ends])
 
     def answers(self, transcript: Transcript, findings: Findings, where: str, limit: int | None) -> list[Answered]:
-        """Return a transcript's assistant turns, each with everything before it, up to ``limit`` tokens (None: all).
-
-        The turn that crosses the limit is cut there. A transcript that cannot be trained on is added to ``findings``.
-        """
+        """Return the assistant's turns, each with everything before it, cut at ``limit`` tokens (None: all)."""
         errors: list[Exception] = []
         for messages in _forms(transcript.messages):
             turns: list[Answered] = []
@@ -283,10 +277,7 @@ class TranscriptEncoder:
 
 
 def _forms(messages: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
-    """Yield ``messages`` in the forms of tool calls that chat templates expect, the most common first.
-
-    Arguments are objects or JSON text, and empty content beside a call is "" or null (DeepSeek: text and null).
-    """
+    """Yield ``messages`` with tool calls as templates expect them: objects or JSON, with content "" or null (DeepSeek)."""
     yield messages
     if any("tool_calls" in message for message in messages):
         for as_text, content in ((False, None), (True, ""), (True, None)):
@@ -302,10 +293,7 @@ def _formed(message: dict[str, Any], as_text: bool, content: str | None) -> dict
 
 
 def _after(prompt: str, whole: str, asked: str) -> str:
-    """Return the end of ``whole``, the template's text for all turns, that answers ``prompt``.
-
-    ``asked`` is the content of the last message in ``prompt``.
-    """
+    """Return the end of ``whole``, all turns, that answers ``prompt``, whose last message has the content ``asked``."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     # Templates may write a closed, empty thought only into prompts, or rewrite earlier turns when a turn follows: move

@@ -50,10 +50,7 @@ class HubConfig:
 
 
 def require_login(purpose: str) -> None:
-    """Reject a missing token, or one that the Hub rejects or that may only read.
-
-    An unreachable Hub is not an error, because it may be available at the time of the upload.
-    """
+    """Reject a missing token, or one that may not write; the Hub may be unreachable until the upload."""
     remedy = "set HF_TOKEN to a token that may write, or run `hf auth login`"
     if get_token() is None:
         raise UserError(f"{purpose} needs a login to the Hub, but there is none: {remedy}")

@@ -142,10 +142,7 @@ def file_digest(path: Path) -> str:
 
 
 def safe_join(folder: Path, name: str) -> Path:
-    """Return the path of ``name`` in ``folder``; reject absolute paths, ``..`` and links out of the folder.
-
-    Links from a snapshot in the Hub's cache to the cache's blobs are allowed. The file need not exist.
-    """
+    """Return the path of ``name`` in ``folder``; reject ``..`` and links out of it, except to the Hub cache's blobs."""
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
         raise UserError(f"{folder} names the file {name!r}, which is outside of it; do not use this folder")
@@ -248,10 +245,7 @@ def same_base(one: str, other: str) -> bool:
 
 
 def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str] | None:
-    """Return the first difference between two JSON values as (dotted key, actual, expected), or None if equal.
-
-    Keys of ``expected`` are compared first. A missing value is "(absent)".
-    """
+    """Return the first difference between two JSON values as (dotted key, actual, expected), or None if equal."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for name in [*expected, *(n for n in actual if n not in expected)]:
             path = f"{key}.{name}" if key else name
@@ -271,17 +265,17 @@ def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str
 
 
 @contextmanager
-def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
+def exclusive(folder: Path, log: Callable[[str], None] = lambda line: None) -> Iterator[None]:
     """Create ``folder`` unless it exists, and hold its lock during the block. A killed process releases the lock.
 
-    ``progress`` is called before waiting for another process. Code that only reads the folder takes no lock.
+    ``log`` gets a line before waiting for another process. Code that only reads the folder takes no lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
         held = lock.acquire(timeout=0)
     except Timeout:
-        progress("waiting for another process that writes this corpus", 0, 1)
+        log(f"   waiting for another process that writes {folder}")
         held = lock.acquire()
     with held:
         yield

@@ -33,10 +33,7 @@ def chosen_device() -> torch.device | None:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return ``device``; for None the device of ``choose_device``, else the accelerator that torch finds, else the CPU.
-
-    A device on which torch cannot compute is a ``UserError``.
-    """
+    """Return ``device``; for None ``choose_device``'s, else the accelerator that torch finds, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return _chosen[0] if _chosen else accelerator or torch.device("cpu")

@@ -66,10 +66,7 @@ class Display:
         self.line(f"   {name}: {seconds:.1f} s")
 
     def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
-        """Show ``done`` of ``total`` in the progress bar ``label``; if ``total`` is 0, only print the label.
-
-        Without a terminal, print a line every 10 s, but none in the first ``after`` seconds of ``label``.
-        """
+        """Show ``done`` of ``total`` in the bar ``label``; without a terminal, every 10 s after ``after`` seconds."""
         if not total:
             self.line(f"   {label}")
             return

@@ -69,9 +69,7 @@ class Shape:
         return sum(depths) if self.relay else max(depths)
 
     def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
-        """Return a function that drafts this shape from random tables near ``target``; without ``sampler``, top-k
-        drafts.
-        """
+        """Return a function that drafts this shape from random tables near ``target`` (no ``sampler``: top-k)."""
         drafts: list[TableDraft] = []
         for number, drafter in enumerate(self.parts):
             draft_config = DraftConfig(

@@ -77,7 +77,7 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
         step = committed(draft, target, case.sampler, case.rule, case.shape.depth, case.greedy)
         distance = total_variation(step, target.probs(case.sampler))
         result = "lossy" if not case.rule.lossless else "exact" if distance < EXACT_BELOW else "FAILED"
-    counts = {"vocabulary": target.vocabulary, "outcomes": step.outcomes}
+    counts: dict[str, Any] = {"vocabulary": target.vocabulary, "outcomes": step.outcomes}
     return Row(**labels(case), result=result, **counts, total_variation=distance)
 
 

@@ -98,10 +98,7 @@ class CommittedProbs:
         self.by_length = [torch.zeros(self.vocabulary**n, dtype=torch.float64) for n in range(1, self.depth + 2)]
 
     def add(self, paths: Tensor, accepted: Tensor, bonus: Tensor, weights: Tensor) -> None:
-        """Add rows that commit the first ``accepted`` [B] of ``paths`` [B, depth] and a draw from ``bonus`` [B, V].
-
-        ``weights`` [B] are the probabilities of the choices that led to each row.
-        """
+        """Add rows of ``weights`` [B]: the first ``accepted`` of ``paths`` [B, depth], then ``bonus`` [B, V]."""
         self.outcomes += len(weights)
         sequence = torch.zeros_like(accepted)
         for length, masses in enumerate(self.by_length):
@@ -112,10 +109,7 @@ class CommittedProbs:
                 sequence = (sequence * self.vocabulary + paths[:, length]) % self.by_length[length].numel()
 
     def completed(self, probs: Tensor) -> Tensor:
-        """Return the masses of all sequences of depth + 1 tokens; shorter ones are extended by draws from ``probs``.
-
-        ``probs`` [prefixes, V] are the target's next-token probabilities after every prefix.
-        """
+        """Extend shorter sequences to depth + 1 tokens by draws from the target's ``probs`` [prefixes, V]."""
         total = self.by_length[0]
         for n, masses in enumerate(self.by_length[1:], start=1):
             total = _extended(total, probs, n, self.vocabulary) + masses
@@ -132,10 +126,7 @@ def _extended(masses: Tensor, probs: Tensor, length: int, vocabulary: int) -> Te
 def committed(
     draft: Draft, target: TabularLM, sampler: Sampler, rule: AcceptanceRule, depth: int, greedy: bool = False
 ) -> CommittedProbs:
-    """Enumerate one step of decoding; return the probabilities of the token sequences that it commits.
-
-    ``depth`` is the largest number of drafts on a path. With ``greedy``, drafts must equal the target's argmax.
-    """
+    """Enumerate one step of decoding, with up to ``depth`` drafts on a path; return what it commits."""
     committed_probs = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
     while waiting:

@@ -35,10 +35,7 @@ def fresh_logits(base: BaseModel, ids: list[int]) -> torch.Tensor:
 
 
 def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: list[int], position: int) -> float:
-    """Return the distance between the target's logits of two answers' tokens at ``position``; inf if one has ended.
-
-    ``ids`` are the prompt's. The answers must be equal before the position.
-    """
+    """Return the distance between the target's logits of two answers' tokens; inf if one has ended."""
     if position >= min(len(expected), len(other)):
         return float("inf")
     logits = fresh_logits(base, ids + expected[:position])
@@ -159,10 +156,7 @@ def compare_outputs(
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Count equal answers ("same"), all ("of"), and the others by diagnosis ("found").
-
-    In bfloat16 ties are common, so judge by the rate. In float32 everything except ties is a fault.
-    """
+    """Count equal answers ("same"), all ("of"), and others by diagnosis; in bfloat16 ties are common."""
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "same": sum(equality.same for equality in equalities),

@@ -117,10 +117,7 @@ class _Run:
     def answer_turn(
         self, prompts: list[EvalPrompt], turn: int, ids: list[list[int]], names: list[str]
     ) -> list[dict[str, DecodeResult]]:
-        """Return each decoder's answers to the prompt ids of a turn; decode unless the log has all answers.
-
-        Decoders run in the order of ``names``. If one fails at a prompt, the turn counts as failed for all.
-        """
+        """Return each decoder's answers, decoded in the order of ``names`` or logged; one failure fails all."""
         keys = [prompt_key(prompt, prompt_ids, turn) for prompt, prompt_ids in zip(prompts, ids, strict=True)]
         if all((key, name) in self.log for key in keys for name in names):
             self.resumed += len(keys)

@@ -35,8 +35,7 @@ COPY_SHARE = 1 / 8
 """If only compiled kernels were chosen, packed copies of the weights are kept if they take less than this share of the
 memory. For hundreds of rows, the packed product is up to a tenth faster."""
 PLAIN_ROWS = 4
-"""``F.linear`` is timed for up to so many rows, beyond which it is never the fastest, and not beside a compiled
-kernel."""
+"""``F.linear`` is timed up to this number of rows, and not if there is a compiled kernel, because it is slower."""
 MARGIN = 0.97
 """Another kernel must take less than this share of the time of the default (the compiled kernel if there is one)."""
 READ_ROWS, DRAFT_ROWS = 256, 4

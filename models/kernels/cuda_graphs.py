@@ -112,10 +112,7 @@ class StaticCalls:
         self._calls: dict[object, StaticCall] = {}
 
     def __call__(self, key: object, function: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
-        """Return ``function(*inputs)``, captured once per ``key`` and shapes of ``inputs``.
-
-        Anything else that the result depends on must be part of ``key``, or stay constant.
-        """
+        """Return ``function(*inputs)``, captured once per ``key`` (what else the result depends on) and shapes."""
         key = (key, *(i.shape for i in inputs))
         call = self._calls.get(key)
         if call is None:

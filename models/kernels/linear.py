@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class PackedCopies(nn.Module):
-    """Submodule, without weights of its own, that holds copies of a module's weights for inference, by key.
+    """Copies of a module's weights for inference, by key, dropped by ``.train()``, ``.to()``, ``load_state_dict``, ...
 
-    ``.train()``, ``.eval()``, ``.to()``, ``.float()`` and ``load_state_dict`` of the module drop all copies.
+    It is a submodule without weights of its own.
     """
 
     def __init__(self) -> None:

@@ -115,10 +115,7 @@ def block_accept_probs(target: Tensor, draft: Tensor) -> Tensor:
 
 
 def trials_in_order(tree: TokenTree) -> TokenTree:
-    """Replace the ranks of ``tree`` by 0, 1, ... among each node's children.
-
-    Acceptance probabilities of sampled siblings are indexed by the order in which siblings are tried.
-    """
+    """Number each node's children 0, 1, ..., the order of trials by which sampled siblings are indexed."""
     renamed: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
     children: dict[tuple[int, ...], int] = {}
     for path in sorted(tree.paths[1:], key=lambda p: (len(p), p)):
@@ -177,10 +174,7 @@ def simulate_acceptance(answers: Sequence[AcceptProbs], tree: TokenTree, seed: i
 def simulate_steps(
     answers: Sequence[LengthProbs], seed: int = 0, sizes: Sequence[Floats] | None = None
 ) -> SimulatedAcceptance:
-    """Simulate decoding answers, from the probabilities of each accepted length at every position.
-
-    ``sizes`` are the numbers of nodes [T] of each answer's trees. ``seed`` seeds the bootstrap.
-    """
+    """Simulate decoding answers, whose trees have ``sizes`` [T] nodes, from the probabilities of accepted lengths."""
     started = start_probs(answers)
     # The expected number of steps is the sum over positions of the probability that a step starts there.
     rows = np.array([[len(a), start.sum()] for a, start in zip(answers, started, strict=True) if len(a)])

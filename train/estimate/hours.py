@@ -72,10 +72,7 @@ def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
 
 
 def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> int:
-    """Return the number of steps of the last phase with which the whole run takes ``hours``, at least 0.
-
-    ``seconds`` are those of every phase and every other stage of the planned run, by name.
-    """
+    """Return the steps of the last phase with which a run of stages ``seconds`` takes ``hours``, at least 0."""
     name, phase = list(plan.phases.items())[-1]
     left = hours * 3600 - sum(seconds.values()) + seconds[name]
     return max(0, int(left * phase.steps / seconds[name]))
@@ -87,10 +84,7 @@ def no_step_fits(hours: float, plan: Estimate) -> str:
 
 
 def gpu_table(plan: Estimate, hours: float | None) -> Group:
-    """Return a table of a run's least time on each of ``GPUS``.
-
-    With ``hours``, its last column is the number of steps of the last phase with which the run takes that long.
-    """
+    """Return a table of a run's least time on each of ``GPUS``, and the steps with which it takes ``hours``."""
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     reason: list[str] = []

@@ -76,10 +76,7 @@ class Estimate:
         return round(self.tokens(name) * self.trained_share(name))
 
     def trained_share(self, name: str) -> float:
-        """Estimate the share of trained tokens: all tokens of text, and all tokens of answers except the prompts.
-
-        Prompts and answers are assumed to have the largest allowed length, so the true share can be larger or smaller.
-        """
+        """Estimate the trained share of tokens: all of text, and answers without prompts, at their largest lengths."""
         answer, prompt = self.data.answers.sampler.max_new_tokens, self.data.answers.max_prompt_tokens
         return 1.0 if self.phases[name].corpus == "text" else answer / (answer + prompt)
 

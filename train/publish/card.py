@@ -166,10 +166,7 @@ def base_link(head: DraftHead) -> str:
 
 
 def formats(head: DraftHead) -> list[tuple[str, str, str]]:
-    """Return (format, engines, fit) for each export format for heads of this type, in Markdown.
-
-    ``engines`` are those whose current release loads the format, or "none". ``fit`` is "yes" or "no: " and the reasons.
-    """
+    """Return (format, engines that load it now, "yes" or "no: " and reasons) per export format, in Markdown."""
     rows = []
     for head_format in all_formats().values():
         if isinstance(head.config, head_format.head_config):
@@ -186,10 +183,7 @@ def formats(head: DraftHead) -> list[tuple[str, str, str]]:
 
 
 def serving_lines(head: DraftHead, folder: Path) -> list[str]:
-    """Return console lines with the commands that export and serve ``head``, for each engine that can load it.
-
-    If no engine can, the lines give the reasons, and the settings that avoid them.
-    """
+    """Return the commands that export and serve ``head`` in each engine, or the reasons why none can."""
     drafts, is_adapted = min(head.depth, head.config.trained_positions), head.base.config.adapter is not None
     dtype, commands = dtype_name(head.base), dict[str, list[str]]()
     reasons: dict[str, str] = {}

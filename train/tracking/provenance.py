@@ -19,10 +19,7 @@ MAX_DIFF_BYTES = 2_000_000  # a larger diff is cut, because it comes from data, 
 
 
 def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
-    """Write ``recipe.yaml``, ``provenance.json`` and, if the checkout has changes, ``git.diff`` into ``folder``.
-
-    Return a warning line for each file that could not be written; raise nothing.
-    """
+    """Write ``recipe.yaml``, ``provenance.json`` and ``git.diff``; return a warning for each that cannot be written."""
     root = Path(drafthead.__file__).resolve().parent.parent
     # A copy of the code inside another repository is not that repository's commit.
     checkout = root if (root / ".git").exists() else None

@@ -203,7 +203,6 @@ def test_halves_share_nothing_and_have_every_task(suite: str) -> None:
 
 @pytest.mark.slow
 def test_no_training_prompt_is_near_an_evaluation_prompt() -> None:
-    """Of the packaged sets, as the recipes leave them: what remains after their ``exclude_suites``."""
     prompts = [*suites.load_suite("spec_bench_like"), *suites.load_suite("code")]
     evaluated = NearDuplicates(text for prompt in prompts for text in prompt.user_turns)
     near = {

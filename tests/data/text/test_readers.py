@@ -15,7 +15,6 @@ SET = SourceConfig(kind="hf", name="org/set")
 
 
 def test_a_dataset_stays_at_the_commit_of_the_start(dataset_hub: Any, tmp_path: Path) -> None:
-    """Whatever happens to the Hub or the network; what cannot move is not asked about."""
     folder = tmp_path / "set"
     folder.mkdir()
     fixed = SourceConfig(kind="hf", name="org/fixed", revision="c" * 40)

@@ -29,7 +29,6 @@ def jsonl(path: Path, rows: list[Any], **settings: Any) -> SourceConfig:
 
 
 def test_a_few_prompts_of_a_large_file_take_little_memory(tmp_path: Path) -> None:
-    """They are the first of all prompts, as shuffled by the seed."""
     source = jsonl(
         tmp_path / "x.jsonl", [{"prompt": f"What is {n}?" + 500 * " why?"} for n in range(500)], column="prompt"
     )
@@ -204,7 +203,6 @@ def test_hub(dataset_hub: Any) -> None:
 
 
 def test_embedded_split_by_content(package_files: dict[str, bytes]) -> None:
-    """No evaluation question is trained on, however it is written; one passage in 20 is held out."""
     files = {
         "NQ-open/combined.jsonl": [{"question": q} for q in ("who sang it", "where is it")],
         "NQ-open/test.jsonl": [{"question": "Who  sang it?"}],

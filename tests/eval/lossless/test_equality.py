@@ -16,7 +16,6 @@ EXPECTED, SPECULATIVE, OTHER = 2, 5, 9
 def found(
     margin: float, fresh: int | None = None, cached: int | None = None, dtype: torch.dtype = torch.float32
 ) -> Equality:
-    """Answers that differ at position 1."""
     expected, tokens = [1, EXPECTED, 3], [1, SPECULATIVE, 3]
     return compare_outputs(expected, tokens, {1: margin}.__getitem__, {1: (fresh, cached)}.__getitem__, dtype)
 
@@ -51,8 +50,6 @@ def test_the_tolerance_is_the_types(dtype: torch.dtype) -> None:
 
 
 def test_nothing_costly_is_computed_without_need() -> None:
-    """No margin without two tokens to compare, no recomputation where rounding explains the difference."""
-
     def never(position: int) -> float:
         raise AssertionError("costly, and not needed")
 

@@ -32,14 +32,12 @@ CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
 
 def resumed(folder: Path, drafter: Drafter, base: BaseModel, *baselines: str) -> list[int]:
-    """Turns that were taken from an earlier evaluation in ``folder``, and all."""
     config = replace(CONFIG, baselines=list(baselines))
     counts: list[int] = evaluate(base, drafter, config, folder, lambda *_: None)["resumed"]
     return counts
 
 
 def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """With all it is compared with; a baseline in the same folder with the same weights is not."""
     base, baseline = tiny_base(), MedusaConfig(num_draft_tokens=2).build(tiny_base())
     head = MedusaConfig(num_draft_tokens=1).build(base)
     baseline.save_pretrained(tmp_path / "baseline")
@@ -132,7 +130,6 @@ def test_an_evaluation_names_the_drafters_of_its_tree(tiny_base: TinyBase, tmp_p
 
 
 def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """Stock transformers answers as our loop does; without it the evaluation says so."""
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
     costs = measure_costs(base, head, context=16, repeats=1, sizes=(1, 2, 4))

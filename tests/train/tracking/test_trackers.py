@@ -31,8 +31,6 @@ def row(phase: str, step: int, total: int, **more: Any) -> dict[str, Any]:
 
 
 class Recorder(GeneralTracker):
-    """A tracker of accelerate's kind that keeps what it receives, and fails on request."""
-
     name, requires_logging_directory, tracker = "recorder", False, None
 
     def __init__(self, fails_in: str = "") -> None:
