@@ -38,15 +38,12 @@ on), [B, M, V]."""
 class Acceptance:
     """The result of verification. The step commits the accepted drafts and then the bonus, the target's own token."""
 
-    nodes: Tensor
-    """[B, 1 + D] int64: root and accepted nodes in order, padded with 0; D is at most the depth of the trees."""
-    accepted: Tensor
-    """[B] int64: accepted drafts, root excluded."""
-    bonus: Tensor
-    """[B] int64: the target's own token after the last accepted one."""
+    nodes: Tensor  # [B, 1 + D] int64: root and accepted nodes in order, padded with 0
+    accepted: Tensor  # [B] int64: accepted drafts, root excluded
+    bonus: Tensor  # [B] int64: the target's own token after the last accepted one
     probs: Tensor | None = None
-    """[B, 1 + D, V] float: the target's distributions after ``nodes``, zeros for padding. None unless requested;
-    ``greedy`` and ``typical`` never have them."""
+    """[B, 1 + D, V]: the target's distributions after ``nodes``, zeros for padding; only if requested, and never from
+    ``greedy`` and ``typical``."""
 
 
 @settings(frozen=True, kw_only=True)
@@ -71,15 +68,11 @@ class AcceptanceRule:
         return self.name in ("exact", "block") or (self.name == "lenient" and self.lenience == 1)
 
     def check(self, draft_config: DraftConfig) -> None:
-        """Reject a ``draft_config`` whose tree may branch, if this rule is ``block``, which verifies only chains."""
+        """Reject trees that this rule cannot verify."""
         if self.name == "block" and not draft_config.is_chain:
-            raise UserError(
-                "block verification judges a chain as a whole and cannot judge a tree that branches; use "
-                "tree=chain, or rule.name=exact"
-            )
+            raise UserError("block verification judges a chain as a whole, not a tree that branches; use tree=chain")
 
     def verify(self, proposal: Proposal, target: Target, rng: RandomSource, return_probs: bool = False) -> Acceptance:
-        """Verify ``proposal`` by this rule; ``return_probs`` requests ``Acceptance.probs``, which ``typical`` lacks."""
         if self.name == "block":
             return block(proposal, target, rng, return_probs=return_probs)
         if self.name == "typical":
@@ -221,8 +214,7 @@ def speculative(
 def _candidate_probs(proposal: Proposal, node: Tensor, candidate: int, rows: Tensor, token: Tensor) -> Tensor | None:
     """Return the distribution [B, V] from which each row's candidate was drawn, or None if all are top-k.
 
-    The candidate is child number ``candidate`` (from 0) of each row's ``node`` [B], with the token ``token`` [B].
-    ``rows`` is 0 to B - 1. The distribution of a top-k candidate is one-hot.
+    It is child number ``candidate`` of each row's ``node`` [B], with the token ``token`` [B]. ``rows`` is 0 to B - 1.
     """
     if proposal.probs is None or proposal.prob_index is None:
         return None
@@ -298,10 +290,7 @@ def block(proposal: Proposal, target: Target, rng: RandomSource, *, return_probs
 
 
 def _chain_probs(proposal: Proposal, node: Tensor, dist: Tensor) -> Tensor:
-    """Return the distribution [B, V] from which the draft after each row's ``node`` was drawn; zeros after the last.
-
-    ``dist`` only gives shape and dtype.
-    """
+    """Return the distribution [B, V] from which the draft after each row's ``node`` was drawn; zeros after the last."""
     rows = torch.arange(len(node), device=node.device)
     child = proposal.shape.children.expand(len(node), -1, -1)[rows, node, 0]
     token = proposal.tokens[rows, child]

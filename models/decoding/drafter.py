@@ -28,12 +28,9 @@ from drafthead.system.devices import on_device
 class DraftSampling(Enum):
     """The way in which a node's children are drawn from the drafter's distribution q; verification must know it."""
 
-    TOP_K = "top_k"
-    """The likeliest tokens of q. They are not random, so verification takes q as one-hot at each of them."""
-    WITH_REPLACEMENT = "with_replacement"
-    """Independent samples of q."""
-    WITHOUT_REPLACEMENT = "without_replacement"
-    """Samples of q; after each, its token is removed and q renormalised."""
+    TOP_K = "top_k"  # the likeliest tokens: not random, so verification takes q as one-hot at each of them
+    WITH_REPLACEMENT = "with_replacement"  # independent samples
+    WITHOUT_REPLACEMENT = "without_replacement"  # after each sample, its token is removed and q renormalised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,23 +42,18 @@ class Proposal:
     a node may be a candidate twice, with two distributions.
     """
 
-    tokens: Tensor
-    """[B, N] int64. Column 0 is the root, the last committed token. Padding nodes may have any token."""
+    tokens: Tensor  # [B, N] int64; column 0 is the root, the last committed token; padding has any token
     shape: TreeShape
-    draft_sampling: DraftSampling
-    """The way in which candidates with ``probs`` were drawn. Candidates without ``probs`` are top-k."""
+    draft_sampling: DraftSampling  # of candidates with ``probs``; the others are top-k
     probs: Tensor | None = None
-    """[B, Q, V] float: the Q distributions, after warping, from which candidates were sampled; None: all candidates are
-    top-k."""
+    """[B, Q, V]: the Q distributions, after warping, from which candidates were sampled."""
     prob_index: Tensor | None = None
     """[B or 1, N, S] int64: for each of the up to S children of a node, the index in ``probs`` of the distribution from
     which the child was drawn; -1: top-k."""
     slots: Tensor | None = None
-    """[B or 1, N] int64: each node's number in the order in which the drafter's model ran over the nodes: 0 for the
-    root, -1 for nodes that it did not run over. ``NodeCache`` finds the keys and values of accepted nodes by these
-    numbers. None: no model ran."""
-    partial_forward: "PartialForward | None" = None
-    """The target's first layers over these nodes, if the drafter has already run them (early exit)."""
+    """[B or 1, N] int64: each node's number in the order in which the drafter's model ran over the nodes; -1 for nodes
+    that it did not run over. ``NodeCache`` finds the keys and values of accepted nodes by these numbers."""
+    partial_forward: PartialForward | None = None  # the target's first layers over these nodes (early exit)
 
     def __post_init__(self) -> None:
         if (self.probs is None) != (self.prob_index is None):
@@ -98,10 +90,9 @@ class AdaptiveLength:
     """Levels removed after any other step that drafted."""
 
     def next(self, length: int, drafted: int, accepted: int) -> int:
-        """Return the number of tree levels to draft in the next step, at least 1.
+        """Return the levels to draft in the next step, after a step with ``length`` levels.
 
-        ``length`` was the number for the last step, whose longest path had ``drafted`` drafts; ``accepted`` drafts were
-        accepted.
+        That step's longest path had ``drafted`` drafts, of which ``accepted`` were accepted.
         """
         if drafted == 0:
             return length  # a step without drafts says nothing about the drafter
@@ -134,15 +125,12 @@ class DraftConfig:
             require(0 <= getattr(self, key) < 1, key, "at least 0 and below 1", getattr(self, key))
         dynamic, sampled = isinstance(self.tree, DynamicTree), self.draft_sampling is not DraftSampling.TOP_K
         if self.prefix_threshold > 0 and dynamic:
-            raise ValueError("prefix_threshold is for static trees; leave out prefix_threshold or the dynamic tree")
+            raise ValueError("prefix_threshold is for static trees; leave it out")
         if dynamic and sampled:
             # Keeping the best of the sampled nodes selects among samples, which biases the output.
             raise ValueError("a dynamic tree ranks nodes by their score: its draft_sampling must be top_k")
         if self.confidence_threshold > 0 and (dynamic or sampled):
-            raise ValueError(
-                "confidence_threshold is for static trees with draft_sampling=top_k; set it to 0, or change the tree "
-                "or draft_sampling"
-            )
+            raise ValueError("confidence_threshold is for static trees with draft_sampling=top_k; set it to 0")
         if sampled and self.sampler.temperature == 0:
             raise ValueError("candidates sampled at temperature 0 are all the same token; use draft_sampling=top_k")
         if self.sampler.reads_context:
@@ -150,7 +138,7 @@ class DraftConfig:
 
     @property
     def depth(self) -> int:
-        """Drafts on the longest path; for a dynamic tree, the limit."""
+        """Drafts on the longest path; of a dynamic tree, the limit."""
         return self.tree.depth
 
     @property
@@ -164,7 +152,6 @@ class DraftConfig:
         return isinstance(self.tree, TokenTree) and self.depth == self.nodes - 1
 
     def truncate(self, depth: int) -> "DraftConfig":
-        """Return this config with a tree of up to ``depth`` levels."""
         if depth >= self.depth:
             return self
         if isinstance(self.tree, TokenTree):
@@ -243,28 +230,23 @@ class Session(SessionPart):
 class Drafter(ABC):
     """Base class of drafters of token trees. A subclass defines ``depth``, ``identity`` and ``open``."""
 
-    tree: TokenTree | None = None
-    """The default tree, found by calibration; None: a chain over all draft positions."""
+    tree: TokenTree | None = None  # the calibrated tree; None: a chain over all draft positions
     batch_trees: Mapping[int, TokenTree] = MappingProxyType({})
     """Calibrated trees by batch size, because a node costs more to verify in a batch. A batch uses the tree of the
     largest size that is not above its own, or ``tree`` if all sizes are above."""
     spec: HiddenStatesSpec = HiddenStatesSpec()
-    """Layers of the base whose hidden states the drafter reads in addition to the final hidden state."""
-    confidence_threshold: float = 0.0
-    """Default of ``DraftConfig.confidence_threshold``."""
+    confidence_threshold: float = 0.0  # default of ``DraftConfig.confidence_threshold``
     reads_base: bool = False
     """True if the drafter needs the base's hidden states. It then cannot continue tokens that the base has not read."""
     early_exit_layers: int = 0
     """Number of the target's first layers that the drafter runs itself, in the target's cache. Verification then runs
     only the other layers."""
-    depth: int
-    """Largest number of drafts on a path."""
+    depth: int  # largest number of drafts on a path
     has_confidence: bool = False
     """True if ``StepwiseSession.confidence`` predicts the probability that a single child of a node is accepted."""
     vocab_size: int | None = None
-    """All proposed ids are below this number; None: the drafter proposes only ids that it was given."""
-    base_fingerprint: str | None = None
-    """Fingerprint of the base that the drafter belongs to; None: it drafts for any base."""
+    """Upper bound of proposed ids. None: the drafter copies ids from the context, so none is needed."""
+    base_fingerprint: str | None = None  # of the base that the drafter belongs to; None: any base
 
     @abstractmethod
     def identity(self) -> tuple[object, ...]:
@@ -285,7 +267,7 @@ class Drafter(ABC):
         return 0
 
     def remember(self, tokens: list[int]) -> None:
-        """Store ``tokens``, a prompt and its answer, if the drafter searches earlier answers; by default do nothing."""
+        """Store ``tokens``, a prompt and its answer, if the drafter searches earlier answers."""
         return
 
 
@@ -311,5 +293,5 @@ def map_active(function: Callable[[HiddenStates], Tensor], states: HiddenStates,
 
 
 def take_rows(values: Tensor, rows: list[int]) -> Tensor:
-    """Return ``values[rows]``, the rows with these indices on the first axis, without waiting for the device."""
+    """Return ``values[rows]`` without waiting for the device."""
     return values.index_select(0, on_device(rows, values.device))

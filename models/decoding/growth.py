@@ -47,20 +47,13 @@ def draw_candidates(probs: Tensor, count: int, kind: DraftSampling, rng: RandomS
 class TreeLevel:
     """One level of a static tree."""
 
-    nodes: Tensor
-    """[M] numbers of the level's nodes in the tree, in order."""
-    parents: Tensor
-    """[M] the index of each node's parent in the previous frontier."""
-    width: int
-    """Number of candidates that are drawn for each parent."""
-    taken: Tensor
-    """[M] for each node, the index of its candidate in the joined list of all parents' candidates, [F * width]."""
-    taken_shared: Tensor
-    """[M] as ``taken``, if all parents share one distribution: an index in a single list of candidates, [width]."""
-    inner: Tensor
-    """[F] the next frontier: indices into ``nodes`` of the nodes that have children."""
-    above: Tensor
-    """[F] for each node of ``inner``, the index of its parent in the previous frontier."""
+    nodes: Tensor  # [M] numbers of the level's nodes in the tree, in order
+    parents: Tensor  # [M] the index of each node's parent in the previous frontier
+    width: int  # candidates that are drawn for each parent
+    taken: Tensor  # [M] the index of each node's candidate in the joined list of all parents' candidates, [F * width]
+    taken_shared: Tensor  # [M] as ``taken``, if all parents share one distribution: an index in [width] candidates
+    inner: Tensor  # [F] the next frontier: indices into ``nodes`` of the nodes that have children
+    above: Tensor  # [F] for each node of ``inner``, the index of its parent in the previous frontier
     slots: Tensor
     """[N] each tree node's number in the order in which the drafter runs over nodes. -1 for nodes that it has not run
     over when this level is drafted; it has then run over the level's parents."""
@@ -112,12 +105,9 @@ def tree_levels(tree: TokenTree, device: torch.device, sampled: bool, vocabulary
 class StepwiseDrafter(Protocol):
     """A drafter whose session computes next-token logits level by level."""
 
-    d2t: Tensor
-    """[W] int64: the target's token id of every draft id."""
+    d2t: Tensor  # [W] int64: the target's token id of every draft id
     depth: int
-    """Largest number of drafts on a path."""
-    vocab_size: int
-    """Size V of the target's vocabulary, the width of ``Proposal.probs``."""
+    vocab_size: int  # size V of the target's vocabulary, the width of ``Proposal.probs``
 
 
 class LogitsSource(ABC):
@@ -143,8 +133,7 @@ class LogitsSource(ABC):
         The shape is [B, F], or [B, 1] if all nodes share it. The probability is that of a single child, predicted by a
         confidence head, and not that any of several siblings is accepted.
 
-        It may depend on these nodes and the tokens before them, but not on their children. Drafters with
-        ``has_confidence`` implement it.
+        It may depend on these nodes and the tokens before them, but not on their children.
         """
         raise NotImplementedError
 
@@ -168,7 +157,7 @@ class StepwiseSession(Session, LogitsSource):
 
 
 def root_only(last_token: Tensor) -> Proposal:
-    """Return a proposal without drafts: verification reads only ``last_token`` ([B])."""
+    """Return a proposal without drafts."""
     shape = TokenTree.chain(0).shape_on(last_token.device)
     return Proposal(tokens=last_token[:, None], shape=shape, draft_sampling=DraftSampling.TOP_K)
 
@@ -195,13 +184,7 @@ def grow(
     ``confidence_threshold=0.7``, "the" is verified but gets no children. Drafting then ends, without nodes 3 and 4. If
     a second row of the batch is confident of its node 1, its nodes 3 and 4 exist, and are padding in the first row.
 
-    Args:
-        source: gives the drafter's logits; usually its session.
-        last_token: [B] int64, the roots.
-        draft_config: tree, sampling and thresholds.
-        d2t: [W] int64, the target id of each draft id.
-        vocabulary: size V of the target's vocabulary.
-        rng: random numbers for sampled candidates.
+    ``d2t`` [W] int64 has the target id of each draft id, and ``vocabulary`` is the size V of the target's vocabulary.
     """
     if isinstance(tree := draft_config.tree, DynamicTree):
         return grow_dynamic(source, last_token, tree, d2t)
@@ -312,9 +295,9 @@ class _Stopping:
         return self._any_expandable()
 
     def drawing(self, width: int) -> Tensor | None:
-        """Return a mask, [B, width] bool: True for distributions from which children are sampled; None: for all.
+        """Return the mask [B, width] of distributions from which children are sampled; None if all are.
 
-        ``width`` is the number of distributions of the level: one per parent, or 1 if all parents share one.
+        ``width`` is 1 if all parents share one distribution.
         """
         if self._prefix == 0:
             return None

@@ -33,10 +33,7 @@ EXACT = AcceptanceRule()
 
 
 def default_draft_config(drafter: Drafter | None, rows: int = 1) -> DraftConfig:
-    """Return a config with the drafter's tree for a batch of ``rows``, or a chain over its positions if it has no tree.
-
-    Without a drafter, the tree is only its root.
-    """
+    """Return a config with the drafter's tree for a batch of ``rows``; without a tree, a chain over its positions."""
     if drafter is None:
         return ROOT_ONLY
     sizes = [n for n in drafter.batch_trees if n <= rows]
@@ -54,19 +51,16 @@ class DecodingSequence:
     on_tokens: OnTokens | None = None
     answer: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    """The base's logits [V] for every token of the answer; empty without ``DecodeLoop.keep_logits``."""
+    logits: list[Tensor] = field(default_factory=list)  # with ``keep_logits``, the base's [V] for every token
     hidden: list[Tensor] = field(default_factory=list)
-    """The base's final hidden states of prompt and answer, float16: a piece [T, D] of the prompt, then one per step.
-    The answer's last token has none, because the base does not read it. Empty without
-    ``DecodeLoop.keep_hidden_states``."""
+    """With ``keep_hidden_states``, the base's final ones, float16: a piece [T, D] of the prompt, then one per step. The
+    answer's last token has none, because the base does not read it."""
     ended: bool = False
     started: float = 0.0
     prefill_s: float = 0.0
     prefill_rows: int = 1
     total_s: float = 0.0
-    draft_length: int = 0
-    """Tree levels to draft in the next step, if ``DraftConfig.adaptive`` is set."""
+    draft_length: int = 0  # tree levels to draft in the next step, if ``DraftConfig.adaptive`` is set
 
 
 @dataclass(kw_only=True)
@@ -81,8 +75,7 @@ class DecodeLoop:
     config: DecodeConfig
     max_new_tokens: int
     batch_size: int
-    capacity: int
-    """Largest number of tokens of a prompt with its answer."""
+    capacity: int  # largest number of tokens of a prompt with its answer
     record_steps: bool = True
     keep_hidden_states: bool = False
     keep_logits: bool = False
@@ -213,10 +206,7 @@ def decode(
     on_tokens: OnTokens | None = None,
     **options: Unpack[DecodeOptions],
 ) -> DecodeResult:
-    """Decode a prompt of token ids. With an exact rule, the answer's distribution does not depend on the drafter.
-
-    ``on_tokens`` is called with new tokens as soon as they are final. ``options`` are those of ``decode_batch``.
-    """
+    """Decode a prompt of token ids; ``options`` are those of ``decode_batch``."""
     return decode_batch(base, drafter, [input_ids], seeds=[seed], on_tokens=on_tokens and [on_tokens], **options)[0]
 
 
@@ -328,12 +318,9 @@ def prepare(
 
 
 def check_ids(base: BaseModel, ids: Sequence[int], max_new_tokens: int, where: str) -> None:
-    """Reject a prompt that is empty, has ids that ``base`` lacks, or leaves no room for ``max_new_tokens``.
-
-    ``where`` names the prompt in messages.
-    """
+    """Reject a prompt that is empty, has ids that ``base`` lacks, or leaves no room for ``max_new_tokens``."""
     if not ids:
-        raise UserError(f"{where} is empty; give at least one token, or leave it out")
+        raise UserError(f"{where} is empty; give at least one token")
     outside = next(((position, token) for position, token in enumerate(ids) if not 0 <= token < base.vocab_size), None)
     if outside is not None:
         raise UserError(
@@ -363,10 +350,7 @@ def check_drafter(base: BaseModel, drafter: Drafter | None, draft_config: DraftC
             "the drafter with target=base"
         )
     if drafter.base_fingerprint is not None and not same_base(drafter.base_fingerprint, base.fingerprint):
-        raise UserError(
-            f"the draft head was loaded for another base than {base.name}; load the head with this base "
-            "(load_head(name, base))"
-        )
+        raise UserError(f"the draft head was loaded for another base than {base.name}; use load_head(name, base)")
     if draft_config.prefix_threshold > 0 and not drafter.has_confidence:
         raise UserError(
             f"prefix_threshold={draft_config.prefix_threshold:g} needs a drafter that predicts how likely its drafts "

@@ -74,7 +74,7 @@ class NodeCache(ABC):
 
     @abstractmethod
     def new_cache(self, capacity: int, rows: int) -> TreeCache:
-        """Return an empty cache for ``rows`` rows of up to ``capacity`` positions, possibly with static shapes."""
+        """Return an empty cache for ``rows`` rows of up to ``capacity`` positions."""
 
     @abstractmethod
     def run(self, inputs: Tensor, cache: TreeCache, counts: list[int] | None, ancestors: Tensor | None) -> Tensor:
@@ -91,13 +91,12 @@ class NodeCache(ABC):
 
     @property
     def cache(self) -> TreeCache:
-        """The key/value cache, which exists after the first pass."""
         assert self._cache is not None
         return self._cache
 
     @property
     def unread(self) -> tuple[Tensor, list[int]] | None:
-        """Committed inputs, [B, T, ...], that the model has not run over yet, and their number per row; None: none."""
+        """Committed inputs, [B, T, ...], that the model has not run over yet, and their number per row."""
         return None if self._unread is None else (self._unread, self._counts)
 
     @torch.inference_mode()
@@ -231,7 +230,6 @@ class NodeCache(ABC):
         self._drop_nodes()
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch, and remove all drafted nodes."""
         self._drop_nodes()
         self._read, self._counts = [self._read[row] for row in rows], [self._counts[row] for row in rows]
         self._unread = None if self._unread is None else take_rows(self._unread, rows)

@@ -53,15 +53,11 @@ class DecodeConfig:
     """Settings of a decode step: drafting, sampling and acceptance."""
 
     draft_config: DraftConfig
-    sampler: TargetSampler
-    """The output's distribution. Temperature 0 is greedy decoding."""
+    sampler: TargetSampler  # of the output
     rule: AcceptanceRule
-    return_probs: bool = False
-    """Return the target's distributions of the committed tokens (``Acceptance.probs``), for vertical cascades."""
-    eos_ids: frozenset[int] = frozenset()
-    """End-of-sequence tokens: nothing is committed after one of them."""
-    with_entropy: bool = False
-    """Measure ``StepRecord.entropy``."""
+    return_probs: bool = False  # ``Acceptance.probs``, for vertical cascades
+    eos_ids: frozenset[int] = frozenset()  # nothing is committed after one of them
+    with_entropy: bool = False  # measure ``StepRecord.entropy``
     timed: bool = False
     """Wait for the device after drafting and after verification, so that ``draft_s`` and ``verify_s`` are exact.
     Without it, the time of unfinished device work counts in a later part; ``total_s`` is right either way."""
@@ -85,57 +81,58 @@ class Step:
     """The result of one decode step, for all rows of a batch."""
 
     tokens: list[list[int]]
-    """Tokens to append to each row's answer: the accepted drafts and then the bonus, the target's own next token. At
-    least one per row."""
-    records: list["StepRecord"]
-    """The record of each row, without ``total_s``."""
+    """Tokens to append to each row's answer: the accepted drafts and then the bonus, the target's own next token."""
+    records: list["StepRecord"]  # of each row, without ``total_s``
     proposal: Proposal
     acceptance: Acceptance
-    logits: Tensor
-    """[B, N, V]: the base's logits after every node of ``proposal``."""
-    hidden: HiddenStates
-    """[B, 1 + depth, ...]: the base's states after the root and after the accepted drafts, then padding."""
+    logits: Tensor  # [B, N, V]: the base's, after every node of ``proposal``
+    hidden: HiddenStates  # [B, 1 + depth, ...]: the base's, after the root and after the accepted drafts, then padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """Numbers of one decode step of one sequence. Times are those of the whole batch, in seconds."""
 
-    position: int
-    """Tokens of the answer before the step."""
-    rows: int = 1
-    """Answers that the step continued, this one included."""
-    proposed: int
-    """Drafted nodes, without the root."""
-    depth: int
-    """Drafts on the longest path."""
+    position: int  # tokens of the answer before the step
+    rows: int = 1  # answers that the step continued, this one included
+    proposed: int  # drafted nodes, without the root
+    depth: int  # drafts on the longest path
     accepted: int
     """Drafts that the rule accepted; EOS or ``max_new_tokens`` may have cut some of them off afterwards."""
-    committed: int
-    """Tokens added to the answer: accepted drafts and the bonus, without those cut off."""
+    committed: int  # tokens added to the answer: accepted drafts and the bonus, without those cut off
     entropy: float = float("nan")
     """Entropy, in nats, of the target's distribution of the step's first token, before temperature and top-p; nan
     unless it was measured."""
-    draft_s: float
-    """Time of drafting; see ``DecodeConfig.timed``."""
-    verify_s: float
-    """Time of the base's pass over the tree."""
-    total_s: float = 0.0
-    """Time of the whole step, which also accepts, commits and records."""
+    draft_s: float  # see ``DecodeConfig.timed``
+    verify_s: float  # the base's pass over the tree
+    total_s: float = 0.0  # the whole step, which also accepts, commits and records
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeResult:
     """One decoded answer with the records of its steps. Times in seconds."""
 
-    tokens: list[int]
-    """Tokens of the answer; if EOS ended it, EOS is the last."""
+    tokens: list[int]  # of the answer; if EOS ended it, EOS is the last
     steps: list[StepRecord]
-    prefill_s: float
-    """Time to read the prompt, which gives the first token. That token belongs to no step."""
-    prefill_rows: int = 1
-    """Prompts that were read in this time."""
+    prefill_s: float  # time to read the prompt, which gives the first token: it belongs to no step
+    prefill_rows: int = 1  # prompts that were read in this time
     total_s: float
+    text: str = ""  # the answer's text, from ``drafthead.generate``
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens added per step: accepted drafts and the target's own token. 1 in plain decoding."""
+        return mean_accepted_length(self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the answer, divided by the time of prefill and decoding."""
+        return len(self.tokens) / self.total_s
+
+
+def mean_accepted_length(steps: Sequence[StepRecord]) -> float:
+    """Return the mean number of tokens that ``steps`` added; 1 without steps."""
+    return sum(step.committed for step in steps) / len(steps) if steps else 1.0
 
 
 class DecodeState:
@@ -174,13 +171,8 @@ class DecodeState:
     ) -> "DecodeState":
         """Return a state of ``rows`` rows without tokens.
 
-        Args:
-            base: the target.
-            drafter: the drafter, or None for decoding without drafts.
-            config: settings of the steps.
-            rows: number of rows.
-            capacity: largest number of tokens in a row, including the nodes of one tree.
-            nodes: largest number of nodes in a tree; None: that of the tree of ``config``.
+        ``capacity`` is the largest number of tokens in a row, including the nodes of one tree. A tree has up to
+        ``nodes`` nodes (None: those of the tree of ``config``).
         """
         extra = 0 if drafter is None else drafter.cache_slots(config.draft_config)
         capacity, nodes = capacity + extra, (nodes or config.draft_config.nodes) + extra
@@ -195,8 +187,8 @@ class DecodeState:
     def share_prefix(self, prompts: Sequence[list[int]]) -> None:
         """Run the base once over the common beginning of ``prompts``; ``read_prompts`` then copies its keys and values.
 
-        The common beginning is shorter than every prompt, because each row must read at least one token itself. With
-        fewer than two prompts, do nothing. Only for decoding without a drafter.
+        The common beginning is shorter than every prompt, because each row must read at least one token itself. Only
+        for decoding without a drafter.
         """
         if len(prompts) > 1 and (ids := list(commonprefix(prompts)[: min(map(len, prompts)) - 1])):
             cache = self.base.new_cache(len(ids))
@@ -210,7 +202,7 @@ class DecodeState:
         first: Tensor | None = None,
         rows: list[int] | None = None,
     ) -> list[Tensor]:
-        """Prefill the rows one by one and set the first answer token of each row as its last token.
+        """Prefill the rows one by one, and set the first answer token of each row as its last token.
 
         Args:
             prompts: token ids of each prompt.
@@ -269,11 +261,8 @@ class DecodeState:
     ) -> Step:
         """Draft, verify, accept and commit for all rows.
 
-        Args:
-            seeds: seed of each row's random numbers.
-            positions: number of tokens in each row's answer; with the seed, it decides the random numbers of the step.
-            depth: largest number of levels to draft; None: all levels of the tree.
-            most_tokens: largest number of tokens to commit in each row; None: no limit.
+        ``seeds`` and ``positions`` (tokens in each row's answer) decide the random numbers of the step. ``depth`` and
+        ``most_tokens`` are the largest numbers of levels to draft, and of tokens to commit in each row; None: no limit.
         """
         started = perf_counter()
         proposal = self._draft(seeds, positions, depth)
@@ -336,10 +325,7 @@ class DecodeState:
         return perf_counter()
 
     def _truncated(self, tokens: Tensor, counts: Tensor, most_tokens: list[int] | None) -> Tensor:
-        """Return each row's number of tokens to commit, [B]: at most ``counts`` and ``most_tokens`` (None: no limit).
-
-        It is cut further to end with the first EOS in the row's ``tokens``, if there is one.
-        """
+        """Return each row's number of tokens to commit, [B]: ``counts``, cut to ``most_tokens`` and the first EOS."""
         if most_tokens is not None:
             counts = counts.clamp(max=on_device(most_tokens, counts.device))
         if self.config.eos_ids and tokens.shape[1] > 1:
@@ -351,7 +337,7 @@ class DecodeState:
         return counts
 
     def _extend_contexts(self, tokens: Tensor, counts: Tensor, rows: list[int] | None = None) -> None:
-        """Append each row's first ``counts`` [B] of ``tokens`` [B, T] to the contexts of ``rows`` (None: all)."""
+        """Append each row's first ``counts`` of ``tokens`` [B, T] to the contexts of ``rows`` (None: all)."""
         if self._context is None:
             return
         index = on_device(range(len(self._context_lengths)) if rows is None else rows, tokens.device)
@@ -368,7 +354,6 @@ class DecodeState:
             self._context_lengths.index_fill_(0, on_device(rows, self._context_lengths.device), 0)
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order."""
         self.cache.select(rows)
         if self.session is not None:
             self.session.select(rows)
@@ -381,8 +366,7 @@ class DecodeState:
 def target_probs(logits: Tensor, sampler: TargetSampler, contexts: Contexts | None, proposal: Proposal) -> Target:
     """Return a function that maps nodes [B, M] to the target's distributions after them, [B, M, V].
 
-    ``logits`` [B, N, V] are the base's after all N nodes of ``proposal``. ``contexts`` has the tokens up to the roots,
-    included; None if ``sampler`` does not depend on earlier tokens.
+    ``logits`` [B, N, V] are those after all nodes. ``contexts`` has the tokens up to the roots, included.
     """
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
 

@@ -34,7 +34,7 @@ class CompositeDrafter(Drafter):
     """Base class of combinations of drafters; a subclass sets ``depth`` and ``tree`` and defines ``open``."""
 
     def __init__(self, drafters: Sequence[Drafter], kind: str) -> None:
-        """Combine ``drafters``, at least two; ``kind`` names the combination in error messages, such as "a relay"."""
+        """``kind`` names the combination in error messages, such as "a relay"."""
         if len(drafters) < 2:
             raise UserError(f"{kind} needs at least two drafters, got {len(drafters)}")
         bases = {d.base_fingerprint for d in drafters if d.base_fingerprint is not None}
@@ -55,8 +55,10 @@ class CompositeDrafter(Drafter):
 
 
 class CompositeSession(Session):
-    """Base class of sessions of ``CompositeDrafter``, which open one session per drafter; a subclass defines ``draft``.
-    The drafters' sessions all get the same committed tokens, and none uses the target's cache."""
+    """Base class of sessions with one session per drafter; a subclass defines ``draft``.
+
+    The drafters' sessions all get the same committed tokens, and none uses the target's cache.
+    """
 
     def __init__(self, drafter: CompositeDrafter, rows: int) -> None:
         self.drafter = drafter
@@ -79,10 +81,9 @@ class CompositeSession(Session):
             session.commit(tokens, counts, hidden, self.nodes_of(session, nodes))
 
     def nodes_of(self, session: Session, nodes: Tensor | None) -> Tensor | None:
-        """Return the numbers that committed nodes have in the tree that ``session`` itself drafted.
+        """Return the numbers of ``nodes`` of the combined tree in the tree of ``session``, for its ``commit``.
 
-        ``nodes`` [B, T] are their numbers in the combined tree; None: unknown. The result, for ``Session.commit``, is
-        -1 for nodes that ``session`` did not draft. This base class returns None: ``session`` keeps none of its nodes.
+        This base class returns None: ``session`` keeps none of its nodes.
         """
         return None
 
@@ -120,11 +121,7 @@ class CombinedDrafter(CompositeDrafter):
     ) -> None:
         """Combine ``drafters``, whose candidates are tried in this order.
 
-        Args:
-            drafters: the drafters.
-            trees: a tree for each drafter; by default its own tree, or a chain over all its positions.
-            nodes: nodes up to which the first drafter fills the union, root included. None: it drafts its whole tree.
-            names: the drafters' names in reports; by default those of their classes.
+        By default each drafts its own tree, or a chain over all its positions. ``names`` are for reports.
         """
         super().__init__(drafters, "a combined drafter")
         self.trees = tuple(trees) if trees else tuple(d.tree or TokenTree.chain(d.depth) for d in drafters)
@@ -143,11 +140,7 @@ class CombinedDrafter(CompositeDrafter):
         return CombinedSession(self, rows)
 
     def draft_configs(self, draft_config: DraftConfig) -> list[DraftConfig]:
-        """Return a draft config for each drafter: ``draft_config`` with the drafter's own tree.
-
-        The tree is truncated to the depth of ``draft_config``. If ``draft_config`` has a dynamic tree, each drafter
-        instead gets this tree with an equal share of the nodes. Raise a UserError if there are too few nodes.
-        """
+        """Return ``draft_config`` with each drafter's own tree, or an equal share of the nodes of a dynamic tree."""
         if isinstance(draft_config.tree, DynamicTree):
             share = 1 + (draft_config.nodes - 1) // len(self.drafters)
             if share < 2:
@@ -161,13 +154,13 @@ class CombinedDrafter(CompositeDrafter):
         if draft_config.nodes < needed:
             raise UserError(
                 f"the tree has room for {draft_config.nodes} nodes, but the combined drafters' trees have {needed}; "
-                "leave out the tree to draft all of them, or give the combined drafter smaller trees"
+                "leave out the tree to draft all of them"
             )
         return [replace(draft_config, tree=tree) for tree in trees]
 
 
 class CombinedSession(CompositeSession):
-    """A session that merges the trees drafted by its drafters' sessions."""
+    """Merges the trees of its drafters' sessions."""
 
     drafter: CombinedDrafter
 

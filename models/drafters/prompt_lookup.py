@@ -26,10 +26,8 @@ from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.token_tree import TokenTree, TreeShape
 from drafthead.system.devices import is_host, on_device
 
-SEPARATOR = -1
-"""Separator between remembered answers, which equals no token id."""
-NO_TOKEN = -2
-"""Stand-in for a separator in the n-gram to look up, so that separators do not match each other."""
+SEPARATOR = -1  # between remembered answers
+NO_TOKEN = -2  # stands for a separator in the n-gram to look up, so that separators do not match each other
 
 
 class TokenBuffer:
@@ -53,7 +51,7 @@ class TokenBuffer:
 
     @property
     def ends(self) -> Tensor:
-        """The length of each row as a tensor, [B] int64."""
+        """[B] int64."""
         return on_device(self.lengths, self.tokens.device)
 
 
@@ -80,11 +78,8 @@ class PromptLookup(Drafter):
                 (default of transformers: 2). None: no limit.
             matches: number of matches to draft from. Longer matches are preferred, and of equally long ones the latest
                 (transformers: the first).
-            memory: number of tokens of the latest answers and their prompts that are searched too; 0: none.
+            memory: number of tokens of the latest answers and their prompts that are searched too.
             per_match: largest number of drafts per token of the match; None: only ``num_tokens`` limits them.
-
-        Raises:
-            UserError: a number is below 1, or ``memory`` below 0.
         """
         counts = {"num_tokens": num_tokens, "max_ngram": max_ngram, "matches": matches, "per_match": per_match}
         for name, value in counts.items():
@@ -162,7 +157,7 @@ class PromptLookup(Drafter):
 
 
 class LookupSession(Session):
-    """A session that searches the committed tokens of its rows at every step."""
+    """Searches the committed tokens of its rows at every step."""
 
     def __init__(self, drafter: PromptLookup, rows: int) -> None:
         self._drafter = drafter

@@ -43,7 +43,6 @@ class ExitStates(SessionPart):
     """
 
     def __init__(self, first: BaseModel, target: TreeCache) -> None:
-        """Write into the cache ``target``; ``first`` is the model of its first layers."""
         self._model, self._target = first, target
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
@@ -68,7 +67,7 @@ class ExitStates(SessionPart):
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Run the layers over the F nodes of the next tree level; return the last layer's outputs [B, F, D].
 
-        ``tokens`` [B, F] are the nodes' tokens, and ``parents`` [B, F] their parents' indices on the level above.
+        ``parents`` [B, F] are indices on the level above.
         """
         level, self._level = self._level, self._count
         return self._read(tokens, parents + level)
@@ -110,10 +109,7 @@ class ExitStates(SessionPart):
 
 
 def check_early_exit(base: BaseModel, first: BaseModel) -> None:
-    """Reject ``base`` if its states differ when the layers ``first`` run alone and the others continue.
-
-    Each base is tested once.
-    """
+    """Reject ``base``, once, if its states differ when the layers ``first`` run alone and the others continue."""
     check = f"early exit after {first.num_layers}"
     if base.device.type == "meta" or check_key(base, check) in PASSED:
         return
@@ -173,7 +169,6 @@ class KangarooHead(DraftHead):
         return [(self.self_attn, "forward")]
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """Return the adapter's outputs for all positions of the batch, [B, T, D]."""
         # States that were not stored are NaN; zeros have no effect on values and gradients.
         x = base_hidden.layer(0).to(self.dtype).nan_to_num()
         mask = document_mask(batch.document_ids, x.dtype)

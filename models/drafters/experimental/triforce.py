@@ -46,7 +46,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """Parse a policy such as ``recent``, ``sinks:4`` or ``retrieval:8``; reject other texts with a UserError."""
+        """Parse a policy such as ``recent``, ``sinks:4`` or ``retrieval:8``."""
         name, _, size = text.partition(":")
         if (name == "recent" and not size) or (name in ("sinks", "retrieval") and size.isdigit() and int(size) > 0):
             return cls(name, int(size or 0))
@@ -101,10 +101,10 @@ class TriForce(VerticalCascade):
         drafter: Drafter | None = None,
         draft_config: DraftConfig | None = None,
     ) -> None:
-        """Draft up to ``num_tokens`` tokens with ``base``, which attends to ``budget`` positions of its cache.
+        """Draft with ``base``, which attends to ``budget`` positions of its cache.
 
-        ``policy``, such as ``recent`` or ``sinks:4``, selects them again every ``refresh`` tokens. ``drafter``, with
-        the config ``draft_config``, drafts for this reduced ``base``; None: tokens are drafted one by one.
+        ``policy`` selects them again every ``refresh`` tokens. ``drafter`` drafts for this reduced ``base``; None:
+        tokens are drafted one by one.
         """
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
         layers_differ = len({heads for sizes in base.cache_shape.layers for heads in sizes or [None]}) > 1
@@ -131,9 +131,7 @@ class TriForce(VerticalCascade):
 
     def open(self, rows: int, cache: TreeCache | None = None) -> "TriForceSession":
         if rows != 1:
-            raise UserError(
-                f"budget:POSITIONS drafts for one prompt at a time, got {rows}; decode the prompts one by one"
-            )
+            raise UserError(f"budget:POSITIONS drafts for one prompt at a time, got {rows}; set batch_size=1")
         return TriForceSession(self, cache)
 
 
@@ -143,7 +141,7 @@ class TriForceSession(NestedSession):
     drafter: TriForce
 
     def __init__(self, drafter: TriForce, target: TreeCache | None) -> None:
-        """Use positions of ``target``, the target's cache. With None (in a combination), the session fills its own."""
+        """Without ``target``, the target's cache (in a combination), the session fills its own."""
         super().__init__(drafter, 1)
         self._target, self._length = target, 0
         self._budget: TreeCache | None = None

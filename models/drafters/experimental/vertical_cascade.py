@@ -42,11 +42,7 @@ class VerticalCascade(LMDrafter):
         draft_config: DraftConfig | None = None,
         target: BaseModel | None = None,
     ) -> None:
-        """Draft up to ``num_tokens`` tokens for ``target`` with ``model``, as ``LMDrafter`` does.
-
-        ``drafter`` drafts for ``model``, from tokens alone; None: ``model`` decodes token by token. ``draft_config`` is
-        that of ``drafter``; None: its calibrated tree, or a chain over all its positions.
-        """
+        """``drafter`` drafts for ``model`` (as ``LMDrafter`` has it), from tokens alone; None: token by token."""
         super().__init__(model, target, num_tokens)
         self.drafter = drafter
         self.draft_config = draft_config or default_draft_config(drafter)
@@ -54,8 +50,8 @@ class VerticalCascade(LMDrafter):
         self.room = num_tokens * (self.draft_config.depth + 1) + self.draft_config.nodes
         if drafter is not None and drafter.reads_base:
             raise UserError(
-                f"{type(drafter).__name__} reads the base's hidden states, so it cannot be B in nested:A+B, which "
-                "drafts for model A; use prompt lookup, a model or an early exit instead"
+                f"{type(drafter).__name__} reads the base's hidden states, so it cannot draft for another model, as B "
+                "in nested:A+B"
             )
         check_drafter(model, drafter, self.draft_config, EXACT)
 
@@ -101,7 +97,6 @@ class NestedSession(Session):
                 self._inner.commit(*unread, None)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Replace ids that are outside the draft model's vocabulary by its last id."""
         return tokens.clamp(max=self.drafter.model.vocab_size - 1)
 
     def select(self, rows: list[int]) -> None:
@@ -154,7 +149,7 @@ class NestedSession(Session):
     def read(self, root: Tensor, depth: int) -> TreeCache:
         """Return the draft model's cache of the committed tokens before ``root`` [B], with room for ``depth`` drafts.
 
-        The room also fits the inner drafter's trees. A subclass may read ``root``.
+        The room also fits the inner drafter's trees.
         """
         return self._context.shared_cache(self.drafter.room, depth)
 

@@ -38,13 +38,9 @@ class LayerCache(NodeCache, SessionPart):
     def __init__(
         self, layer: Layer, shape: CacheShape, rows: int, inputs: Callable[[HiddenStates], Tensor] | None = None
     ) -> None:
-        """Create an empty cache.
+        """``layer`` runs all attention layers of the head over their inputs [B, F, input width].
 
-        Args:
-            layer: function that runs all attention layers of the head over their inputs [B, F, input width].
-            shape: number of layers and sizes of their keys and values.
-            rows: number of rows B.
-            inputs: returns the layers' inputs at committed tokens; a subclass may override ``commit`` instead.
+        ``inputs`` returns these inputs at committed tokens; a subclass may override ``commit`` instead.
         """
         super().__init__(rows)
         self._layer, self._shape, self._inputs = layer, shape, inputs
@@ -98,8 +94,7 @@ class HeadSession(StepwiseSession):
 
     drafter: DraftHead
     """The trained head. ``StepwiseSession`` reads its ``depth``, ``vocab_size`` and ``d2t``."""
-    context: LayerCache
-    """Keys and values of the head's own attention layers, for heads that have any."""
+    context: LayerCache  # of heads with attention layers
 
     def __init__(self, head: DraftHead, rows: int, *parts: SessionPart) -> None:
         self.drafter, self.lengths = head, [0] * rows
@@ -110,7 +105,6 @@ class HeadSession(StepwiseSession):
         """[B, D] the base's final hidden state at the last token that it has read; zeros in an empty row."""
         induction = self.inference_head.induction
         self.copied = None if induction is None else InductionContext(induction, rows)
-        """The induction head's context; None without an induction head."""
         self.parts = parts if self.copied is None else (*parts, self.copied)
 
     @property
@@ -143,10 +137,7 @@ class HeadSession(StepwiseSession):
             part.rollback(lengths)
 
     def draft_hidden(self) -> Tensor:
-        """Return the hidden state [B, D] from which the head drafts in each row: the input of its first computation.
-
-        By default it is the base's final hidden state at the last token that the base has read.
-        """
+        """Return the hidden state [B, D] from which the head drafts in each row; by default the base's last one."""
         return self.hidden
 
     def start(self, last_token: Tensor, draft_config: DraftConfig) -> None:
@@ -158,8 +149,7 @@ class HeadSession(StepwiseSession):
     def draft_sinks(self) -> Tensor | None:
         """Return the states from which the induction head decides whether to copy, for each tree level: [B, levels, D].
 
-        With [B, 1, D], all levels share one state. With None, the method ``level`` computes the states later and passes
-        them to ``copied.start`` itself.
+        With [B, 1, D], all levels share one state. With None, ``level`` passes them to ``copied.start`` later.
         """
         return self.hidden[:, None]
 
@@ -183,9 +173,8 @@ class HeadSession(StepwiseSession):
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         """Return the inputs of the vocabulary projections of ``depth`` = K draft positions, [B, K, D].
 
-        ``hidden`` [B, D] is ``draft_hidden()``, and ``last_token`` [B] the last committed token. Sessions of heads that
-        attend but do not read their drafts define this method. It is called instead of the head's ``all_inputs``, which
-        cannot attend to the session's ``context``.
+        ``hidden`` [B, D] is ``draft_hidden()``. Sessions of heads that attend but do not read their drafts define this
+        method. It is called instead of the head's ``all_inputs``, which cannot attend to the session's ``context``.
         """
         raise NotImplementedError
 
@@ -206,9 +195,8 @@ class HeadSession(StepwiseSession):
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """Compute draft position k (from 0): return its projection's inputs [B, F, D] and logits [B, F, W].
 
-        ``tokens`` [B, F] and ``parents`` [B, F] are those of ``expand``. If the head does not read its drafts, all
-        nodes of a level share one distribution, and the results have F = 1. A Markov correction and an induction head
-        are not included: ``expand`` adds them.
+        If the head does not read its drafts, all nodes of a level share one distribution, and the results have F = 1.
+        ``expand`` adds a Markov correction and an induction head.
         """
         if not self.inference_head.reads_drafts:
             return self._inputs[:, k, None], self._logits[:, k, None]

@@ -47,7 +47,6 @@ class InductionHead(nn.Module):
     """
 
     def __init__(self, base: BaseModel, rank: int) -> None:
-        """Create a head for ``base`` whose codes have ``rank`` numbers."""
         super().__init__()
         self.rank, width, device = rank, base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
@@ -65,7 +64,7 @@ class InductionHead(nn.Module):
             nn.init.constant_(self.sink.bias, SINK)
 
     def inference(self, dtype: torch.dtype | None = None) -> "InductionHead":
-        """Return a copy that looks codes up in ``table`` instead of computing them; ``dtype`` is ignored."""
+        """Return a copy that looks codes up in ``table``; ``dtype`` is ignored."""
         twin = copy(self)
         with torch.no_grad():
             ids = torch.arange(len(self._embedding[0]), device=self.sharpness.device)
@@ -154,7 +153,7 @@ class InductionContext(SessionPart):
     """
 
     def __init__(self, head: InductionHead, rows: int) -> None:
-        """Create an empty context for ``rows`` rows; ``head`` is an inference copy."""
+        """``head`` is an inference copy."""
         self._head, self._lengths = head, [0] * rows
         self._keys = self._values = self._sinks = head.sharpness.new_zeros(rows, 0, 0)
         self._before = head.sharpness.new_zeros(rows, 1, head.rank)
@@ -215,9 +214,7 @@ class InductionContext(SessionPart):
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return the copied code that predicts the children of each of a level's F nodes, [B, F, r].
 
-        Args:
-            tokens: [B, F] int64, the nodes' tokens.
-            parents: [B, F] int64 index of each node's parent on the level above; 0 for the root.
+        ``parents`` [B, F] int64 is the index of each node's parent on the level above; 0 for the root.
         """
         codes, level, total = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1), max(self._lengths)
         before = self._above.gather(1, parents[..., None].expand(-1, -1, self._above.shape[-1]))
