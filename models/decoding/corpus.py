@@ -31,16 +31,8 @@ def generate_answers(
 ) -> Iterator[Answer]:
     """Yield answers in the order in which they finish. Up to rounding, an answer depends on its seed and prompt only.
 
-    Args:
-        base: the model that answers.
-        prompts: (number, token ids). The number is a part of the answer's seed. Empty prompts and those longer than
-            ``max_prompt_tokens`` are skipped.
-        sampler: sampling of the answers; temperature 0 is greedy decoding.
-        batch_size: number of prompts that are decoded at once.
-        keep_hidden_states: add the final hidden states, float16 [len(input_ids) - 1, width]. The last token has none,
-            because the base does not read it.
-        max_prompt_tokens: largest number of tokens of a prompt. The cache has room for this number and
-            ``sampler.max_new_tokens``.
+    A prompt's number is a part of its answer's seed. Empty prompts and those longer than ``max_prompt_tokens`` are
+    skipped. With ``keep_hidden_states``, answers have final hidden states, float16 [len(input_ids) - 1, width].
     """
     config = DecodeConfig(
         draft_config=ROOT_ONLY,

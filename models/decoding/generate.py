@@ -62,8 +62,7 @@ class Piece(NamedTuple):
     """A piece of an answer's text, which later tokens do not change."""
 
     text: str
-    accepted: bool
-    """True if the last token of the piece is an accepted draft, False if the base chose that token."""
+    accepted: bool  # whether the last token of the piece is an accepted draft
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,9 @@ class TextStream:
 
     base: BaseModel
     sequence: DecodingSequence
-    """The tokens and steps so far."""
     _updates: Iterator[DecodingSequence]
 
     def __iter__(self) -> Iterator[Piece]:
-        """Decode to the end of the answer. To stop earlier, leave the iteration."""
         return text_pieces(self.base.tokenizer, self._tokens())
 
     def _tokens(self) -> Iterator[tuple[int, bool]]:
@@ -89,12 +86,10 @@ class TextStream:
 
     @property
     def accepted(self) -> int:
-        """Number of tokens in the answer that are accepted drafts."""
         return sum(min(step.accepted, step.committed) for step in self.sequence.steps)
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens added per step so far; 1 before the first step."""
         return mean_accepted_length(self.sequence.steps)
 
     @property
@@ -136,10 +131,7 @@ def stream(
 
 
 def text_pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[tuple[int, bool]]) -> Iterator[Piece]:
-    """Decode the pairs ``(token, accepted)`` to pieces of text, each as soon as later tokens cannot change it.
-
-    ``accepted`` is True for an accepted draft.
-    """
+    """Decode the pairs ``(token, accepted)`` to pieces of text, each as soon as later tokens cannot change it."""
     answer: list[int] = []
     # Each token is decoded together with the previous piece, on which a leading space depends.
     previous = shown = 0

@@ -1,8 +1,8 @@
 """Growing token trees from a drafter's logits, level by level: the code that all heads and draft models share.
 
 A ``StepwiseSession`` only returns the logits after the nodes of a frontier, which are the nodes of one level that get
-children. This module chooses the children: by their ranks in a static tree, by sampling, or by their scores in a
-dynamic tree. It also decides where drafting stops. Every head and draft model therefore supports every kind of tree.
+children. This module chooses the children (by their ranks in a static tree, by sampling, or by their scores in a
+dynamic tree) and where drafting stops. Every head and draft model therefore supports every kind of tree.
 
 Shape legend: B rows, F frontier nodes, W draft vocabulary, V target vocabulary, N nodes, M nodes of a level.
 """
@@ -117,9 +117,8 @@ class LogitsSource(ABC):
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return the draft logits after the nodes of the next level. In the first call, that is the root alone.
 
-        Args:
-            tokens: [B, F] int64 target ids of the nodes.
-            parents: [B, F] int64 index of each node's parent among the nodes of the previous call; 0 for the root.
+        ``tokens`` [B, F] int64 are target ids. ``parents`` [B, F] int64 is the index of each node's parent among the
+        nodes of the previous call.
 
         Returns:
             [B, F, W], or [B, 1, W] if all nodes of the level have the same distribution. All nodes then get the same
@@ -227,9 +226,8 @@ def grow(
 def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
     """Return, for each node of ``tree``, the index of the distribution from which its children were drawn, [N] int64.
 
-    It is an index in the tensors of ``probs``, one per level, joined on axis 1: [B, F, V] in the order ``slots`` in
-    which the drafter ran over the nodes, or [B, 1, V] each if all nodes of a level share one distribution. The index
-    of a node without children is not used.
+    It is an index in the levels' tensors ``probs`` joined on axis 1: [B, F, V] in the order ``slots`` in which the
+    drafter ran over the nodes, or [B, 1, V] each if all nodes of a level share one distribution.
     """
     count = sum(level.shape[1] for level in probs)
     order = slots if count > len(probs) else tree.shape_on(slots.device).depths[0]
@@ -237,7 +235,7 @@ def _drawn_from(probs: list[Tensor], tree: TokenTree, slots: Tensor) -> Tensor:
 
 
 def _likeliest(logits: Tensor, level: TreeLevel, with_likelihood: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the draft ids [B, M] of a level's nodes, by rank, and if requested their probabilities [B, M]."""
+    """Return the draft ids [B, M] of a level's nodes, by rank, and on request their probabilities [B, M]."""
     logits = logits.float()
     values, candidates = logits.topk(level.width, dim=-1)
     taken = level.taken_from(logits.shape[1])
@@ -272,13 +270,10 @@ class _Stopping:
     """
 
     def __init__(self, draft_config: DraftConfig, tokens: Tensor) -> None:
-        """Start with the roots alone; ``tokens`` [B, N] gives the shape."""
         self._threshold, self._prefix = draft_config.confidence_threshold, draft_config.prefix_threshold
         without = draft_config.draft_sampling is DraftSampling.WITHOUT_REPLACEMENT  # may use up a distribution
         self.cuts = self._threshold > 0 or self._prefix > 0 or without
-        """True if a row may get fewer nodes than the tree has."""
-        self.active = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
-        """[B, N] bool: True for nodes that exist."""
+        self.active = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)  # [B, N]: nodes that exist
         self.active[:, 0] = True
         self._expandable = self.active[:, :1]  # [B, F]
         self._path_confidence = torch.ones(len(tokens), 1, device=tokens.device)  # [B, F]: products along paths
@@ -342,7 +337,7 @@ class _Stopping:
         return nodes, TreeShape.from_parents(parents, width=shape.children.shape[2] if sampled else None)
 
     def _any_expandable(self) -> bool:
-        """Return False if no frontier node may get children; True except on a CPU, because reading would wait."""
+        # True except on a CPU, because reading would wait.
         return not is_host(self._expandable.device) or bool(self._expandable.any())
 
 

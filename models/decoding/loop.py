@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,17 +186,6 @@ class DecodeLoop:
         return max(0, depth)
 
 
-class DecodeOptions(TypedDict, total=False):
-    """Arguments that ``decode`` passes on to ``decode_batch``, where they are explained."""
-
-    max_new_tokens: Required[int]
-    draft_config: DraftConfig | None
-    sampler: TargetSampler
-    rule: AcceptanceRule
-    ignore_eos: bool
-    timed: bool
-
-
 def decode(
     base: BaseModel,
     drafter: Drafter | None,
@@ -204,7 +193,7 @@ def decode(
     *,
     seed: int = 0,
     on_tokens: OnTokens | None = None,
-    **options: Unpack[DecodeOptions],
+    **options: Any,
 ) -> DecodeResult:
     """Decode a prompt of token ids; ``options`` are those of ``decode_batch``."""
     return decode_batch(base, drafter, [input_ids], seeds=[seed], on_tokens=on_tokens and [on_tokens], **options)[0]
@@ -243,8 +232,8 @@ def decode_batch(
     listeners: Sequence[OnTokens | None] = on_tokens or [None] * len(prompts)
     if not prompts or len(seeds) != len(prompts) or len(listeners) != len(prompts):
         raise UserError(
-            "decode_batch needs at least one prompt, and as many seeds and on_tokens functions as prompts (or None); "
-            f"got {len(prompts)} prompts, {len(seeds)} seeds and {len(listeners)} functions"
+            f"decode_batch needs prompts, and as many seeds and on_tokens; got {len(prompts)} prompts, {len(seeds)} "
+            f"seeds and {len(listeners)} functions"
         )
     loop = prepare(
         base,
@@ -288,8 +277,7 @@ def prepare(
 ) -> DecodeLoop:
     """Return a loop that decodes ``prompts``, up to ``batch_size`` (None: all) at once.
 
-    ``settings`` are the other fields of ``DecodeConfig``. ``name`` is the format of a prompt's name in messages. Reject
-    prompts and settings that do not fit together.
+    ``settings`` are the other fields of ``DecodeConfig``. ``name`` is the format of a prompt's name in messages.
     """
     rows = len(prompts) if batch_size is None else min(batch_size, len(prompts))
     for setting, value in (("max_new_tokens", max_new_tokens), ("batch_size", rows)):

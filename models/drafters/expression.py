@@ -21,7 +21,7 @@ from drafthead.models.decoding.loop import default_draft_config
 from drafthead.models.drafters.combined import CombinedDrafter, union
 from drafthead.models.drafters.draft_model import ModelDrafter, early_exit
 from drafthead.models.drafters.experimental.words import WORDS
-from drafthead.models.drafters.kinds import Expression, Kind
+from drafthead.models.drafters.kinds import Expression, Kind, Parts
 from drafthead.models.drafters.prompt_lookup import PromptLookup
 from drafthead.models.heads.parts.loading import load_base_and_head, load_head
 from drafthead.models.token_tree import TokenTree
@@ -32,7 +32,6 @@ MOST_TOKENS = 256
 """Largest TOKENS or ``@N``, because the mask of a tree grows with the square of its nodes."""
 LONGEST_MATCH = 3
 """Longest n-gram of prompt lookup, unless TOKENS drafts need a longer match because of ``PER_MATCH``."""
-Parts = list[tuple[Drafter, DraftConfig]]
 
 
 def _prompt_lookup(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
@@ -97,11 +96,7 @@ class DrafterConfig:
 
 
 def parse_drafter(text: str) -> Expression:
-    """Return the expression in ``text``.
-
-    Raises:
-        UserError: ``text`` is not a drafter, or a number in it is out of range.
-    """
+    """Return the expression in ``text``; raise a ``UserError`` if it is not a drafter."""
     kind, colon, first = text.partition(":")
     if kind == "head" and "+" in first and Path(first).is_dir():
         return Expression(text, kind, first)
@@ -168,7 +163,6 @@ def _part(text: str) -> Expression:
 
 
 def _check_tokens(text: str, tokens: int) -> None:
-    """Reject a number of tokens outside 1 to ``MOST_TOKENS``."""
     if not 1 <= tokens <= MOST_TOKENS:
         raise UserError(f"{text!r} drafts up to {tokens} tokens; give 1 to {MOST_TOKENS}")
 
@@ -178,10 +172,7 @@ def _unknown(text: str) -> UserError:
 
 
 def is_drafter(spec: str) -> bool:
-    """Return True if ``spec`` is written like an expression; all else is taken for a head's folder or repository.
-
-    An existing folder is a head even if its path contains ``+`` or starts with ``(``.
-    """
+    """Return True if ``spec`` is written like an expression, and is not the path of an existing folder."""
     is_expression = "+" in spec or spec.startswith("(") or re.split("[:@]", spec)[0] in KINDS
     return is_expression and not Path(spec).is_dir()
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 
-Build = Callable[["Expression", BaseModel, list[tuple[Drafter, DraftConfig]]], Drafter]
-"""Function from an expression, the target, and the drafters of a combination with their configs, to the drafter."""
+Parts = list[tuple[Drafter, DraftConfig]]
+"""The drafters of a combination, with their configs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,8 @@ class Kind:
 
     form: str
     """The syntax as messages show it, such as ``model:NAME[:TOKENS]``."""
-    build: Build
+    build: Callable[["Expression", BaseModel, Parts], Drafter]
+    """Builds the drafter for the target; ``Parts`` are those of a combination."""
     tokens: int = 0
     """Number of tokens to draft by default; 0 for kinds that have no number of tokens."""
     numbers: tuple[int, int] = (0, 0)

@@ -38,7 +38,6 @@ class TokenBuffer:
         self.tokens, self.lengths = tokens, lengths
 
     def append(self, tokens: Tensor, counts: list[int]) -> "TokenBuffer":
-        """Return a buffer with the first ``counts[b]`` of ``tokens`` [B, T] appended to row b."""
         lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         known = self.tokens.to(tokens.device)
         if len(counts) == 1:
@@ -74,12 +73,11 @@ class PromptLookup(Drafter):
 
         Args:
             num_tokens: largest number of tokens to draft after a match.
-            max_ngram: length of the longest n-gram to search for; shorter ones, down to one token, are the fallback
-                (default of transformers: 2). None: no limit.
-            matches: number of matches to draft from. Longer matches are preferred, and of equally long ones the latest
-                (transformers: the first).
+            max_ngram: length of the longest n-gram to search for (None: any); shorter ones are the fallback.
+            matches: number of matches to draft from: the longest, and of equally long ones the latest (transformers:
+                the first).
             memory: number of tokens of the latest answers and their prompts that are searched too.
-            per_match: largest number of drafts per token of the match; None: only ``num_tokens`` limits them.
+            per_match: largest number of drafts per token of the match.
         """
         counts = {"num_tokens": num_tokens, "max_ngram": max_ngram, "matches": matches, "per_match": per_match}
         for name, value in counts.items():

@@ -38,18 +38,13 @@ class BuiltInBackend:
     max_prompt_tokens: int
 
     def identity(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest entry ``dtype``: the dtype of the base, on which the answers depend.
-
-        ``recorded``, the manifest of a resumed corpus, is not read.
-        """
+        """Return manifest entries on which the answers depend; ``recorded`` is not read."""
         return {"dtype": str(self.base.dtype)}
 
     def at(self, temperature: float) -> "BuiltInBackend":
-        """Return this backend with another sampling temperature."""
         return replace(self, sampler=replace(self.sampler, temperature=temperature))
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Reject limits of prompt and answer that exceed the base's context; ``prompts`` is not read."""
         check_context(self.base, self.max_prompt_tokens, self.sampler)
 
     def shards(
@@ -58,9 +53,8 @@ class BuiltInBackend:
         """Yield (number among the unfinished blocks, answers) of this process's blocks, which are assigned in turn.
 
         A block has prompts of similar length, because the cost of a batch depends on its longest row. Blocks are
-        shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative.
-        ``prompts`` are the same on all processes of ``group``. ``done`` has the numbers of prompts that are answered
-        already. ``on_done`` is called after every answer. No two processes yield the same number.
+        shuffled, so that the remaining time can be estimated early and an unfinished corpus is representative. ``done``
+        has the numbers of prompts that are answered already. ``on_done`` is called after every answer.
         """
         size = BATCHES_PER_BLOCK * self.batch_size
         prompts = sorted(prompts, key=lambda prompt: -len(prompt[1]))
@@ -94,10 +88,8 @@ class Agreement:
 
     answers: int
     tokens: int
-    greedy: float
-    """Share of the answers' tokens, in [0, 1], that are the base's likeliest next tokens; nan without tokens."""
-    probability: float
-    """Mean probability that the base gives to the answers' tokens, at temperature 1; nan without tokens."""
+    greedy: float  # share of the answers' tokens that are the base's likeliest next tokens; nan without tokens
+    probability: float  # mean probability of the answers' tokens, at temperature 1; nan without tokens
 
 
 @torch.inference_mode()

@@ -5,15 +5,13 @@ from pathlib import Path
 from drafthead.data.answers.store import open_answers
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import DraftConfig, Drafter
+from drafthead.models.decoding.drafter import Drafter
 from drafthead.models.drafters.draft_model import ModelDrafter
 from drafthead.models.drafters.experimental.horizontal_cascade import HorizontalCascade
 from drafthead.models.drafters.experimental.max_gram import MaxGram, bigram_table
 from drafthead.models.drafters.experimental.triforce import DEFAULT_POLICY, Policy, TriForce
 from drafthead.models.drafters.experimental.vertical_cascade import VerticalCascade
-from drafthead.models.drafters.kinds import Expression, Kind
-
-Parts = list[tuple[Drafter, DraftConfig]]
+from drafthead.models.drafters.kinds import Expression, Kind, Parts
 
 
 def _max_gram(expression: Expression, base: BaseModel, parts: Parts) -> Drafter:
