@@ -373,18 +373,9 @@ def step_record(accepted: int, committed: int | None = None, depth: int = 3, **c
 
 
 def steady_answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResult:
+    seconds = {"draft_s": 0.01, "verify_s": 0.1, "total_s": 0.12}
     steps = [
-        StepRecord(
-            position=1 + n * committed,
-            proposed=4,
-            depth=4,
-            accepted=committed - 1,
-            committed=committed,
-            entropy=0.5 * n,
-            draft_s=0.01,
-            verify_s=0.1,
-            total_s=0.12,
-        )
+        step_record(committed - 1, depth=4, position=1 + n * committed, entropy=0.5 * n, **seconds)
         for n in range((tokens - 1) // committed)
     ]
     return DecodeResult(tokens=list(range(tokens)), steps=steps, prefill_s=0.1, total_s=total_s)
