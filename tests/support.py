@@ -42,6 +42,7 @@ from drafthead.models.heads.medusa import MedusaConfig, MedusaHead
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.display import Display
 from drafthead.train.config import RunConfig, parse_run
 from drafthead.train.trainer.checkpoint import TrainState, capture_rng, save_checkpoint
 
@@ -382,6 +383,21 @@ def steady_answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResu
 
 
 # Runs --------------------------------------------------------------------------------------------------------
+
+
+class Said(Display):
+    """A display that collects lines and steps of progress instead of printing them."""
+
+    def __init__(self, lines: list[str] | None = None) -> None:
+        super().__init__(enabled=False)
+        self.lines = [] if lines is None else lines
+        self.steps: list[tuple[str, int, int]] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
+        self.steps.append((label, done, total))
 
 
 def composed(folder: Path, *overrides: str) -> tuple[RunConfig, str]:

@@ -18,13 +18,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from drafthead.data.answers.hidden_states import HiddenStateCache
 from drafthead.data.answers.store import Answer, AnswerStore, ProcessGroup
 from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.data.prompts.prompt_files import read_jsonl
-from drafthead.data.text.chat import Document
-from drafthead.data.text.packing import collate, open_packed, pack
+from drafthead.data.states.stored import StoredStates
+from drafthead.data.text.documents import open_documents, write_documents
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
 from drafthead.data.text.streaming import WINDOW, StreamedRows
 from drafthead.errors import UserError
@@ -53,10 +52,9 @@ from drafthead.train.corpora.corpus_config import AnswersConfig
 from drafthead.train.run_folder import SETTINGS, check_settings, training_settings
 from drafthead.train.tracking.tracker import wandb_run_id
 from drafthead.train.trainer.checkpoint import load_latest
-from support import TINY, composed, fuzz, join_threads, random_base, small_head, tiny_checkpoint
+from support import TINY, Said, composed, fuzz, join_threads, random_base, small_head, tiny_checkpoint
 
 SHAPE = TINY | {"hidden_size": 16, "num_hidden_layers": 1}
-ROW = Document(np.arange(40, dtype=np.int32), np.ones(40, dtype=np.bool_))
 MADE_BY = {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}
 
 
@@ -102,21 +100,19 @@ def read_store(folder: Path) -> Any:
     return [(*facts, None if f is None else f.tobytes()) for *facts, f in answers], stats
 
 
-def open_cache(folder: Path) -> HiddenStateCache:
-    return HiddenStateCache(folder, 3, 4, 5, "float16", MADE_BY)
+def open_states(folder: Path) -> StoredStates:
+    return StoredStates(folder, np.array([3, 4]), 5, "float16", MADE_BY)
 
 
-def read_cache(folder: Path) -> Any:
-    cache = open_cache(folder)
-    if cache.missing_rows():
-        raise UserError("rows to be filled again")
-    return tensors({"rows": cache.read([0, 1, 2])})
+def read_states(folder: Path) -> Any:
+    states = open_states(folder)
+    if states.missing([0, 1]):
+        raise UserError("documents to be filled again")
+    return tensors({str(number): values for number, values in enumerate(states.read([0, 1]))})
 
 
-def read_rows(folder: Path) -> Any:
-    rows = open_packed(folder)
-    batch = vars(collate(rows, list(range(len(rows)))))
-    return tensors({k: v for k, v in batch.items() if v is not None}), list(rows["pieces"])
+def read_documents(folder: Path) -> Any:
+    return [ids.tolist() for ids in open_documents(folder)]
 
 
 def make_adapter(folder: Path) -> None:
@@ -157,7 +153,7 @@ def read_stream(folder: Path) -> Any:
 
 def read_prompts(folder: Path) -> Any:
     config = AnswersConfig(sources=[SourceConfig(kind="builtin", name="tiny")], prompts=5, max_prompt_tokens=400)
-    return AnswerGenerator(base(), config, 0, folder, ProcessGroup(), lambda *progress: None).prompts.conversations
+    return AnswerGenerator(base(), config, 0, folder, ProcessGroup(), Said()).prompts.conversations
 
 
 @cache
@@ -223,8 +219,11 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     "checkpoint": (tiny_checkpoint, read_checkpoint),
     "head": (lambda folder: small_head(base(), folder, TokenTree.chain(2)), read_head),
     "answers": (make_store, read_store),
-    "hidden states": (lambda folder: open_cache(folder).write([0, 1, 2], torch.rand(3, 4, 5)), read_cache),
-    "packed rows": (lambda folder: pack([ROW], 16, split=True, folder=folder), read_rows),
+    "hidden states": (
+        lambda folder: open_states(folder).write([0, 1], [torch.rand(3, 5), torch.rand(4, 5)]),
+        read_states,
+    ),
+    "tokenised text": (lambda folder: write_documents(folder, np.split(np.arange(9), [4])), read_documents),
     "checksummed json": (
         lambda folder: write_checksummed_json(folder / "calibration.json", MADE_BY),
         lambda folder: read_checksummed_json(folder / "calibration.json"),

@@ -115,6 +115,8 @@ class RunConfig:
 
     name: str
     """Name of the run. Its folder ``out`` is by default ``outputs/NAME``."""
+    about: dict[str, str] = field(default_factory=dict)
+    """Facts about the recipe: its ``head``, the ``machine`` and time that it needs, and the ``expected`` result."""
     seed: Seed = 0
     """Seed of the head's initial weights, the order of the data and sampling."""
     mode: Literal["train", "estimate"] = "train"

@@ -12,14 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from shlex import quote
 
-import datasets
 from accelerate.utils import set_seed
 
 from drafthead.data.answers.store import AnswerStore, ProcessGroup, open_answers
 from drafthead.data.batch import FinishedAnswer, TrainBatch
 from drafthead.data.prompts.prompt import conversation_ids
 from drafthead.data.prompts.suites import OWN, load_suite, suite_label
-from drafthead.data.text.packing import collate
+from drafthead.data.text.packing import PackedRows
 from drafthead.errors import UserError
 from drafthead.eval.config import EvalConfig
 from drafthead.eval.evaluate import development_answers
@@ -89,7 +88,7 @@ class RunContext:
         states = run.stores_answer_states
         longest = run.answer_row_length
         own = run.eval.suite.startswith(OWN)
-        return Corpora(base, run.data, run.seed, self.display.progress, group, self.display.line, states, longest, own)
+        return Corpora(base, run.data, run.seed, self.display, group, states, longest, own)
 
     @cached_property
     def base(self) -> BaseModel:
@@ -181,6 +180,8 @@ def run_pipeline(run: RunConfig, resolved: str) -> None:
         launch.accelerator.wait_for_everyone()
         for name, stage in STAGES.items():
             if name in run.stages and (launch.is_main or name in COLLECTIVE):
+                if name not in COLLECTIVE and "corpora" in vars(context):
+                    context.corpora.group = ProcessGroup()  # the other processes have ended
                 stage(context)
         if launch.is_main and "card" not in run.stages and run.stages != ["corpora"]:
             _print_commands(context)
@@ -209,8 +210,7 @@ def corpora(context: RunContext) -> None:
     lengths = {phase.seq_len for phase in run.phases.values() if phase.corpus == "text" and not run.data.text.stream}
     for seq_len in sorted(lengths):
         with checkpoint.undisturbed_rng(), display.stage(f"corpus: text in rows of {seq_len}"):
-            with context.launch.main_process_first(run.per_node_data):
-                rows = corpora.text_rows(seq_len)
+            rows = corpora.text_rows(seq_len)
         display.line(f"   {len(rows)} rows of {seq_len} tokens")
     display.line(f"corpora: {run.data.folder}")
 
@@ -318,20 +318,19 @@ def quality(context: RunContext) -> None:
     if not run.trains_base:
         return
 
-    def batches(name: str, rows: datasets.Dataset) -> Iterator[TrainBatch]:
+    def batches(name: str, rows: PackedRows) -> Iterator[TrainBatch]:
         """Yield ``rows`` as batches of one row, and report progress under ``name``."""
         for n in range(len(rows)):
             display.progress(f"held-out {name}, read by both bases", n, len(rows))
-            yield collate(rows, [n])
+            yield rows.batch([n])
 
     with display.stage("the trained base compared with the original one"):
-        datasets_by_name = {"answers": corpora.answer_rows(run.answer_row_length, held_out=True)[0]}
+        rows_by_name = {"answers": corpora.answer_rows(run.answer_row_length, held_out=True)}
         text = unseen_text(corpora, run.phases)
         if text is not None:
-            datasets_by_name = {"text": text, **datasets_by_name}
+            rows_by_name = {"text": text, **rows_by_name}
         comparisons = {
-            name: compare_bases(corpora.base, context.base, batches(name, rows))
-            for name, rows in datasets_by_name.items()
+            name: compare_bases(corpora.base, context.base, batches(name, rows)) for name, rows in rows_by_name.items()
         }
         result = check_quality(comparisons, run.quality_limits)
         for folder in (context.folder, context.head_folder):

@@ -2,13 +2,9 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import read_json
@@ -22,17 +18,6 @@ Variables: TypeAlias = Mapping[str, Any] | None
 """Variables of the chat template, such as ``{"enable_thinking": False}``."""
 MARK = "1602176634"
 """Text that no chat template contains or changes, to find out if a template writes a message."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """Consecutive tokens of one text. Drafts never cross its ends."""
-
-    input_ids: npt.NDArray[np.int32]  # [n]
-    loss_mask: npt.NDArray[np.bool_]  # [n]; True: the token may be a target of a draft in training
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
 
 
 def user_turn(text: str) -> list[Message]:

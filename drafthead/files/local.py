@@ -265,17 +265,17 @@ def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str
 
 
 @contextmanager
-def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
+def exclusive(folder: Path, log: Callable[[str], None] = lambda line: None) -> Iterator[None]:
     """Create ``folder`` unless it exists, and hold its lock during the block. A killed process releases the lock.
 
-    ``progress`` is called before waiting for another process. Code that only reads the folder takes no lock.
+    ``log`` gets a line before waiting for another process. Code that only reads the folder takes no lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
         held = lock.acquire(timeout=0)
     except Timeout:
-        progress("waiting for another process that writes this corpus", 0, 1)
+        log(f"   waiting for another process that writes {folder}")
         held = lock.acquire()
     with held:
         yield

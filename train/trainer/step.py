@@ -40,11 +40,12 @@ class StepResult:
 
     def metrics(self) -> dict[str, float]:
         """Return the results as floats: mean ``loss`` per trained token, ``grad_norm``, and the head's own metrics."""
-        return {**_metrics(self.total), "grad_norm": float(self.grad_norm)}
+        return {**mean_metrics([self.total]), "grad_norm": float(self.grad_norm)}
 
 
-def _metrics(total: LossOutput) -> dict[str, float]:
+def mean_metrics(outputs: Sequence[LossOutput]) -> dict[str, float]:
     """Return the mean ``loss`` per trained token (nan without any) and the head's metrics by name, each a ratio."""
+    total = _added(outputs)
     ratios = {name: ratio.value for name, ratio in total.ratios().items()}
     return {"loss": float(total.loss_sum / total.tokens), **ratios}
 
@@ -136,8 +137,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
 
 
 @torch.no_grad()
-def evaluate_loss(
-    head: DraftHead, batches: Iterable[tuple[TrainBatch, HiddenStates]], loss: LossConfig
-) -> dict[str, float]:
-    """Return the mean loss per trained token ("loss") and the head's metrics over ``batches`` (at least one)."""
-    return _metrics(_added([head.loss(batch, base_hidden, loss) for batch, base_hidden in batches]))
+def evaluate_loss(head: DraftHead, batch: TrainBatch, base_hidden: HiddenStates, loss: LossConfig) -> LossOutput:
+    """Return the loss of a batch without gradients, in host memory."""
+    out = head.loss(batch, base_hidden, loss)
+    return replace(out, loss_sum=out.loss_sum.cpu(), tokens=out.tokens.cpu(), sums=out.sums.cpu())

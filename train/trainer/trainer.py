@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 
-from drafthead.data.text.packing import digest_rows
-from drafthead.data.text.streaming import StreamedRows
+from drafthead.data.batch import LossOutput
+from drafthead.data.text.packing import PackedRows
 from drafthead.errors import UserError
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.simulation.acceptance import accept_probs_of_ranks, simulate_acceptance
@@ -29,7 +29,7 @@ from drafthead.train.trainer.boost import boosted, load_first
 from drafthead.train.trainer.checkpoint import CheckpointManager, undisturbed_rng
 from drafthead.train.trainer.loss_spikes import skip_reason
 from drafthead.train.trainer.optim import head_optimizer, lr_at
-from drafthead.train.trainer.step import StepResult, evaluate_loss, train_step
+from drafthead.train.trainer.step import StepResult, evaluate_loss, mean_metrics, train_step
 
 
 class Trainer:
@@ -55,11 +55,10 @@ class Trainer:
             if self.tracker is not None:
                 self.tracker.replay(self.log.rows())
         names = list(self.run.phases)
-        if self.sharding.shards_base:  # fill the caches while a process can still run the base
-            with self.launch.main_process_first(self.run.per_node_data):
-                for name in names[state.phase :]:
-                    self._open(name)
-                open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached=True)
+        if self.sharding.shards_base:  # store hidden states while a process can still run the base
+            for name in names[state.phase :]:
+                self._open(name)
+            open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, stored=True)
         self.sharding.shard(self.head)
         while state.phase < len(names):
             name = names[state.phase]
@@ -77,12 +76,12 @@ class Trainer:
 
     def _train_phase(self, name: str, phase: PhaseConfig, optimizer: torch.optim.Optimizer) -> None:
         """Take the remaining steps of a phase, and log, validate, save and stop between them."""
-        with undisturbed_rng(), self.launch.main_process_first(self.run.per_node_data):
+        with undisturbed_rng():
             data = self._open(name)
-            cached = phase.store_hidden_states or self.sharding.shards_base
-            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, cached)
-        if self.run.per_node_data and not isinstance(data.rows, StreamedRows):  # all nodes stream the same sources
-            self._check_common(name, digest_rows(data.rows))
+            stored = phase.store_hidden_states or self.sharding.shards_base
+            held_out = open_held_out(self.corpora, self.run.answer_row_length, self.head.spec, stored)
+        if self.run.per_node_data and isinstance(data.rows, PackedRows):  # all nodes stream the same sources
+            self._check_common(name, data.rows.digest)
         self.checkpoints.check_corpora()
         if phase.corpus == "answers":
             reads = phase.steps * phase.rows(self.state.processes) / len(data.subset)
@@ -159,7 +158,7 @@ class Trainer:
         phase = self.run.phases[name]
         seed = self.run.seed * 1000 + list(self.run.phases).index(name)
         return open_phase(
-            self.corpora, name, phase, self.head.spec, seed, num_rows=phase.steps * phase.rows(self.state.processes)
+            self.corpora, phase, self.head.spec, seed, num_rows=phase.steps * phase.rows(self.state.processes)
         )
 
     def _rows(self, data: PhaseData, phase: PhaseConfig) -> Iterator[list[int]]:
@@ -202,19 +201,21 @@ class Trainer:
 
     def _validate(self, name: str, phase: PhaseConfig, held_out: PhaseData) -> bool:
         """Measure and log loss and acceptance on held-out answers; return True if the accepted length is a new best."""
+        # Passes and the order of sums do not depend on the number of processes, so neither does the score.
+        rows = max(1, phase.micro_batch_size * phase.seq_len // self.run.answer_row_length)
+        passes = [list(range(start, min(start + rows, len(held_out)))) for start in range(0, len(held_out), rows)]
+        count, results = self.processes.count, list[tuple[list[Ranks], LossOutput]]()
         self.head.eval()
-        answers: list[Ranks] = []
-
-        def batches() -> Iterator[Batch]:
+        for first in range(0, len(passes), count):  # all processes make as many passes, because the head may be sharded
             label = f"held-out answers after {self.state.step} steps"
-            for number in range(len(held_out)):
-                self.display.progress(label, number, len(held_out), after=10.0)
-                batch, base_hidden = held_out.load([number])
-                answers.extend(answer_ranks(self.head, batch, base_hidden))
-                yield batch, base_hidden
-
-        metrics = evaluate_loss(self.head, batches(), phase.loss)
+            self.display.progress(label, first, len(passes), after=10.0)
+            batch, base_hidden = held_out.load(passes[(first + self.processes.rank) % len(passes)])
+            ranks = answer_ranks(self.head, batch, base_hidden)
+            results.append((ranks, evaluate_loss(self.head, batch, base_hidden, phase.loss)))
         self.head.train()
+        in_order = [result for round_ in zip(*self.processes.gather(results), strict=True) for result in round_]
+        answers = [ranks for each, _ in in_order[: len(passes)] for ranks in each]
+        metrics = mean_metrics([output for _, output in in_order[: len(passes)]])
         # The score is the mean accepted length of greedy decoding with a chain over all draft positions.
         probs = [accept_probs_of_ranks(ranks, WIDTH) for ranks in answers]
         length = simulate_acceptance(probs, TokenTree.chain(self.head.depth)).mean_accepted_length

@@ -30,7 +30,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.train.distributed.sharding import ShardConfig, Sharding, full_state_dict, load_optimizer
 from drafthead.train.trainer.optim import OptimConfig, head_optimizer
-from drafthead.train.trainer.step import evaluate_loss, train_step
+from drafthead.train.trainer.step import evaluate_loss, mean_metrics, train_step
 from support import TINY, random_base
 
 PROCESSES = 2
@@ -199,7 +199,8 @@ def spread(name: str, rank: int) -> dict[str, Any]:
     sharding = Sharding(case.shard, torch.device("cpu"))
     head, optimizer = begin(case, saved[0], sharding)
     head.eval()
-    validated = evaluate_loss(head, micro_batches(case, head, 0, [1 if case.empty == 0 else 0]), case.loss)
+    batches = micro_batches(case, head, 0, [1 if case.empty == 0 else 0])
+    validated = mean_metrics([evaluate_loss(head, *batch, case.loss) for batch in batches])
     sharding.reshard(head.train())
     metrics += steps(case, head, optimizer, range(STEPS - 1, STEPS), [rank], reduce)
     layer = next(head.base.model.model.layers[0].parameters())
