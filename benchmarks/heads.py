@@ -350,7 +350,7 @@ def time_heads(record: Record, heads: Sequence[str], arguments: Namespace) -> No
         )
         folder = arguments.out / f"time-{group}-{minutes:g}min"
         folder.mkdir(parents=True, exist_ok=True)
-        overall = evaluate(base, lookup, config, folder, Display().progress)["overall"]
+        overall = evaluate(base, lookup, config, folder, Display())["overall"]
         for name, (alone, combined) in specs.items():
             speed["heads"][name] = {"alone": speeds(overall, alone), "with_lookup": speeds(overall, combined)}
         copied = {key: overall[key] for key in ("autoregressive_tokens_per_second", "hardware")}

@@ -69,7 +69,8 @@ class PhaseConfig:
     smaller one. Null trains on the whole corpus."""
     store_hidden_states: bool = False
     """Store the base's hidden states on disk instead of computing them in every step. The built-in decoding stores an
-    answer's final states with it; the base computes all other states once per row. Held-out answers are included."""
+    answer's final states with it; the base computes all other states once per document. Held-out answers are
+    included."""
     train_base: bool = False
     """Also train the base through LoRA adapters (``head=medusa2``). Stored hidden states stay those of the original
     base."""

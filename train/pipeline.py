@@ -409,7 +409,7 @@ def evaluate(context: RunContext) -> None:
             drafter,
             config,
             context.folder,
-            display.progress,
+            display,
             draft_config=draft_config,
             head=head,
             calibration=calibration,

@@ -20,7 +20,7 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.prompts.near_duplicates import NearDuplicates
 from drafthead.data.states.source import AnswerStates, StatesSource
 from drafthead.data.states.stored import StoredStates
-from drafthead.data.text.documents import Documents, Ids, open_documents, write_documents
+from drafthead.data.text.documents import Documents, Ids
 from drafthead.data.text.packing import PackedRows, pack, text_documents
 from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
@@ -106,9 +106,9 @@ class Corpora:
                         yield from (ids[start : start + longest] for start in range(0, len(ids), longest))
                     self.display.progress("tokenising text", done, done)
 
-                write_documents(folder, documents())
+                Documents.of(documents()).save(folder)
                 local.write_manifest(folder, manifest)  # last, because a manifest means complete documents
-        return open_documents(folder)
+        return Documents.open(folder)
 
     def text_rows(self, seq_len: int) -> PackedRows:
         """Return the text for pretraining in rows of ``seq_len`` tokens."""
