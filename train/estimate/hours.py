@@ -25,7 +25,7 @@ from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.estimate.fake_step import micro_batches
 from drafthead.train.estimate.memory import Estimate, render, size
 from drafthead.train.preflight import check_sources
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 
 
@@ -134,13 +134,13 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, display: Disp
     for name, phase in run.phases.items():
         if run.trains_base:
             head.train_base(now=phase.train_base)
-        optimizer, seconds = head_optimizer(head, phase.optim), []
+        optimizers, seconds = head_optimizers(head, phase.optim), []
         for step in range(STEPS):
             display.progress(f"measuring steps of {name} on this machine", step, STEPS)
             base.synchronise()
             started = perf_counter()
             batches, clip = micro_batches(head, phase, plan.trained_share(name)), phase.optim.clip_norm
-            train_step(head, optimizer, batches, phase.loss, lr=1e-5, clip_norm=clip)
+            train_step(head, optimizers, batches, phase.loss, lr=1e-5, clip_norm=clip)
             base.synchronise()
             seconds.append(perf_counter() - started)
         fastest[name] = min(seconds)
