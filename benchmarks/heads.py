@@ -51,8 +51,9 @@ from drafthead.errors import UserError
 from drafthead.eval.config import METHOD, EvalConfig
 from drafthead.eval.evaluate import evaluate
 from drafthead.eval.metrics.summary import speedup_of
-from drafthead.eval.trees.answers import base_answers, simulate_texts, text_ranks
+from drafthead.eval.trees.finished_answers import base_answers
 from drafthead.eval.trees.search import greedy_tree
+from drafthead.eval.trees.simulate import simulate_texts, text_ranks
 from drafthead.files.local import read_json, write_atomic, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import Drafter

@@ -30,9 +30,10 @@ from drafthead.eval.report.report import write_report
 from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
 from drafthead.eval.timing.methods import TRANSFORMERS, Method, engine_methods, methods, prompt_seed
 from drafthead.eval.timing.result_log import FailedDecode
-from drafthead.eval.trees.answers import base_answers, simulate_texts
 from drafthead.eval.trees.calibrate import Calibration
 from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.finished_answers import base_answers
+from drafthead.eval.trees.simulate import simulate_texts
 from drafthead.files.local import finite, write_json
 from drafthead.models.base.base_model import CHANGE_TEXT, BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling

@@ -28,9 +28,9 @@ from drafthead.eval.metrics.base_quality import check_quality, compare_bases, qu
 from drafthead.eval.report.plots import save_training_plots
 from drafthead.eval.report.side_by_side import side_by_side
 from drafthead.eval.report.tables import console_lines, console_table, quality_table
-from drafthead.eval.trees.answers import text_ranks
 from drafthead.eval.trees.calibrate import calibrate, load_calibration, save_calibration
 from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.simulate import text_ranks
 from drafthead.files.hub import push as push_to_hub
 from drafthead.files.local import claimed, read_json, read_json_lines, write_atomic, write_json
 from drafthead.models.base.base_config import ADAPTER
