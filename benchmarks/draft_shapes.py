@@ -27,8 +27,9 @@ from drafthead.eval.metrics.speedup_breakdown import expected_tokens
 from drafthead.eval.metrics.steps import decode_tokens_per_second, mean_accepted_length, step_table
 from drafthead.eval.report.plots import GRID, INK, new_axes, save_png, styled
 from drafthead.eval.timing.interleaved import Decoder, TimedResults, run_interleaved
-from drafthead.eval.trees.answers import base_answers, text_ranks
 from drafthead.eval.trees.cost_model import measure_costs
+from drafthead.eval.trees.finished_answers import base_answers
+from drafthead.eval.trees.simulate import text_ranks
 from drafthead.models.base.base_model import BaseModel, meta_base
 from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.loop import decode_batch

@@ -45,7 +45,7 @@ from drafthead.train.distributed.sharding import Sharding
 from drafthead.train.estimate.hours import GPUS, untrained_head
 from drafthead.train.estimate.memory import Estimate, size
 from drafthead.train.trainer.batches import PhaseData
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import StepResult, train_step
 
 PARTS = ("data", "base", "head", "optimiser")
@@ -113,7 +113,7 @@ class Bench:
         if self.phase.store_hidden_states:
             self.data.store(RandomStates(folder, rows.documents, self.head), range(len(rows)))
         sharding.shard(self.head.train())
-        self.optimizer = head_optimizer(self.head, self.phase.optim)
+        self.optimizers = head_optimizers(self.head, self.phase.optim)
 
     def rows(self) -> Iterator[list[int]]:
         """Yield the row numbers of micro-batches without end."""
@@ -125,7 +125,7 @@ class Bench:
         """Run one optimiser step over the next micro-batches; ``clock`` is called at the end of each part."""
         return train_step(
             self.head,
-            self.optimizer,
+            self.optimizers,
             islice(batches, self.micro_batches),
             self.phase.loss,
             lr=self.phase.optim.lr,

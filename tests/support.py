@@ -45,7 +45,7 @@ from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 from drafthead.system.display import Display
 from drafthead.train.config import RunConfig, parse_run
-from drafthead.train.trainer.checkpoint import TrainState, capture_rng, save_checkpoint
+from drafthead.train.trainer.checkpoint import capture_rng, save_checkpoint
 
 Head = TypeVar("Head", bound=DraftHead)
 TinyBase = Callable[..., BaseModel]  # the fixture
@@ -257,13 +257,10 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
 
 def tiny_checkpoint(folder: Path) -> None:
     layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = TrainState(phase=0, step=3, global_step=3, score=1.5, losses=[1.0, None])
+    state = {"phase": 0, "step": 3, "global_step": 3, "score": 1.5, "losses": [1.0, None]}
     made_by = {"text": {"base": {"name": "tiny", "fingerprint": "0f"}, "rows": [1, 2.5, None]}}
-    rng = [capture_rng()]
-    save_checkpoint(folder, state, layer.state_dict(), optimizer.state_dict(), rng=rng, manifests=made_by)
+    moments = {"state.weight.exp_avg": torch.ones(2, 3)}
+    save_checkpoint(folder, 3, state, layer.state_dict(), moments, rng=[capture_rng()], manifests=made_by)
 
 
 # Distributions --------------------------------------------------------------------------------------------------------
@@ -420,18 +417,9 @@ def step_record(accepted: int, committed: int | None = None, depth: int = 3, **c
 
 
 def steady_answer(tokens: int, total_s: float, committed: int = 1) -> DecodeResult:
+    seconds = {"draft_s": 0.01, "verify_s": 0.1, "total_s": 0.12}
     steps = [
-        StepRecord(
-            position=1 + n * committed,
-            proposed=4,
-            depth=4,
-            accepted=committed - 1,
-            committed=committed,
-            entropy=0.5 * n,
-            draft_s=0.01,
-            verify_s=0.1,
-            total_s=0.12,
-        )
+        step_record(committed - 1, depth=4, position=1 + n * committed, entropy=0.5 * n, **seconds)
         for n in range((tokens - 1) // committed)
     ]
     return DecodeResult(tokens=list(range(tokens)), steps=steps, prefill_s=0.1, total_s=total_s)

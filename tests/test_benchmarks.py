@@ -13,7 +13,7 @@ from head_cases import EXAMPLE
 
 from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
-from drafthead.eval.trees.answers import read_hidden_states
+from drafthead.eval.trees.simulate import read_hidden_states
 from drafthead.models.decoding.loop import decode
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.train.adapt import OnlineConfig

@@ -23,12 +23,12 @@ from drafthead.data.embedded.tiny import tiny_tokenizer
 from drafthead.data.prompts.prompt import EvalPrompt
 from drafthead.data.prompts.prompt_files import read_jsonl
 from drafthead.data.states.stored import StoredStates
-from drafthead.data.text.documents import open_documents, write_documents
+from drafthead.data.text.documents import Documents
 from drafthead.data.text.sources import SourceConfig, iter_documents, iter_prompts
 from drafthead.data.text.streaming import WINDOW, StreamedRows
 from drafthead.errors import UserError
 from drafthead.eval.timing.result_log import ResultLog
-from drafthead.eval.trees.answers import read_texts
+from drafthead.eval.trees.finished_answers import read_texts
 from drafthead.files.local import (
     read_checksummed_json,
     read_json,
@@ -112,7 +112,7 @@ def read_states(folder: Path) -> Any:
 
 
 def read_documents(folder: Path) -> Any:
-    return [ids.tolist() for ids in open_documents(folder)]
+    return [ids.tolist() for ids in Documents.open(folder)]
 
 
 def make_adapter(folder: Path) -> None:
@@ -223,7 +223,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
         lambda folder: open_states(folder).write([0, 1], [torch.rand(3, 5), torch.rand(4, 5)]),
         read_states,
     ),
-    "tokenised text": (lambda folder: write_documents(folder, np.split(np.arange(9), [4])), read_documents),
+    "tokenised text": (lambda folder: Documents.of(np.split(np.arange(9), [4])).save(folder), read_documents),
     "checksummed json": (
         lambda folder: write_checksummed_json(folder / "calibration.json", MADE_BY),
         lambda folder: read_checksummed_json(folder / "calibration.json"),

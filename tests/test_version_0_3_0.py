@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from drafthead.data.text.documents import open_documents
+from drafthead.data.text.documents import Documents
 from drafthead.data.text.packing import pack
 from drafthead.errors import UserError
 from drafthead.models.decoding.loop import decode
@@ -47,8 +47,8 @@ def test_its_run_resumes_on_its_own_corpora(old: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in old.glob("corpora/answers/shard-*")}
     run_pipeline(*composed(old, *SAME_RUN))
     assert {path: path.stat().st_mtime_ns for path in before} == before and before
-    (rows,), (text,) = old.glob("corpora/text/*/rows.arrow"), old.glob("corpora/text/*/tokens.bin")
-    new = pack(open_documents(text.parent), 512, split=True)
+    (rows,), (text,) = old.glob("corpora/text/*/rows.arrow"), old.glob("corpora/text/*/tokens.npy")
+    new = pack(Documents.open(text.parent), 512, split=True)
     assert new.batch(range(len(new))).input_ids.tolist() == Dataset.from_file(str(rows))["input_ids"][:]
     weights = load_file(old / "run" / "head" / "model.safetensors")
     for name, weight in load_file(OLD / "run" / "head" / "model.safetensors").items():

@@ -33,7 +33,6 @@ class AnswerStates:
         self._answers, self._layers, self._prompt_numbers = answers, layers, sorted(answers.done)
 
     def prepare(self, documents: Sequence[int]) -> None:
-        """Prepare the early layers."""
         if self._layers is not None:
             self._layers.prepare(documents)
 

@@ -9,36 +9,50 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from drafthead.errors import UserError
-from drafthead.files.local import (
-    disk_errors,
-    file_digest,
-    new_file,
-    read_checksummed_json,
-    safe_join,
-    write_checksummed_json,
-)
+from drafthead.errors import UserError, one_line
+from drafthead.files.local import disk_errors, new_file, read_checksummed_json, safe_join, write_checksummed_json
 
-TOKENS, _INDEX = "tokens.bin", "documents.json"
+_TOKENS, _INDEX = "tokens.npy", "documents.json"
 Ids = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Token ids of documents, which count from 0. Drafts never cross a document's ends."""
+    """Token ids of documents, which are numbered from 0. Drafts never cross a document's ends."""
 
-    tokens: Ids
-    """[S]"""
-    offsets: npt.NDArray[np.int64]
-    """[N + 1]: document n is ``tokens[offsets[n] : offsets[n + 1]]``."""
-    trained: npt.NDArray[np.bool_] | None = None
-    """[S] True for tokens that may be targets of drafts in training; None: all may."""
+    tokens: Ids  # [S]
+    offsets: npt.NDArray[np.int64]  # [N + 1]; document n is tokens[offsets[n] : offsets[n + 1]]
+    trained: npt.NDArray[np.bool_] | None = None  # [S]; True: may be a target of a draft in training. None: all may
 
     @classmethod
-    def of(cls, documents: Sequence[Ids], trained: Sequence[npt.NDArray[np.bool_]] | None = None) -> "Documents":
-        """Join documents in memory; ``trained`` has a mask per document."""
-        tokens = np.concatenate([np.zeros(0, np.int32), *documents], dtype=np.int32)
-        return cls(tokens, _offsets([*map(len, documents)]), None if trained is None else np.concatenate(trained))
+    def of(cls, documents: Iterable[Ids], trained: Sequence[npt.NDArray[np.bool_]] | None = None) -> "Documents":
+        """Join documents; ``trained`` has a mask for each."""
+        documents = [np.zeros(0, np.int32), *documents]
+        tokens = np.concatenate(documents, dtype=np.int32)
+        offsets = np.cumsum([*map(len, documents)], dtype=np.int64)
+        return cls(tokens, offsets, None if trained is None else np.concatenate(trained))
+
+    @classmethod
+    def open(cls, folder: Path) -> "Documents":
+        """Memory-map what ``save`` wrote to ``folder``; raise a ``UserError`` if it is damaged."""
+        path = safe_join(folder, _TOKENS)
+        try:
+            index = read_checksummed_json(safe_join(folder, _INDEX))
+            documents = cls(np.load(path, mmap_mode="r"), np.array(index["offsets"], np.int64))
+            if documents.digest != index["digest"]:
+                raise ValueError("its checksum is another one")
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(
+                f"{path} is damaged ({one_line(error)}); remove {folder}, and its text is tokenised again"
+            ) from None
+        return documents
+
+    def save(self, folder: Path) -> None:
+        """Write tokens and offsets to ``folder``."""
+        with disk_errors("the tokenised text", folder):
+            with new_file(folder / _TOKENS) as tmp_path, tmp_path.open("wb") as file:
+                np.save(file, self.tokens)
+            write_checksummed_json(folder / _INDEX, {"offsets": self.offsets.tolist(), "digest": self.digest})
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -53,35 +67,7 @@ class Documents:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of all tokens and lengths: 16 hexadecimal digits."""
+        """Hash of all tokens and lengths, as hexadecimal digits."""
         digest = hashlib.sha256(np.ascontiguousarray(self.tokens).data)
         digest.update(self.offsets.data)
-        return digest.hexdigest()[:16]
-
-
-def write_documents(folder: Path, documents: Iterable[Ids]) -> None:
-    """Write documents to ``folder`` one by one, with a checksum."""
-    with disk_errors("the tokenised text", folder), new_file(folder / TOKENS) as tmp_path:
-        lengths = []
-        with tmp_path.open("wb") as file:
-            for ids in documents:
-                file.write(ids.astype("<i4").data)
-                lengths.append(len(ids))
-        write_checksummed_json(folder / _INDEX, {"lengths": lengths, "sha256": file_digest(tmp_path)})
-
-
-def open_documents(folder: Path) -> Documents:
-    """Memory-map the documents that ``write_documents`` wrote to ``folder``; raise a ``UserError`` if damaged."""
-    path, again = safe_join(folder, TOKENS), f"remove {folder}, and its text is tokenised again"
-    try:
-        index = read_checksummed_json(safe_join(folder, _INDEX))
-        if file_digest(path) != index["sha256"]:
-            raise UserError(f"{path} is damaged: its checksum is not the one in {_INDEX}; {again}")
-        offsets = _offsets(index["lengths"])
-        return Documents(np.memmap(path, "<i4", "r") if offsets[-1] else np.zeros(0, np.int32), offsets)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); {again}") from None
-
-
-def _offsets(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        return digest.hexdigest()

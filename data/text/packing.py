@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ MIN_PIECE = 8
 OPEN_ROWS = 64
 """Number of partly filled rows among which the best fit for a whole document is searched."""
 Integers = npt.NDArray[np.int64]
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -29,12 +28,9 @@ class Piece(NamedTuple):
     """A part of a document in a row."""
 
     document: int
-    """Number of the document."""
-    start: int
-    """First token in the document."""
+    start: int  # first token in the document
     length: int
-    offset: int
-    """First token in the row."""
+    offset: int  # first token in the row
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +38,9 @@ class PackedRows:
     """Rows of T tokens, as an index into documents."""
 
     documents: Documents
-    seq_len: int
-    """T."""
-    pieces: Integers
-    """[P, 4]: the ``Piece`` tuples of all rows."""
-    bounds: Integers
-    """[R + 1]: row r consists of ``pieces[bounds[r] : bounds[r + 1]]``."""
+    seq_len: int  # T
+    pieces: Integers  # [P, 4], the ``Piece`` tuples of all rows
+    bounds: Integers  # [R + 1]; row r consists of pieces[bounds[r] : bounds[r + 1]]
 
     @classmethod
     def of(cls, documents: Documents, seq_len: int, rows: Iterable[Sequence[Piece]]) -> "PackedRows":
@@ -64,11 +57,9 @@ class PackedRows:
         return len(self.bounds) - 1
 
     def span(self, start: int, end: int) -> "PackedRows":
-        """Return the rows from ``start`` up to, but not including, ``end``."""
         return replace(self, bounds=self.bounds[start : end + 1])
 
     def row(self, number: int) -> list[Piece]:
-        """Return the pieces of row ``number``."""
         return [Piece(*piece) for piece in self.pieces[self.bounds[number] : self.bounds[number + 1]].tolist()]
 
     def documents_of(self, numbers: Iterable[int]) -> list[int]:
@@ -78,8 +69,7 @@ class PackedRows:
     @property
     def trained_tokens(self) -> Integers:
         """[R] number of trained tokens in each row."""
-        trained = self.documents.trained
-        counts = self.pieces[:, 2]
+        counts, trained = self.pieces[:, 2], self.documents.trained
         if trained is not None:
             before = np.concatenate([[0], np.cumsum(trained)])  # before[i]: trained ones among the first i tokens
             first = self.documents.offsets[self.pieces[:, 0]] + self.pieces[:, 1]
@@ -90,11 +80,8 @@ class PackedRows:
 
     @property
     def digest(self) -> str:
-        """Hash of the rows and their tokens: 16 hexadecimal digits."""
-        digest = sha256(self.documents.digest.encode())
-        digest.update(self.pieces.data)
-        digest.update(np.ascontiguousarray(self.bounds).data)
-        return digest.hexdigest()[:16]
+        """Hash of the rows and their tokens, as hexadecimal digits."""
+        return sha256(self.documents.digest.encode() + self.pieces.tobytes() + self.bounds.tobytes()).hexdigest()
 
     def batch(self, numbers: Sequence[int]) -> TrainBatch:
         """Return the rows ``numbers`` as one batch [B, T], in that order.
@@ -122,11 +109,9 @@ class PackedRows:
 def pack(documents: Documents, seq_len: int, split: bool, numbers: Sequence[int] | None = None) -> PackedRows:
     """Pack documents that are not empty into rows of ``seq_len`` tokens (T >= 16), in the order of ``numbers``.
 
-    ``numbers`` None takes all documents.
-
-    ``split`` cuts documents that do not fit into pieces of at least ``MIN_PIECE`` tokens, so that rows are full except
-    for a few tokens. Otherwise each document stays whole in the row with the best fit. A document longer than a row
-    then loses its end, and the log reports the number of such documents.
+    ``numbers`` None takes all documents. ``split`` cuts documents that do not fit into pieces of at least ``MIN_PIECE``
+    tokens, so that rows are full except for a few tokens. Otherwise each document stays whole in the row with the best
+    fit. A document longer than a row then loses its end, and the log reports the number of such documents.
     """
     lengths = documents.lengths.tolist()
     chosen = ((number, lengths[number]) for number in (range(len(lengths)) if numbers is None else numbers))
@@ -135,15 +120,15 @@ def pack(documents: Documents, seq_len: int, split: bool, numbers: Sequence[int]
 
 def one_row(documents: Documents, numbers: Sequence[int]) -> TrainBatch:
     """Return whole documents as a batch of one row without padding."""
-    lengths = documents.lengths[np.asarray(numbers)]
-    return pack(documents, int(lengths.sum()), split=True, numbers=numbers).batch([0])
+    total = sum(documents.lengths[[*numbers]].tolist())
+    return pack(documents, total, split=True, numbers=numbers).batch([0])
 
 
 def text_documents(tokenizer: Tokenizer, texts: Iterable[str], max_tokens: int | None = None) -> Iterator[Ids]:
     """Tokenise texts; yield the ids of each, which end with the EOS token.
 
-    Special tokens that the tokenizer puts first (a BOS) are kept, because the base expects them. ``max_tokens``: stop
-    after exactly this number of tokens, which may cut the last document; None: no limit.
+    Special tokens that the tokenizer puts first (a BOS) are kept, because the base expects them. With ``max_tokens``,
+    stop after exactly this number of tokens, which may cut the last document.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -186,10 +171,9 @@ def split_rows(lengths: Iterable[tuple[int, int]], seq_len: int) -> Iterator[lis
         yield row
 
 
-@dataclass
+@dataclass(eq=False)
 class _OpenRow:
-    space: int
-    """Number of tokens that still fit."""
+    space: int  # number of tokens that still fit
     pieces: list[Piece]
 
 

@@ -67,9 +67,6 @@ class Display:
 
     def progress(self, label: str, done: int, total: int, after: float = 0.0) -> None:
         """Show ``done`` of ``total`` in the bar ``label``; without a terminal, every 10 s after ``after`` seconds."""
-        if not total:
-            self.line(f"   {label}")
-            return
         if self.console.is_terminal:
             if self._bar is None:
                 columns = (TextColumn("   {task.description}", markup=False), BarColumn(), MofNCompleteColumn())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drafthead.data.answers.store import Answer
-from drafthead.eval.trees.answers import (
+from drafthead.eval.trees.simulate import (
     AcceptProbsConfig,
     forced_logits,
     positions,

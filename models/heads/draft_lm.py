@@ -35,6 +35,7 @@ class DraftLMConfig(DraftHeadConfig):
     """Settings of :class:`DraftLM`."""
 
     one_prediction = True
+    needs_layers = True
     num_draft_tokens: DraftPositions = 5
     num_layers: Annotated[int, Field(ge=1, le=16)] = 2
     """Decoder layers of the draft model."""
@@ -76,9 +77,6 @@ class DraftLM(DraftHead):
         self.norm = deepcopy(base.model.model.norm).float().requires_grad_(True)
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32, self._sources)
         self.projections = self.lm_heads(0)
-
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(layer, "forward") for layer in self.layers]
 
     def open(self, rows: int, cache: TreeCache | None = None) -> "DraftLMSession":
         return DraftLMSession(self, rows)

@@ -93,6 +93,10 @@ class DSparkConfig(DraftHeadConfig):
             other = "reads_state" if self.reads_state else "intermediate_size"
             raise ValueError(f"head.copy_layers cannot be combined with head.{other}; set head.copy_layers=false")
 
+    @property
+    def starts_from_layers(self) -> bool:
+        return self.copy_layers
+
     def check_layers(self, num_layers: int) -> None:
         super().check_layers(num_layers)
         if self.copy_layers and self.num_layers > num_layers:

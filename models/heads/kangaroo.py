@@ -15,7 +15,7 @@ Shape legend: B rows, T time, F nodes of a tree level, D width.
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.errors import UserError
@@ -135,6 +135,7 @@ class KangarooConfig(DraftHeadConfig):
     """Settings of :class:`KangarooHead`."""
 
     one_prediction = True
+    needs_layers = True
     exit_layer: Positive = 2
     """Number of the base's first layers that draft. The paper uses 2 of 32 (7B) and 3 of 40 (13B)."""
     num_draft_tokens: DraftPositions = 6
@@ -164,9 +165,6 @@ class KangarooHead(DraftHead):
         self.projections = self.lm_heads(0)
         self.first_layers = first_layers(base, config.exit_layer)
         check_early_exit(base, self.first_layers)
-
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(self.self_attn, "forward")]
 
     def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
         # States that were not stored are NaN; zeros have no effect on values and gradients.

@@ -217,7 +217,7 @@ def trained(kind: str, device: str, steps: int = 3) -> tuple[list[float], dict[s
             for n, (_, parameter) in enumerate(sorted(head.adapter.items())):
                 generator = torch.Generator().manual_seed(n)
                 parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-3)
+    optimizers = [torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-3)]
     rows = stacked([row_of([random_ids(20, 1), random_ids(11, 2)], 3), row_of([random_ids(31, 4)], 3)])
     losses, waits = [], []
     for _ in range(steps):
@@ -225,7 +225,7 @@ def trained(kind: str, device: str, steps: int = 3) -> tuple[list[float], dict[s
             batch = rows.to(base.device)
             result = train_step(
                 head,
-                optimizer,
+                optimizers,
                 [(batch, base.hidden_states(batch, head.spec))],
                 LOSS,
                 lr=1e-3,

@@ -116,6 +116,11 @@ class AnswerGenerator:
                 self._close()
         return self._open()
 
+    @property
+    def is_complete(self) -> bool:
+        """True if ``folder`` has an answer to every prompt."""
+        return (self.folder / PROMPTS).exists() and not self.prompts.missing(self._open())
+
     @cached_property
     def backend(self) -> "BuiltInBackend | ServerBackend":
         """Source of the answers: the built-in decoding, or the server at ``server.url`` if it is set."""
@@ -179,8 +184,7 @@ class AnswerGenerator:
         self._check_template()
         store = self._open()
         # A finished corpus needs no backend; a new one is checked before the base writes prompts.
-        started = (self.folder / PROMPTS).exists()
-        if started and not self.prompts.missing(store):
+        if self.is_complete:
             return
         texts = list(training_sets.prompts("tiny"))[:PROBES]
         probes = [self.base.prompt_ids(user_turn(text))[: self.config.max_prompt_tokens] for text in texts]

@@ -20,7 +20,7 @@ from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.prompts.near_duplicates import NearDuplicates
 from drafthead.data.states.source import AnswerStates, StatesSource
 from drafthead.data.states.stored import StoredStates
-from drafthead.data.text.documents import Documents, Ids, open_documents, write_documents
+from drafthead.data.text.documents import Documents, Ids
 from drafthead.data.text.packing import PackedRows, pack, text_documents
 from drafthead.data.text.sources import load_documents, resolve_revision
 from drafthead.data.text.streaming import StreamedRows
@@ -106,9 +106,9 @@ class Corpora:
                         yield from (ids[start : start + longest] for start in range(0, len(ids), longest))
                     self.display.progress("tokenising text", done, done)
 
-                write_documents(folder, documents())
+                Documents.of(documents()).save(folder)
                 local.write_manifest(folder, manifest)  # last, because a manifest means complete documents
-        return open_documents(folder)
+        return Documents.open(folder)
 
     def text_rows(self, seq_len: int) -> PackedRows:
         """Return the text for pretraining in rows of ``seq_len`` tokens."""
@@ -168,6 +168,15 @@ class Corpora:
             (self._store,) = stores
         return self._store
 
+    @property
+    def is_complete(self) -> bool:
+        """True if answers and transcripts are on disk, so that no process runs the base by itself to make them."""
+        if self.config.transcripts and not (self._transcripts_folder() / transcripts.AGREEMENT).exists():
+            return False
+        if self.config.uses_answers and self.config.answers.copied:
+            return any((self.folder / ANSWERS).glob("shard-*"))
+        return not self.config.uses_answers or self._generator.is_complete
+
     @cached_property
     def agreement(self) -> dict[str, Any] | None:
         """Agreement of the transcripts with the base's own choices (``agreement.json``); None without transcripts."""
@@ -189,6 +198,11 @@ class Corpora:
         self.manifests["transcripts"] = {**local.read_manifest(folder), "answers": len(store.done)}
         return store
 
+    @property
+    def _generator(self) -> AnswerGenerator:
+        folder, states = self.folder / ANSWERS, self.store_states and not self.config.transcripts
+        return AnswerGenerator(self.base, self.config.answers, self.seed, folder, self.group, self.display, states)
+
     def _own_answers(self) -> AnswerStore:
         folder, config = self.folder / ANSWERS, self.config.answers
         if config.copied:
@@ -197,8 +211,7 @@ class Corpora:
                     copy_precomputed(self.base, config, folder, self.display)
             store = AnswerStore(folder)
         else:
-            states = self.store_states and not self.config.transcripts
-            store = AnswerGenerator(self.base, config, self.seed, folder, self.group, self.display, states).complete()
+            store = self._generator.complete()
         prompts = {} if config.copied else {PROMPTS: local.file_digest(folder / PROMPTS)}
         self.manifests["answers"] = {**local.read_manifest(folder), **prompts, "answers": len(store.done)}
         return store

@@ -1,10 +1,11 @@
 """Hidden states that a base computes once for documents, in passes that all processes share."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from drafthead.data.answers.store import ProcessGroup
 from drafthead.data.batch import HiddenStatesSpec
@@ -34,44 +35,43 @@ class ComputedStates:
     stored: StoredStates
     group: ProcessGroup
     display: Display
-    label: str
-    """Name of the documents for the progress line."""
-    with_final: bool = True
-    """Store the final state, before the layers of ``spec``."""
+    label: str  # for the progress line
+    with_final: bool = True  # store the final state, before the layers of ``spec``
 
     def read(self, documents: Sequence[int]) -> list[Tensor]:
-        """Return the stored states of each document."""
         return self.stored.read(documents)
 
     def prepare(self, documents: Sequence[int]) -> None:
-        """Compute and store what is missing. A pass with a missing document is computed whole."""
         missing = {*self.stored.missing(documents)}
         passes = [group for group in self._passes(documents) if not missing.isdisjoint(group)]
+        self.stored.require_space([*missing])
         self.group.wait()  # every process sees the same documents missing before one of them writes
-        if not passes:
-            return
-        first, label = self.group.rank == 0, f"hidden states of {self.label}"
-        if first:
-            self.stored.require_space([*missing])
-        compute = self._computation()
-        # If the base is sharded, processes run it together, so each makes the same number of passes.
-        rounds = -(-len(passes) // self.group.size)
-        for round_ in range(rounds):
-            if first:
-                self.display.progress(label, round_ * self.group.size, len(passes))
-            index = round_ * self.group.size + self.group.rank
-            computed = compute(passes[index % len(passes)])
-            if index < len(passes):
-                states = {n: s for n, s in zip(passes[index], computed, strict=True) if n in missing}
-                self.stored.write([*states], [*states.values()])
-        if first:
-            self.display.progress(label, len(passes), len(passes))
+        if passes:
+            self._fill(passes, missing)
         self.group.wait()
         if left := self.stored.missing(documents):
             raise UserError(
                 f"{len(left)} documents have no hidden states in {self.stored.folder}; all processes must see the same "
                 "data.folder: put it on a file system that the nodes share"
             )
+
+    def _fill(self, passes: list[list[int]], missing: set[int]) -> None:
+        """Compute this process's share of ``passes``, and store the documents among ``missing``."""
+        reader, label = reading_copy(self.base), f"hidden states of {self.label}"
+        # Processes run a sharded base together: only all of its layers, and each process as many times.
+        if not self.with_final and not isinstance(self.base.model.model, FSDPModule):
+            reader = first_layers(reader, max(self.spec.layers))
+        for first in range(0, len(passes), self.group.size):
+            self.display.progress(label, first, len(passes))
+            index = first + self.group.rank
+            numbers = passes[index % len(passes)]
+            states = reader.hidden_states(one_row(self.documents, numbers), self.spec)
+            parts = [part for part in (states.final if self.with_final else None, states.layers) if part is not None]
+            values = torch.split(torch.cat(parts, -1)[0], self.documents.lengths[numbers].tolist())
+            if index < len(passes):
+                new = {n: value for n, value in zip(numbers, values, strict=True) if n in missing}
+                self.stored.write([*new], [*new.values()])
+        self.display.progress(label, len(passes), len(passes))
 
     def _passes(self, documents: Sequence[int]) -> Iterator[list[int]]:
         """Yield lists of documents with up to ``PASS_TOKENS`` tokens, or one longer document."""
@@ -84,17 +84,3 @@ class ComputedStates:
             tokens += lengths[document]
         if group:
             yield group
-
-    def _computation(self) -> Callable[[list[int]], Sequence[Tensor]]:
-        """Return the function that computes the states of the documents of a pass."""
-        reader = reading_copy(self.base)
-        if not self.with_final:
-            reader = first_layers(reader, max(self.spec.layers))
-
-        def compute(numbers: list[int]) -> Sequence[Tensor]:
-            states = reader.hidden_states(one_row(self.documents, numbers), self.spec)
-            parts = [states.final] if self.with_final else []
-            values = torch.cat(parts if states.layers is None else [*parts, states.layers], -1)
-            return torch.split(values[0], self.documents.lengths[numbers].tolist())
-
-        return compute

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.train.config import PhaseConfig
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 
 aten = torch.ops.aten
@@ -121,10 +121,11 @@ class StepMemory:
         """
         weights = memory.live
         with memory:
-            optimizer = head_optimizer(head, phase.optim)
+            optimizers = head_optimizers(head, phase.optim)
             _make_gradients(head)
-            optimizer.step()  # makes the moments
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.step()  # makes the moments
+                optimizer.zero_grad(set_to_none=True)
             self.optimiser = memory.live - weights
             memory.peak = held = memory.live
             if accumulates:
@@ -132,13 +133,13 @@ class StepMemory:
             memory.operations = 0
             train_step(
                 head,
-                optimizer,
+                optimizers,
                 self._counted(micro_batches(head, phase), memory, held),
                 phase.loss,
                 lr=phase.optim.lr,
                 clip_norm=phase.optim.clip_norm,
             )
-            optimizer.zero_grad(set_to_none=True)
+            head.zero_grad(set_to_none=True)
         self.operations = memory.operations  # two per multiplication with its addition
         # Bytes at the peak of the step, with the optimiser's temporary tensors, without weights and moments.
         self.step = memory.peak - held

@@ -13,7 +13,6 @@ from rich.console import Group
 from rich.table import Table
 
 from drafthead.data.embedded.packages import smollm2_path
-from drafthead.eval.trees.cost_model import Progress
 from drafthead.models.base.base_config import EMBEDDED, BaseConfig
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.heads.parts.draft_head import DraftHead
@@ -26,7 +25,7 @@ from drafthead.train.estimate.duration import StageDurations
 from drafthead.train.estimate.fake_step import micro_batches
 from drafthead.train.estimate.memory import Estimate, render, size
 from drafthead.train.preflight import check_sources
-from drafthead.train.trainer.optim import head_optimizer
+from drafthead.train.trainer.optim import head_optimizers
 from drafthead.train.trainer.step import train_step
 
 
@@ -124,7 +123,7 @@ def untrained_head(run: RunConfig, base: BaseModel) -> DraftHead:
     return config.build(base, drafted)
 
 
-def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, progress: Progress) -> dict[str, float]:
+def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, display: Display) -> dict[str, float]:
     """Train a new head on random tokens; return the seconds of a step of one full micro-batch, by phase."""
     sharding = Sharding(run.shard, base.device)
     head = untrained_head(run, base)
@@ -135,13 +134,13 @@ def measured_step(run: RunConfig, base: BaseModel, plan: Estimate, progress: Pro
     for name, phase in run.phases.items():
         if run.trains_base:
             head.train_base(now=phase.train_base)
-        optimizer, seconds = head_optimizer(head, phase.optim), []
+        optimizers, seconds = head_optimizers(head, phase.optim), []
         for step in range(STEPS):
-            progress(f"measuring steps of {name} on this machine", step, STEPS)
+            display.progress(f"measuring steps of {name} on this machine", step, STEPS)
             base.synchronise()
             started = perf_counter()
             batches, clip = micro_batches(head, phase, plan.trained_share(name)), phase.optim.clip_norm
-            train_step(head, optimizer, batches, phase.loss, lr=1e-5, clip_norm=clip)
+            train_step(head, optimizers, batches, phase.loss, lr=1e-5, clip_norm=clip)
             base.synchronise()
             seconds.append(perf_counter() - started)
         fastest[name] = min(seconds)
@@ -208,15 +207,15 @@ def print_estimate(run: RunConfig) -> None:
     if reason:
         console.print(f"time on this machine: not measured, because {reason}")
         return
-    for line in machine_lines(run, local, display.progress):
+    for line in machine_lines(run, local, display):
         console.print(line)
 
 
-def machine_lines(run: RunConfig, plan: Estimate, progress: Progress) -> list[Table | str]:
+def machine_lines(run: RunConfig, plan: Estimate, display: Display) -> list[Table | str]:
     """Return a table and lines about a run's time and memory on this machine, measured in real training steps."""
-    progress(f"loading {run.base.name or 'the base'} to measure its steps", 0, 0)
+    display.line(f"   loading {run.base.name or 'the base'} to measure its steps")
     base = BaseModel.load(run.base)
-    stages = StageDurations(run, base, 1, measured_step(run, base, plan, progress))
+    stages = StageDurations(run, base, 1, measured_step(run, base, plan, display))
     lines: list[Table | str] = [stages.table(f"time on this machine, from {STEPS} real steps of each phase")]
     # The tables above are computed; a CPU has packed copies of its weights.
     weights = f"{size(plan.base_bytes)} of base weights in {str(base.dtype).removeprefix('torch.')}"

@@ -77,6 +77,13 @@ class DraftHeadConfig:
     """True: a token's logits do not depend on its draft position (draft LM, Kangaroo), so the loss has one position."""
     trains_base: ClassVar[bool] = False
     """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
+    needs_layers: ClassVar[bool] = False
+    """True if the head runs or trains the base's layers, so that it cannot be built for parts of a base."""
+
+    @property
+    def starts_from_layers(self) -> bool:
+        """True if an untrained head starts from copies of the base's layers."""
+        return False
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
         """Return an untrained head for ``base``, of the ``DraftHead`` class in the same module as these settings.
@@ -349,10 +356,6 @@ class DraftHead(nn.Module, Drafter):
     def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
         """Return those of ``draft_targets`` that a training step uses; by default, all of them."""
         return draft_targets
-
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        """Return (module, method name) pairs: the calls whose activations activation checkpointing recomputes."""
-        return [(layer, method) for layer in self.decoder_layers for method in ("states", "add_mlp")]
 
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drafthead.data.batch import NO_DOCUMENT
 from drafthead.data.embedded.tiny import tiny_tokenizer
-from drafthead.data.text.documents import Documents, open_documents, write_documents
+from drafthead.data.text.documents import Documents
 from drafthead.data.text.packing import MIN_PIECE, pack, text_documents
 from drafthead.errors import UserError
 
@@ -79,8 +79,8 @@ def test_whole_documents_fit_well_and_losses_are_logged(caplog: pytest.LogCaptur
 def test_on_disk_equals_in_memory_and_rows_are_read_in_any_order(tmp_path: Path) -> None:
     lengths = [30, 50, 12, 70]
     memory = Documents(numbered(lengths).tokens, numbered(lengths).offsets)
-    write_documents(tmp_path / "text", iter(memory))
-    disk = open_documents(tmp_path / "text")
+    memory.save(tmp_path / "text")
+    disk = Documents.open(tmp_path / "text")
     assert disk.digest == memory.digest != numbered([30, 50, 13, 69]).digest
     rows = pack(disk, 32, split=True)
     assert rows.digest == pack(memory, 32, split=True).digest != pack(memory, 33, split=True).digest
@@ -89,7 +89,7 @@ def test_on_disk_equals_in_memory_and_rows_are_read_in_any_order(tmp_path: Path)
     assert batch.input_ids[1].tolist() == alone.input_ids[0].tolist() == rows.batch([1]).input_ids[0].tolist()
     assert rows.documents_of([2, 0, 1]) == [1, 2, 0]
     with pytest.raises(UserError, match="documents.json does not exist"):
-        open_documents(tmp_path)
+        Documents.open(tmp_path)
 
 
 def test_bad_input() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from drafthead.data.answers.store import AnswerStore
-from drafthead.data.text.documents import open_documents
+from drafthead.data.text.documents import Documents
 from drafthead.files.local import read_json_lines
 from support import TINY, random_base
 
@@ -19,7 +19,7 @@ def answers(corpora: Path) -> list[tuple[int, list[int], bytes]]:
 
 def text(corpora: Path) -> list[list[int]]:
     (folder,) = (corpora / "text").iterdir()
-    return [ids.tolist() for ids in open_documents(folder)]
+    return [ids.tolist() for ids in Documents.open(folder)]
 
 
 def assert_same_corpora(found: Path, wanted: Path) -> None:
