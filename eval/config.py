@@ -135,10 +135,7 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         super().__post_init__()
         require(set(self.engines) <= set(ENGINES), "engines", f"of {', '.join(ENGINES)}", self.engines)
         if self.engines and not (self.sampler.greedy and self.rule.lossless and self.drafter == "head"):
-            raise ValueError(
-                "engines=[...] needs greedy decoding, a lossless rule and drafter=head; remove sampler, rule "
-                "and drafter"
-            )
+            raise ValueError("engines=[...] needs greedy decoding, a lossless rule and drafter=head")
         if parse_tree(self.tree, depth=1) is None and self.tree != "head":
             read_json(Path(self.tree))
 
@@ -150,10 +147,7 @@ class EvalConfig(SuiteConfig, DrafterConfig):
         else:
             tree = parse_tree(self.tree, drafter.depth) or read_tree(Path(self.tree), drafter.depth)
         if isinstance(tree, TokenTree) and tree.depth > drafter.depth:
-            raise UserError(
-                f"tree {self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions; choose a "
-                "shallower tree"
-            )
+            raise UserError(f"tree={self.tree} is {tree.depth} deep, but the drafter drafts {drafter.depth} positions")
         draft_sampling, confidence_threshold = DraftSampling(self.draft_sampling), self.confidence_threshold
         if confidence_threshold is None:
             static = isinstance(tree, TokenTree) and draft_sampling is DraftSampling.TOP_K
@@ -235,6 +229,5 @@ class EvalRunConfig(EvalConfig):
         varied = self.tree != "head" or self.confidence_threshold is not None or self.drafter != "head"
         if self.grid and (varied or not self.rule.lossless):
             raise UserError(
-                "a grid chooses the tree and the threshold itself and needs a head and a lossless rule; remove tree, "
-                "confidence_threshold, drafter and rule"
+                "a grid chooses tree and threshold of a head; remove tree, confidence_threshold, drafter and rule"
             )

@@ -23,7 +23,7 @@ from drafthead.eval.lossless.equality import (
     logit_margin,
     recompute_tokens,
 )
-from drafthead.eval.metrics.served import compare_engines
+from drafthead.eval.metrics.engine_comparison import compare_engines
 from drafthead.eval.metrics.spans import answer_spans
 from drafthead.eval.metrics.summary import method_names, summarise
 from drafthead.eval.report.report import write_report
@@ -69,14 +69,12 @@ def evaluate(
     An interrupted evaluation resumes: finished prompts are stored in ``eval-log-*.jsonl``.
 
     Args:
-        progress: called with a label, the number done and the total (0 and 0 for a line without numbers).
-        draft_config: tree and sampling of the drafts; by default ``config.draft_config(drafter)``.
         head: the drafter that ``head`` means in ``config.baselines``; by default ``drafter``.
         candidates: more drafters to time in the same run with the same rule, by name.
         calibration: the calibration of the head's tree, for the report.
         costs: step costs on this machine, for the prediction and the report.
         training_log: rows of ``metrics.jsonl``, for the report.
-        development: the base's answers to the dev half; None: generated if a prediction needs them.
+        development: the base's answers to the dev half; generated if a prediction needs them.
         training_data: a line about the head's training data, for the report.
 
     Returns:
@@ -111,10 +109,7 @@ def evaluate(
 def _timed(
     base: BaseModel, config: EvalConfig, compared: dict[str, Method], folder: Path, progress: Progress
 ) -> TimedResults:
-    """Answer the suite with all ``compared`` methods, interleaved.
-
-    Finished answers of an earlier run are used again if ``Method.made_of`` is unchanged.
-    """
+    """Answer the suite with all methods, interleaved. Logged answers count if ``Method.made_of`` is equal."""
     timed = run_interleaved(
         load_suite(config.suite, config.limit, config.seed, config.tasks, config.split),
         lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
@@ -141,10 +136,8 @@ def predict(
     costs: CostModel,
     texts: Sequence[FinishedAnswer] | None = None,
 ) -> dict[str, Any] | None:
-    """Return the performance expected on ``config``'s test half, simulated on its dev half.
+    """Return the performance expected on ``config``'s test half, simulated on the answers ``texts`` to its dev half.
 
-    The keys are "mean_accepted_length", its "interval_95", "speedup", the mean tree size "nodes" (root included) and
-    the number of "answers". ``texts`` are the base's answers to the dev half; None: they are generated. The result is
     None if the simulation is impossible: the split is not ``test``, the rule is lossy, the sampler has settings other
     than the temperature, or a combined drafter samples its drafts.
     """
@@ -169,10 +162,9 @@ def predict(
 def development_answers(
     base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec
 ) -> list[FinishedAnswer]:
-    """Return the base's answers to ``limit`` prompts of the dev half of ``config.tasks``.
+    """Return the base's answers to ``limit`` prompts of the dev half, to choose trees and predict results.
 
-    They serve to choose trees and to predict results. ``spec`` says which hidden states the drafter reads; if only the
-    final ones, those of decoding are kept in the answers, which saves a second forward pass.
+    If the drafter reads only final hidden states, the answers keep those of decoding, which saves a second pass.
     """
     return base_answers(
         base,
@@ -239,10 +231,7 @@ def _tree_json(draft_config: DraftConfig) -> dict[str, Any]:
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:
-    """Return a hash of ``drafter`` (a ``Method.made_of``) and all settings that determine a prompt's result.
-
-    The hash is part of the name of the log from which an evaluation resumes.
-    """
+    """Return a hash of all that determines a prompt's result: a part of the name of the log."""
     # The seed orders the decoders. With another order, times of one prompt could come from two processes.
     settings = {
         f.name: getattr(config, f.name)
@@ -268,7 +257,6 @@ def _equalities(
 ) -> dict[str, list[Equality]]:
     """Compare the answers of each method, turn by turn, with those of our autoregressive decoding.
 
-    For ``engines`` (the names of serving engines' methods), two logits closer than ``config.engine.tie`` are a tie.
     Sampled answers of transformers are not compared, because transformers draws other random numbers. If drafts may
     change sampled answers, the result is empty.
     """
@@ -295,11 +283,9 @@ def _compared(
     tie: float | None,
     recompute: Callable[..., tuple[int | None, int | None]] | None = None,
 ) -> list[Equality]:
-    """Compare the answers of ``method`` with those of the method ``expected``, turn by turn.
+    """Compare the answers of two methods, turn by turn; two logits closer than ``tie`` are a tie.
 
-    Two logits closer than ``tie`` are a tie (None: a limit by the base's dtype). ``recompute`` helps to explain other
-    differences: it takes the prompt ids, the answer's ``DecodeResult`` and the first differing position, and returns
-    the tokens of ``recompute_tokens``. None: such differences stay unexplained.
+    ``recompute`` takes prompt ids, result and the first differing position, to explain other differences.
     """
     equalities = []
     for ids, before, after in zip(timed.ids, timed.results[expected], timed.results[method], strict=True):
@@ -319,10 +305,7 @@ def served_as_trained(
     equalities: dict[str, list[Equality]],
     config: EvalConfig,
 ) -> dict[str, Any]:
-    """Return the key "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures.
-
-    ``equalities`` has, per method, the comparison of its answers with our autoregressive answers.
-    """
+    """Return the key "engines" of ``eval.json``: each engine's comparison with our decoder, and its failures."""
     plain = {
         engine: _compared(base, timed, engine + PLAIN, engine, config, config.engine.tie)
         for engine in served.facts

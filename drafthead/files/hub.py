@@ -53,11 +53,7 @@ class HubConfig:
 
 
 def require_login(purpose: str) -> None:
-    """Raise a ``UserError`` if there is no token, or if the Hub answers that it is invalid or may only read.
-
-    An unreachable Hub is not an error, because it may be available at the time of the upload. ``purpose`` starts the
-    message.
-    """
+    """Reject a missing, invalid or read-only token. An unreachable Hub is no error: it may be back at the upload."""
     remedy = "set HF_TOKEN to a token that may write, or run `hf auth login`"
     if get_token() is None:
         raise UserError(f"{purpose} needs a login to the Hub, but there is none: {remedy}")
@@ -81,11 +77,9 @@ def push(
     log: Callable[[str], None] = lambda line: None,
     waits: Sequence[float] = RETRY_WAITS,
 ) -> str:
-    """Upload the saved head in ``folder``, and return the repository's address.
+    """Upload the saved head in ``folder``, with the repository's name in its README.md; return its address.
 
-    First the repository's name is written into the head's README.md. ``repo`` and ``private`` are settings of
-    ``HubConfig``. After a temporary failure, ``log`` gets a line and the upload is tried again; ``waits`` are the
-    seconds before each further attempt. If none succeeds, a ``UserError`` gives the command for a later upload.
+    After a temporary failure, the upload is tried again after ``waits`` seconds.
     """
     for wait in (*waits, None):
         try:
@@ -100,10 +94,7 @@ def push(
                 final = 400 <= (status := cause.response.status_code) < 500 and status not in TEMPORARY_STATUS
             if wait is None or final:
                 later = ["drafthead", "push", f"head={folder}", f"repo={repo}", *["private=true"] * private]
-                raise UserError(
-                    f"pushing {folder} to {repo} failed ({reason}); the head is complete on disk, push it later with: "
-                    f"{shlex.join(later)}"
-                ) from None
+                raise UserError(f"pushing {folder} failed ({reason}); push it later: {shlex.join(later)}") from None
             log(f"warning: pushing to {repo} failed ({reason}); next attempt in {wait:g} s")
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
@@ -115,10 +106,7 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
     api = HfApi()
     url = api.create_repo(repo, private=private, exist_ok=True)
     if private and not api.model_info(url.repo_id).private:
-        raise UserError(
-            f"{url.repo_id} exists and is public, but private=true was requested; make it private in its settings on "
-            "the Hub, or name another repository"
-        )
+        raise UserError(f"{url.repo_id} is public, but private=true was requested; make it private on the Hub")
     card = folder / "README.md"
     if card.exists():
         named = re.sub(r'(drafthead\.load_head\(|custom_generate=)"[^"]*"', rf'\1"{url.repo_id}"', card.read_text())
@@ -135,10 +123,7 @@ def _upload(folder: Path, repo: str, private: bool) -> str:
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """Return the folder of a head's repository, downloaded unless the Hub client's cache has it.
-
-    ``revision`` None is the default branch. A repository that has pickles but no safetensors raises a ``UserError``.
-    """
+    """Return the folder of a head's repository, downloaded unless it is cached; reject one that has only pickles."""
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOADED)))
         if any(folder.rglob("*.safetensors")):
@@ -147,8 +132,7 @@ def fetch(repo: str, revision: str | None = None) -> Path:
     except Exception as error:  # includes errors of the client's HTTP library
         at = "" if revision is None else f" at revision {revision}"
         raise UserError(
-            f"no draft head at {repo}{at}: there is no such local folder, and the Hub said: {one_line(error)}; check "
-            "the name, the network and access"
+            f"no draft head at {repo}{at}: no such local folder, and the Hub said: {one_line(error)}; check the name"
         ) from None
     refuse_pickles(repo, names)
     return folder

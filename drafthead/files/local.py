@@ -46,8 +46,7 @@ def make_folder(path: Path, setting: str) -> None:
 def new_file(path: Path, writer: str = "") -> Iterator[Path]:
     """Yield the name of a temporary file to write; after the block it is flushed to disk and renamed to ``path``.
 
-    Readers therefore see the whole file or none. The next writer overwrites the temporary file of a killed one.
-    ``writer`` must differ between processes that write the same file at the same time.
+    Readers see the whole file or none. ``writer`` must differ between processes that write the file at the same time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp_path = path.with_name(f".{path.name}{writer}.tmp")
@@ -86,17 +85,13 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def disk_errors(content: str, folder: Path) -> Iterator[None]:
-    """Turn disk errors in the block (full, quota, read-only) into a ``UserError``.
-
-    Its message says that ``content``, such as "the packed rows", could not be written to ``folder``.
-    """
+    """Turn disk errors in the block (full, quota, read-only) into a ``UserError`` that names ``content``."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise UserError(
-            f"{content} could not be written to {folder} ({reason}); earlier files are intact. Free some space or "
-            "restore access, and the same command resumes there"
+            f"{content} could not be written to {folder} ({reason}); free some space, and the same command resumes"
         ) from None
 
 
@@ -153,10 +148,7 @@ def file_digest(path: Path) -> str:
 
 
 def safe_join(folder: Path, name: str) -> Path:
-    """Return the path of ``name`` in ``folder``; reject absolute paths, ``..`` and links out of the folder.
-
-    Links from a snapshot in the Hub's cache to the cache's blobs are allowed. The file need not exist.
-    """
+    """Return the path of ``name`` in ``folder``; reject links out of it, except to the blobs of the Hub's cache."""
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
         raise UserError(f"{folder} names the file {name!r}, which is outside of it; do not use this folder")
@@ -207,10 +199,7 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         required, available = (f"{n / 1e9:,.2f} GB" if n >= 10**9 else f"{n / 1e6:,.1f} MB" for n in (needed, free))
-        raise UserError(
-            f"{purpose} needs about {required} in {path}, but {available} are free; free some space or choose another "
-            "folder"
-        )
+        raise UserError(f"{purpose} needs about {required} in {path}, but {available} are free; free some space")
 
 
 def check_header(path: Path) -> None:
@@ -245,10 +234,7 @@ def folder_of_manifest(parent: Path, manifest: dict[str, Any], prefix: str = "")
 
 
 def check_manifest(folder: Path, expected: dict[str, Any], remedy: str) -> bool:
-    """Return True if ``folder`` has a manifest; raise a ``UserError`` if it differs from ``expected`` (JSON values).
-
-    The message names the first key that differs and ends with ``remedy``. Tuples count as lists.
-    """
+    """Return True if ``folder`` has a manifest; reject it, with ``remedy``, if it differs from ``expected``."""
     if not (folder / MANIFEST_NAME).exists():
         return False
     different = difference(read_manifest(folder), json.loads(json.dumps(expected)))
@@ -272,10 +258,7 @@ def same_base(one: str, other: str) -> bool:
 
 
 def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str] | None:
-    """Return the first difference between two JSON values as (dotted key, actual, expected), or None if equal.
-
-    Keys of ``expected`` are compared first. The result's key starts with ``key``; a missing value is "(absent)".
-    """
+    """Return the first difference between two JSON values as (dotted key, actual, expected), or None if equal."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for name in [*expected, *(n for n in actual if n not in expected)]:
             path = f"{key}.{name}" if key else name
@@ -298,8 +281,7 @@ def difference(actual: Any, expected: Any, key: str = "") -> tuple[str, str, str
 def exclusive(folder: Path, progress: Callable[[str, int, int], None] = lambda *_: None) -> Iterator[None]:
     """Create ``folder`` unless it exists, and hold its lock during the block. A killed process releases the lock.
 
-    If another process holds the lock, ``progress`` is called once with a description, 0 (done) and 1 (total), before
-    waiting. Code that only reads the folder takes no lock.
+    ``progress`` is called once if another process holds the lock. Code that only reads the folder takes no lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")

@@ -60,10 +60,7 @@ class _Choices(TorchFunctionMode):
         return choice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Turn ``multinomial``, and comparisons of numbers from ``rand``, into choices; run all other functions.
-
-        Other random functions, and other functions of numbers from ``rand``, raise an error.
-        """
+        """Turn ``multinomial`` and comparisons of ``rand`` into choices; reject other random functions."""
         name, kwargs = getattr(func, "__name__", "").strip("_"), kwargs or {}
         if name == "multinomial":
             probs, samples = args[0], kwargs.get("num_samples", args[1] if len(args) > 1 else 1)
@@ -94,10 +91,9 @@ class _Choices(TorchFunctionMode):
         return self._below(numbers, limits) ^ asks_above
 
     def _below(self, numbers: Any, limits: Any) -> Tensor:
-        """Choose for each number whether it is below its limit; return the choices.
+        """Choose for each number whether it is below its limit.
 
-        ``numbers`` are random and stand for intervals: each is uniform in [``numbers.low``, ``numbers.high``). A choice
-        narrows its interval to the part below or above the limit.
+        A number is uniform in [``numbers.low``, ``numbers.high``); a choice narrows this interval.
         """
         limits = torch.as_tensor(limits, dtype=torch.float64)
         shape = (numbers.low + limits).shape
@@ -158,8 +154,7 @@ def distances(
 ) -> tuple[list[float], int]:
     """Return the total variation between ``sampler``'s output and each target, and the total number of outcomes.
 
-    A step has up to ``length`` drafts. ``probs`` are the next-token probabilities of one target and its draft model;
-    None: ``PAIRS`` random pairs over ``vocabulary`` tokens.
+    ``probs`` are the next-token probabilities of one target and its draft model; None: ``PAIRS`` random pairs.
     """
     targets = [TabularLM.random(vocabulary, length, seed) for seed in range(PAIRS)]
     pairs = [(target, target.near(PAIRS + seed, 1.0)) for seed, target in enumerate(targets)]

@@ -76,10 +76,7 @@ class Shape:
         return sum(depths) if self.relay else max(depths)
 
     def draft(self, draft_sampling: DraftSampling, sampler: Sampler | None, target: TabularLM, seed: int) -> Draft:
-        """Return a function that drafts this shape from random tables near ``target``; ``seed`` determines the tables.
-
-        Drafts are drawn by ``draft_sampling`` with ``sampler``; None: top-k drafts.
-        """
+        """Return a function that drafts this shape from random tables near ``target``; sampler None: top-k drafts."""
         drafts: list[TableDraft] = []
         for number, drafter in enumerate(self.parts):
             draft_config = DraftConfig(
@@ -263,7 +260,7 @@ def _shortened(table: TabularLM, depth: int, length: Callable[[Proposal], torch.
     draft_config = DraftConfig(tree=TokenTree.chain(depth), draft_sampling=WITH, sampler=RAW)
 
     def draft(last_token: torch.Tensor, rng: RandomSource) -> Proposal:
-        """Draft a whole chain, then cut it."""
+        """Return a function that drafts this shape from random tables near ``target``; sampler None: top-k drafts."""
         proposal = TableDraft(table, draft_config)(last_token, rng)
         parents = proposal.shape.parents.expand(len(last_token), -1)
         is_kept = torch.arange(depth + 1) <= length(proposal)[:, None]

@@ -49,11 +49,10 @@ class Row:
 
 @lru_cache(maxsize=64)
 def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = DraftSampling.TOP_K) -> float:
-    """Return the total variation between a token's distribution under ``rule`` and the target's distribution.
+    """Return the mean total variation between ``rule`` and the target over 64 fixed random pairs of target and drafter.
 
-    It is the mean over random targets with drafters near them. The value is exact for each of 64 fixed pairs of target
-    and drafter over 8 tokens, with a chain of one draft; 0 for a lossless rule. It compares lossy rules with each
-    other. It does not predict the effect on a real model's answers.
+    Exact per pair (8 tokens, a chain of one draft). It compares lossy rules with each other; it does not predict the
+    effect on a real model's answers.
     """
     if rule.lossless:
         return 0.0
@@ -67,10 +66,7 @@ def rule_total_variation(rule: AcceptanceRule, draft_sampling: DraftSampling = D
 
 
 def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
-    """Return the result of a case: enumerate its outcomes, or, for a ``Refusal``, try to build the combination.
-
-    ``seed`` determines the random tables of a ``Case``.
-    """
+    """Enumerate the outcomes of a case, or try to build the combination of a ``Refusal``."""
     if isinstance(case, Refusal):
         reason = ""
         try:
@@ -102,12 +98,7 @@ def check(case: Case | Refusal | Counterexample, seed: int = 0) -> Row:
 
 
 def certify(only: str = "", progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    """Check all cases, or those whose rule, draft sampling, sampler or shape contains ``only``; return their rows.
-
-    Args:
-        only: text that one of these columns contains, such as ``block`` or ``chain 2 + chain 2``.
-        progress: called with the number of finished rows and the number of all rows.
-    """
+    """Check all cases, or those whose rule, draft sampling, sampler or shape contains ``only``."""
     every: list[Case | Refusal | Counterexample] = [*cases(), *refusals(), *counterexamples()]
     chosen = [(n, case) for n, case in enumerate(every) if any(only in label for label in labels(case).values())]
     if not chosen:

@@ -105,10 +105,7 @@ class CommittedProbs:
         self.by_length = [torch.zeros(self.vocabulary**n, dtype=torch.float64) for n in range(1, self.depth + 2)]
 
     def add(self, paths: Tensor, accepted: Tensor, bonus: Tensor, weights: Tensor) -> None:
-        """Add rows that commit the first ``accepted`` of ``paths`` [B, depth] and a draw from ``bonus`` [B, V].
-
-        ``accepted`` is [B] int64. ``weights`` [B] are the probabilities of the choices that led to each row.
-        """
+        """Add rows that commit ``accepted`` [B] of ``paths`` [B, depth] and a draw from ``bonus`` [B, V]."""
         self.outcomes += len(weights)
         sequence = torch.zeros_like(accepted)
         for length, masses in enumerate(self.by_length):
@@ -119,10 +116,7 @@ class CommittedProbs:
                 sequence = (sequence * self.vocabulary + paths[:, length]) % self.by_length[length].numel()
 
     def completed(self, probs: Tensor) -> Tensor:
-        """Return the masses of all sequences of depth + 1 tokens; shorter ones are extended by draws from ``probs``.
-
-        ``probs`` [prefixes, V] are the target's next-token probabilities after every prefix.
-        """
+        """Return the masses of all sequences of depth + 1 tokens; ``probs`` [prefixes, V] extend shorter ones."""
         total = self.by_length[0]
         for n, masses in enumerate(self.by_length[1:], start=1):
             total = _extended(total, probs, n, self.vocabulary) + masses
@@ -141,8 +135,7 @@ def committed(
 ) -> CommittedProbs:
     """Enumerate one step of decoding; return the probabilities of the token sequences that it commits.
 
-    ``depth`` is the largest number of drafts on a path. With ``greedy``, drafts are accepted if they equal the target's
-    argmax, as in decoding at temperature 0.
+    ``depth`` is the largest number of drafts on a path; ``greedy`` is decoding at temperature 0.
     """
     committed_probs = CommittedProbs(target.vocabulary, depth)
     waiting = [(torch.zeros(1, MOST_CHOICES, dtype=torch.int8), torch.zeros(1, dtype=torch.int64))]
@@ -173,10 +166,9 @@ def committed(
 
 
 def total_variation(committed_probs: CommittedProbs, probs: Tensor, length: int | None = None) -> float:
-    """Return the total variation between the committed tokens' distribution and the target's.
+    """Return the total variation between the committed tokens' distribution and the target's, ``probs`` [prefixes, V].
 
-    ``probs`` [prefixes, V] are the target's, which also complete shorter sequences. Only the first ``length`` tokens
-    are compared; None: depth + 1, the most that a step commits.
+    The target completes shorter sequences. Only the first ``length`` tokens are compared (default: depth + 1).
     """
     target_masses = probs[0]
     for n in range(1, committed_probs.depth + 1):

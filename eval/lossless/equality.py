@@ -35,9 +35,9 @@ def fresh_logits(base: BaseModel, ids: list[int]) -> torch.Tensor:
 
 
 def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: list[int], position: int) -> float:
-    """Return the distance between the target's logits of two answers' tokens at answer position ``position``.
+    """Return the distance between the target's logits of two answers' tokens at ``position``; inf if one has ended.
 
-    ``ids`` are the prompt's. The answers must be equal before the position. The distance is inf if one has ended there.
+    ``ids`` are the prompt's. The answers are equal before the position.
     """
     if position >= min(len(expected), len(other)):
         return float("inf")
@@ -49,10 +49,9 @@ def logit_margin(base: BaseModel, ids: list[int], expected: list[int], other: li
 def draw_margin(
     base: BaseModel, sampler: Sampler, seed: int, ids: list[int], expected: list[int], other: list[int], position: int
 ) -> float:
-    """Return how far the random number at answer position ``position`` is from choosing each of two answers' tokens.
+    """Return how far the random number at ``position`` is from choosing both answers' tokens, the larger distance.
 
-    A token is chosen if the number falls into its interval of the cumulative distribution. The result is the larger of
-    the number's distances from the intervals of both tokens. ``ids`` are the prompt's.
+    A token is chosen if the number falls into its interval of the cumulative distribution.
     """
     before = ids + expected[:position]
     probs = (
@@ -70,12 +69,10 @@ def draw_margin(
 def recompute_tokens(
     base: BaseModel, drafter: Drafter, config: DecodeConfig, ids: list[int], result: DecodeResult, position: int
 ) -> tuple[int | None, int | None]:
-    """Compute the target's greedy choice at position ``position`` (from 0) of an answer again, in two ways.
+    """Compute the target's greedy choice at ``position`` (from 0) of an answer again, in two ways.
 
-    Returns:
-        ``fresh_token``: from one forward pass over the whole prefix, into an empty cache. ``cached_token``: from a
-        repetition of the decoding step, on a cache freshly filled with the prefix; None if no step committed that
-        position, or if the repeated step does not reach it.
+    ``fresh_token`` comes from one forward pass over the whole prefix. ``cached_token`` comes from the decoding step,
+    repeated on a cache freshly filled with the prefix; None if no step reaches that position.
     """
     fresh = int(fresh_logits(base, ids + result.tokens[:position]).argmax())
     step = next((s for s in result.steps if s.position <= position < s.position + s.committed), None)
@@ -166,7 +163,7 @@ def compare_outputs(
 
 
 def equality_rate(equalities: Sequence[Equality], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Return the number of equal answers ("same"), of all ("of"), of the others by diagnosis ("found"), and "dtype".
+    """Count equal answers ("same"), all ("of") and the others by diagnosis ("found").
 
     In bfloat16 ties are common, so judge by the rate. In float32 everything except ties is a fault.
     """

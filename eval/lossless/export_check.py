@@ -122,8 +122,8 @@ def check_export(
 ) -> ExportCheck:
     """Draft with both heads along ``texts``, which must be greedy answers of ``base``, and compare the heads.
 
-    ``dtype`` is that of the exported weights. ``estimate`` is the first draft position's accuracy in training (None:
-    unknown), and ``estimate_tolerance`` the share of it by which the exported head's may be lower.
+    ``estimate`` is the first draft position's accuracy in training, and ``estimate_tolerance`` the share by which the
+    exported head's may be lower.
     """
     tree = original.tree or TokenTree.chain(original.depth)
     before, after = (_quality(base, head, texts, tree) for head in (original, reloaded))

@@ -44,19 +44,13 @@ class TabularLM:
         return cls(1.5 * torch.randn(count, vocabulary, dtype=torch.float64, generator=generator))
 
     def near(self, seed: int, spread: float) -> "TabularLM":
-        """Return a drafter that approximates this target: the same logits plus normal noise.
-
-        ``spread`` is the noise's standard deviation, and ``seed`` determines the noise.
-        """
+        """Return a drafter near this target: the same logits plus normal noise of standard deviation ``spread``."""
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(self.logits.shape, dtype=torch.float64, generator=generator)
         return TabularLM(self.logits + spread * noise)
 
     def after(self, prefixes: Tensor, tokens: Tensor) -> Tensor:
-        """Return the numbers of the prefixes that are longer by one token each; all tensors have the same shape.
-
-        ``prefixes`` are prefix numbers. A result too long for the table becomes 0, the number of the empty prefix.
-        """
+        """Return the numbers of ``prefixes`` extended by ``tokens``; 0 (the empty prefix) if too long for the table."""
         longer = prefixes * self.vocabulary + 1 + tokens
         return torch.where(longer < len(self.logits), longer, 0)
 

@@ -49,21 +49,15 @@ def run_interleaved(
 ) -> TimedResults:
     """Decode each conversation turn with all decoders before the next, so that drifting speed affects all equally.
 
-    Prompts run in a random order, and decoders in a random order within each turn. Every decoder warms up on the first
-    turn that the log lacks. Later turns follow the answers of "autoregressive" for every decoder, so that all decoders
-    read the same context.
+    Prompts run in a random order, and decoders in a random order within each turn. Every decoder warms up first. Later
+    turns follow the answers of "autoregressive", so that all decoders read the same context.
 
     Args:
-        prompts: the prompts of the suite.
         build: function that returns a turn's prompt ids.
-        decoders: decoders by name; one must be "autoregressive".
-        log: JSONL file to which every finished (turn, decoder) is appended at once; None: memory only. A turn is
-            skipped if the log has results of all decoders. Otherwise all decode it again, so that compared times come
-            from one process. The log does not record settings, so use one file per head, tree and settings.
-        seed: seed of the random orders.
-        on_progress: called with the number of finished (turn, decoder) pairs and the number of all pairs.
-        made_of: text per decoder that identifies its version, such as a hash of weights. Logged results with other text
-            are not used.
+        log: JSONL file to which every finished (turn, decoder) is appended. A turn is skipped if the log has results of
+            all decoders; otherwise all decode it again, so that compared times come from one process. The log does not
+            record settings, so use one file per head, tree and settings.
+        made_of: text per decoder that identifies its version. Logged results with other text are not used.
     """
     wait_for_huge_pages()
     order = list(range(len(prompts)))
@@ -118,10 +112,7 @@ class _Run:
         self.other_cpu_s: list[float | None] = []
 
     def answer_turn(self, prompt: EvalPrompt, turn: int, ids: list[int], names: list[str]) -> dict[str, DecodeResult]:
-        """Return each decoder's answer to the prompt ids of a turn; decode unless the log has all answers.
-
-        Decoders run in the order of ``names``. If one fails, the turn counts as failed for all.
-        """
+        """Return each decoder's answer, logged or decoded now. If one fails, the turn counts as failed for all."""
         key = prompt_key(prompt, ids, turn)
         if all((key, name) in self.log for name in names):
             self.resumed += 1
@@ -148,10 +139,7 @@ class _Run:
 
 
 def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
-    """Return ``count`` random orders of ``names``, in which each name is in each position equally often.
-
-    The orders are all rotations of a shuffle, then all rotations of another shuffle, and so on.
-    """
+    """Return random orders in which each name is in each position equally often: rotations of shuffles."""
     rng = random.Random(seed)
     orders: list[list[str]] = []
     while len(orders) < count:

@@ -31,10 +31,7 @@ def check_methods(specs: list[str]) -> None:
 
 
 def _transformers_method(spec: str) -> tuple[str, str] | None:
-    """Split the name of transformers' own method into kind and detail; return None for other names.
-
-    The detail is the number of tokens of ``hf_prompt_lookup`` ("": the default), or the model of ``hf_assisted``.
-    """
+    """Split the name of transformers' own method into kind and detail (tokens or model); None for other names."""
     kind, _, detail = spec.partition(":")
     if kind == "hf_prompt_lookup" and (not detail or (detail.isdigit() and int(detail) > 0)):
         return kind, detail
@@ -59,9 +56,7 @@ def methods(
 ) -> dict[str, Method]:
     """Return the autoregressive baselines, ``drafter``, ``candidates`` and the config's baselines, by name.
 
-    ``head`` is the drafter that "head" means in ``config.baselines``. ``candidates`` are more drafters with the same
-    rule; baselines always have the rule ``exact``. The baseline over transformers' unchanged modules is included only
-    if ``config.stock_baseline`` is true.
+    ``candidates`` are more drafters with the same rule; baselines always have the rule ``exact``.
     """
     exact = replace(config, rule=EXACT)
     compared = {
@@ -75,11 +70,7 @@ def methods(
 
 
 def engine_methods(base: BaseModel, served: ServedEngines, config: EvalConfig) -> dict[str, Method]:
-    """Return the methods to compare serving engines, by name.
-
-    They are each engine with the head and without it, and our decoder drafting a chain with the served head, unless the
-    evaluated method does that already.
-    """
+    """Return each engine with and without the head, and our decoder drafting an equal chain, by name."""
     engines = {name: Method(*method) for name, method in served.methods.items()}
     if served.head is not None and served.chain != METHOD:
         engines[served.chain] = _decoded(base, served.head, served.chain_config, replace(config, rule=EXACT))

@@ -39,9 +39,8 @@ class ResultLog:
     def __init__(self, path: Path | None, made_of: Mapping[str, str] | None = None) -> None:
         """Read the JSONL file ``path``; None keeps results in memory only.
 
-        An incomplete last line, left by a kill, is removed. Failures are not read, so they are tried again.
-        ``made_of`` maps each decoder's name to a text that identifies its version, such as a hash of weights. Results
-        with another text are not read.
+        An incomplete last line, left by a kill, is removed. Failures, and results whose ``made_of`` differs, are not
+        read.
         """
         self._path, self._made_of = path, made_of or {}
         self._results: dict[tuple[str, str], DecodeResult] = {}

@@ -42,10 +42,7 @@ class StageDurations:
     def __init__(
         self, run: RunConfig, base: BaseModel, devices: int, measured: Mapping[str, float] | None = None
     ) -> None:
-        """Time the passes. ``devices`` is the number of processes that share the work of corpora and training.
-
-        ``measured`` has the seconds of a training step of one micro-batch by phase; None: predict them from the passes.
-        """
+        """Time the passes. ``measured`` has seconds per step of one micro-batch by phase; None: predict them."""
         self.run, self.base, self.devices, self.measured = run, base, devices, measured
         self.read_s = _pass_seconds(base, LONG_PASS) / LONG_PASS
         """Seconds per token of a long pass."""
@@ -60,10 +57,7 @@ class StageDurations:
         """Number of the user's prompts, held out, for the tree and as many for the report; 0: prompts of the suite."""
 
     def rows(self) -> list[tuple[str, str, float]]:
-        """Return (stage, description of its work, seconds) for the stages of the run that take long.
-
-        Each phase of the stage train has its own row. Seconds are nan if unknown, for example with an answer server.
-        """
+        """Return (stage or phase, description of its work, seconds) for the long stages; nan: unknown."""
         known = {"corpora": self._corpora, "tree": self._tree, "evaluate": self._evaluate}
         rows = []
         for stage in self.run.stages:
@@ -157,10 +151,7 @@ class StageDurations:
 
 
 def _pass_seconds(base: BaseModel, tokens: int) -> float:
-    """Return the seconds of a pass of the base over ``tokens`` tokens (at most its context): the fastest of three.
-
-    A pass computes the logits after the last token only.
-    """
+    """Return the seconds of a pass over ``tokens`` tokens with the logits after the last one: the fastest of three."""
     tokens = min(tokens, base.max_context)
     ids = torch.zeros(1, tokens, dtype=torch.long, device=base.device)
     seconds = []

@@ -113,10 +113,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _numbers(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return the integer indices, one tensor per dimension, that equal a boolean ``index``, as meta tensors need them.
-
-    Any other ``index`` (integers or None) is returned unchanged, in a tuple.
-    """
+    """Return the integer indices that equal a boolean ``index``, as meta tensors need them; else ``index`` itself."""
     return (index,) if index is None or index.dtype != torch.bool else index.nonzero().unbind(1)
 
 

@@ -63,11 +63,9 @@ STEPS = 3
 
 
 def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
-    """Return the least seconds of each phase of a run, by name, and of its "answers", on ``plan.devices`` GPUs.
+    """Return the least seconds of each phase, and of "answers" if the built-in decoding makes them, on such GPUs.
 
-    "answers" is absent if the built-in decoding does not make them. The time of training is that of its matrix
-    products. The time of a decoding step is that of its matrix products or of reading all weights once, if that is
-    longer.
+    Training takes the time of its matrix products. A decoding step takes that, or the time of reading all weights once.
     """
     speed, seconds = gpu.tera_operations * 1e12 * SHARE * plan.devices, {}
     config = plan.data.answers
@@ -80,10 +78,7 @@ def gpu_seconds(plan: Estimate, gpu: Gpu) -> dict[str, float]:
 
 
 def steps_that_fit(hours: float, seconds: dict[str, float], plan: Estimate) -> int:
-    """Return the number of steps of the last phase with which the whole run takes ``hours``, at least 0.
-
-    ``seconds`` are those of every phase and every other stage of the planned run, by name.
-    """
+    """Return the number of steps of the last phase with which all stages (``seconds``) take ``hours``, at least 0."""
     name, phase = list(plan.phases.items())[-1]
     left = hours * 3600 - sum(seconds.values()) + seconds[name]
     return max(0, int(left * phase.steps / seconds[name]))
@@ -96,11 +91,7 @@ def no_step_fits(hours: float, plan: Estimate) -> str:
 
 
 def gpu_table(plan: Estimate, hours: float | None) -> Group:
-    """Return a table of a run's least time on each of ``GPUS``.
-
-    Its last column is the number of steps of the last phase with which the run takes ``hours`` (None: no such column).
-    If no step fits on one of them, a line below the table says why.
-    """
+    """Return a table of a run's least time on each of ``GPUS``, with the steps that fit ``hours`` if they are given."""
     title = f"time on {plan.devices} of these GPUs, by arithmetic ({SHARE:.0%} of the peak): at least"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     reason: list[str] = []
@@ -123,10 +114,7 @@ def gpu_table(plan: Estimate, hours: float | None) -> Group:
 
 
 def base_for_times(run: RunConfig, **changes: Any) -> BaseModel:
-    """Load the run's base; instead of downloading a base of known shape, make one with random weights.
-
-    ``changes`` are made to the base's settings.
-    """
+    """Load the run's base; instead of downloading a base of known shape, make one with random weights."""
     config = replace(run.base, **changes)
     if config.shape and not _is_at_hand(config):
         config = replace(config, random=True, tokenizer="builtin:tiny")
@@ -230,10 +218,7 @@ def print_estimate(run: RunConfig) -> None:
 
 
 def machine_lines(run: RunConfig, plan: Estimate, progress: Progress) -> list[Table | str]:
-    """Return a table and lines about a run's time and memory on this machine, measured in real training steps.
-
-    ``plan`` is the run's estimate for this machine. ``progress`` is called before every step.
-    """
+    """Return a run's time and memory on this machine, measured in real training steps."""
     progress(f"loading {run.base.name or 'the base'} to measure its steps", 0, 0)
     base = BaseModel.load(run.base)
     stages = StageDurations(run, base, 1, measured_step(run, base, plan, progress))

@@ -87,10 +87,7 @@ class Estimate:
         return round(self.tokens(name) * self.trained_share(name))
 
     def trained_share(self, name: str) -> float:
-        """Estimate the share of trained tokens: all tokens of text, and all tokens of answers except the prompts.
-
-        Prompts and answers are assumed to have the largest allowed length, so the true share can be larger or smaller.
-        """
+        """Estimate the share of trained tokens, as if prompts and answers had the largest allowed length."""
         answer, prompt = self.data.answers.sampler.max_new_tokens, self.data.answers.max_prompt_tokens
         return 1.0 if self.phases[name].corpus == "text" else answer / (answer + prompt)
 
@@ -152,10 +149,7 @@ class Estimate:
         return memory
 
     def _step(self, name: str, accumulates: bool) -> StepMemory:
-        """Return the costs of a step of the phase ``name`` on one micro-batch.
-
-        ``accumulates``: gradients of an earlier micro-batch exist during the step.
-        """
+        """Return the costs of a step on one micro-batch; ``accumulates``: gradients of an earlier one exist."""
         if (name, accumulates) not in self._steps:
             if self.trains_base:
                 self.head.train_base(now=self.phases[name].train_base)

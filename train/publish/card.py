@@ -49,14 +49,10 @@ def write_card(
     """Write the model card ``README.md``, ``eval.json`` and, if there is one, the loss curve into ``folder/head``.
 
     Args:
-        run: Settings of the run.
-        head: Trained head.
-        answers: Numbers of rows and tokens of the answers to train on, without held-out answers.
-        evaluation: Contents of ``eval.json``.
-        quality: Contents of ``quality.json``, which compares a trained base with the original one; None if frozen.
-        folder: Run folder.
-        processes: Number of processes with which the run started.
-        agreement: Line about the transcripts' agreement with the base; None without transcripts.
+        answers: numbers of rows and tokens of the answers to train on, without held-out answers.
+        quality: contents of ``quality.json``; None if the base was frozen.
+        processes: number of processes with which the run started.
+        agreement: line about the transcripts' agreement with the base; None without transcripts.
     """
     # Prompt and tree files are named without this machine's folders.
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
@@ -113,10 +109,7 @@ def minimal_card(folder: Path) -> None:
 
 
 def metadata(run: RunConfig, head: DraftHead, evaluation: dict[str, Any], licences: dict[str, Any]) -> ModelCardData:
-    """Return the card's front matter, which the Hub searches and shows, with results per task and overall.
-
-    ``evaluation`` is the contents of ``eval.json``. ``licences`` are the base's licence fields by key.
-    """
+    """Return the card's front matter, which the Hub searches and shows, with results per task and overall."""
     sources = [*run.data.text.sources, *run.data.transcripts]
     sources += run.data.answers.sources if run.data.uses_answers else []
     datasets = [s.name for s in sources if s.kind == "hf" and not Path(s.name).exists()]
@@ -176,11 +169,7 @@ def base_link(head: DraftHead) -> str:
 
 
 def formats(head: DraftHead) -> list[tuple[str, str, str]]:
-    """Return (format, engines, fit) for each export format for heads of this type, in Markdown.
-
-    ``engines`` are those whose current release loads the format, or "none". ``fit`` is "yes" if ``head`` can be written
-    in the format, else "no: " and the reasons.
-    """
+    """Return (format, engines that load it, "yes" or why ``head`` does not fit) for each format of its type."""
     rows = []
     for head_format in all_formats().values():
         if isinstance(head.config, head_format.head_config):
@@ -197,10 +186,7 @@ def formats(head: DraftHead) -> list[tuple[str, str, str]]:
 
 
 def serving_lines(head: DraftHead, folder: Path) -> list[str]:
-    """Return console lines with the commands that export and serve ``head``, for each engine that can load it.
-
-    If no engine can, the lines give the reasons, and the settings that avoid them. ``folder`` holds the head.
-    """
+    """Return lines that export and serve ``head`` in each engine; if no engine can load it, the reasons."""
     drafts, is_adapted = min(head.depth, head.config.trained_positions), head.base.config.adapter is not None
     dtype, commands = dtype_name(head.base), dict[str, list[str]]()
     reasons: dict[str, str] = {}
@@ -229,10 +215,7 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
 
 
 def obstacles(rows: list[tuple[str, str, str]]) -> str:
-    """Return a sentence with the reasons why no engine loads a head, from the ``rows`` of ``formats``.
-
-    The sentence is empty if no engine loads heads of this type at all.
-    """
+    """Return a sentence with the reasons in ``rows`` why no engine loads a head; empty if its type has no engine."""
     reasons = [f"to={name.strip('`')}: {fit.removeprefix('no: ')}" for name, engines, fit in rows if engines != "none"]
     return f"Reasons, by export format: {'. '.join(reasons)}. " if reasons else ""
 
@@ -243,11 +226,7 @@ def contents(run: RunConfig) -> str:
 
 
 def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str | None = None) -> list[tuple[str, str]]:
-    """Return the card's rows (name, description) about the base, the training data and the seed, in Markdown.
-
-    ``answers`` has the numbers of assistant turns and tokens to train on. ``agreement`` is a line about the
-    transcripts' agreement with the base (None: the run has no transcripts).
-    """
+    """Return the card's rows (name, description) about the base, the training data and the seed, in Markdown."""
     sampler, data = run.data.answers.sampler, run.data
     revision = run.base.revision or getattr(head.base.model.config, "_commit_hash", None) or "not fixed"
     adapter = " and the adapter in `adapter/`" if head.base.config.adapter is not None else ""
@@ -295,11 +274,7 @@ def _sources(sources: list[SourceConfig]) -> str:
 
 
 def phase_row(name: str, phase: PhaseConfig, processes: int, answers: str = "the base's answers") -> tuple[str, ...]:
-    """Return the cells of a phase in the card's table: name, data, steps, tokens per step, learning rate, loss.
-
-    ``processes`` is the number of processes with which the run started, on which the tokens of a step may depend.
-    ``answers`` names the data of phases with ``corpus: answers``.
-    """
+    """Return a phase's cells: name, data (``answers`` names it), steps, tokens per step, learning rate, loss."""
     optim, loss = phase.optim, phase.loss
     tokens = phase.seq_len * phase.rows(processes)
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"

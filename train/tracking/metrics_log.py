@@ -39,10 +39,7 @@ class MetricsLog:
 
 
 def console_line(row: Row, steps: int) -> str:
-    """Return a row of ``metrics.jsonl`` as one console line. ``steps`` is the number of steps of the row's phase.
-
-    Values with keys ``NAME_loss`` (Medusa-2's base and heads) are shown in brackets after the loss.
-    """
+    """Return a row as one console line, with ``NAME_loss`` (Medusa-2's base and heads) in brackets after the loss."""
     depths = sorted(int(key[7:]) for key in row if key.startswith("accept_") and key[7:].isdigit())
     terms = ", ".join(f"{key.removesuffix('_loss')} {row[key]:.4f}" for key in row if key.endswith("_loss"))
     columns = (

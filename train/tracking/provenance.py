@@ -22,8 +22,7 @@ MAX_DIFF_BYTES = 2_000_000
 def write_provenance(folder: Path, resolved_config_yaml: str) -> list[str]:
     """Write ``recipe.yaml``, ``provenance.json`` and, if the checkout has changes, ``git.diff`` into ``folder``.
 
-    Return a warning line for each file that could not be written; raise nothing. A value of ``provenance.json`` that
-    cannot be determined becomes ``{"error": ...}``.
+    Return a warning for each file that could not be written. A value that cannot be determined is ``{"error": ...}``.
     """
     root = Path(drafthead.__file__).resolve().parent.parent
     # A copy of the code inside another repository is not that repository's commit.

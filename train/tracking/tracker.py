@@ -43,8 +43,8 @@ class TrackerConfig:
 class Tracker:
     """The experiment tracker of a run. Its errors never end the run: after the first, it warns and sends no more.
 
-    Create it on the main process only, before the first row of ``metrics.jsonl`` is written. If the folder has rows
-    already, the folder's wandb run is resumed; otherwise a new one starts.
+    Create it on the main process only, before the first row of ``metrics.jsonl`` is written: with rows, the folder's
+    wandb run is resumed.
     """
 
     def __init__(
@@ -56,11 +56,7 @@ class Tracker:
         settings: Row,
         log: Callable[[str], None],
     ) -> None:
-        """Start tracking, and give the run's ``settings`` to the tracker. ``log`` prints a line for the user.
-
-        ``accelerator`` has ``log_with=config.kind`` and the run folder as ``project_dir``. ``name`` is the name of the
-        run in the tracker, unless ``config.run_name`` is set.
-        """
+        """Start tracking. ``accelerator`` has ``log_with=config.kind`` and the run folder as ``project_dir``."""
         self.accelerator, self.config, self.folder, self._log = accelerator, config, folder, log
         self._step = 0
         self._wandb_run: Any = None
@@ -73,10 +69,10 @@ class Tracker:
         self._attempt(lambda: self.accelerator.log(_numbers(row, f"{row['phase']}/"), step=step))
 
     def replay(self, rows: Iterable[Row]) -> None:
-        """Send the rows that a resumed wandb run lacks. ``rows`` are all rows of ``metrics.jsonl``.
+        """Send the rows that a resumed wandb run lacks, because a killed process may not have sent its last ones.
 
-        A killed process may not have sent its last rows. If wandb is offline, all rows are sent, so that its newest
-        folder holds the whole run. To TensorBoard nothing is sent, because its files hold all rows.
+        If wandb is offline, all rows are sent, so that its newest folder holds the whole run. TensorBoard's files hold
+        all.
         """
         if self._wandb_run is not None:
             for row in rows:
@@ -84,11 +80,7 @@ class Tracker:
                     self.log(row, row["total_step"])
 
     def finish(self, evaluation: Row | None = None, failed: bool = False) -> None:
-        """Send the results of the evaluation (to wandb also tables and files), and close the tracker.
-
-        ``evaluation`` is the contents of ``eval.json`` (None: send nothing). If ``failed``, wandb marks the run as
-        failed. Later calls do nothing.
-        """
+        """Send the results of the evaluation (to wandb also tables and files), and close the tracker."""
         self._attempt(lambda: self._finish(evaluation, failed))
         self._active = False
 
@@ -177,10 +169,9 @@ class Tracker:
 
 
 def wandb_mode(mode: str, environment: Mapping[str, str]) -> str:
-    """Return the mode in which wandb starts, for the setting ``mode`` and the environment variables.
+    """Return the mode in which wandb starts. Without a login, ``auto`` is offline, so that wandb does not ask for one.
 
-    Without a login, ``auto`` is offline, so that wandb does not ask for one. A login is WANDB_API_KEY,
-    WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
+    A login is WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an entry for the server in the netrc file.
     """
     if mode != "auto":
         return mode
