@@ -104,7 +104,6 @@ def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.Capt
         ("certify", ["only"], "'only' is not a setting"),
         ("certify", ["only="], "only= has no value"),
         ("certify", ["length=[x"], "length=.x cannot be read .*; quote the value"),
-        ("certify", ["=5"], "'=5' is not a setting"),
         ("train", ["recipe=medusa_smollm3"], "recipe=medusa_smollm3 is not .*; did you mean medusa_smollm2 or"),
         ("train", ["recipe=medusa_smollm2", "base=/models/mine"], "base=custom base.name=/models/mine$"),
         ("train", ["recipe=medusa_smollm2", "data.prompt=x"], "did you mean data.prompts[?]"),
@@ -112,12 +111,11 @@ def test_words_are_the_prompt(words: list[str], prompt: str, capsys: pytest.Capt
         ("train", ["recipe=medusa_smollm2", "mode=estimate", "out="], "out must be the name of a folder"),
         ("eval", ["head=/nowhere/head"], "no draft head at /nowhere/head: give a run's head folder .*or a Hub"),
         ("eval", [], "name a head: head=outputs/NAME/head or head=user/repo"),
-        ("export", ["head=x", "to=onnx", "out=y"], "unknown format 'onnx'"),
         ("export", ["head=x", "to=eagle3", "out=y", "base_gguf=f16"], "base_gguf needs .*got to=eagle3"),
-        ("import", ["base=b", "out=y"], "missing: from=...; see --help"),
+        ("export", ["head=x"], "missing: to=... out=...; see --help"),
         ("import", ["from=x", "out=y"], "base is missing: name the base model"),
         ("import", ["from=/nowhere/x", "out=y", "base=b"], "no published head at /nowhere/x: there is no such folder"),
-        ("import", ["from=x", "out=y", "base="], r"base= has no value; give one \(base=VALUE\)"),
+        ("import", [f"from={__file__}", "out=y", "base=b"], "no published head at .*: that is a file; from= takes"),
         ("export", ["head=x", "to=medusa", "out=y", "limit=many"], "limit must be .*'many'"),
         ("export", ["head=x", "to=medusa", "out=/proc/nope/x"], "/proc/nope cannot be written .*choose another folder"),
     ],
@@ -202,7 +200,6 @@ def test_a_seed_that_numpy_does_not_take_is_one_line(command: str) -> None:
 
 @pytest.mark.parametrize("prompt", ["-", "caf\udce9"])
 def test_a_prompt_that_is_no_text_is_one_line(prompt: str) -> None:
-    """Bytes of another encoding, on standard input or as an argument."""
     with pytest.raises(SystemExit, match="^error: .*prompt is no.* UTF-8"):
         call("generate", "head=x", prompt, stdin=TextIOWrapper(BytesIO(b"caf\xe9"), encoding="utf-8"))
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from drafthead.commands.command import command
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.errors import UserError
 from drafthead.eval.config import SuiteConfig
 from drafthead.eval.report.plots import interval_bars, save_png
@@ -128,7 +128,7 @@ def main(config: ReplayConfig) -> None:
 
 
 def head_rows(
-    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], config: ReplayConfig, display: Display
+    base: BaseModel, head: DraftHead, texts: Sequence[Answer], config: ReplayConfig, display: Display
 ) -> list[dict[str, Any]]:
     """Return the rows of ``head``: chains, trees of ``config.nodes`` and, if it has a threshold, its own tree."""
     probs_config = AcceptProbsConfig(

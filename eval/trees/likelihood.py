@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import FinishedAnswer, HiddenStates
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStates
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.sampling import Sampler
@@ -30,7 +31,7 @@ def target_probs(base: BaseModel, hidden: Tensor, contexts: list[list[int]], sam
 
 
 def surprisal_sums(
-    base: BaseModel, texts: Sequence[FinishedAnswer], base_hidden: list[HiddenStates], sampler: Sampler
+    base: BaseModel, texts: Sequence[Answer], base_hidden: list[HiddenStates], sampler: Sampler
 ) -> Tensor:
     """Return sums over the answers' tokens, [4] float64, by which :func:`check_likelihood` judges the answers.
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from drafthead.data.batch import FinishedAnswer
+from drafthead.data.answers.store import Answer
 from drafthead.eval.trees.cost_model import CostModel
 from drafthead.eval.trees.search import SearchMethod, cross_fitted
 from drafthead.eval.trees.simulate import simulate_texts
@@ -23,7 +23,7 @@ def row_of(name: str, nodes: int, simulated: SimulatedAcceptance, speedup: float
 
 
 def own_row(
-    base: BaseModel, head: DraftHead, texts: Sequence[FinishedAnswer], sampler: Sampler, seed: int = 0
+    base: BaseModel, head: DraftHead, texts: Sequence[Answer], sampler: Sampler, seed: int = 0
 ) -> dict[str, Any]:
     """Return the table's row for the head's own tree, cut by its confidence threshold, which other rows ignore."""
     draft_config = default_draft_config(head)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafthead.data.batch import FinishedAnswer, HiddenStates, TrainBatch, pad_rows
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStates, TrainBatch, pad_rows
 from drafthead.data.intervals import Floats
 from drafthead.errors import UserError
 from drafthead.eval.trees.likelihood import MAX_VALUES, check_likelihood, surprisal_sums, target_probs
@@ -40,7 +41,7 @@ from drafthead.models.token_tree import TokenTree
 
 
 def positions(
-    drafter: Drafter, texts: list[FinishedAnswer], base_hidden: list[HiddenStates], device: torch.device
+    drafter: Drafter, texts: list[Answer], base_hidden: list[HiddenStates], device: torch.device
 ) -> Iterator[tuple[list[int], Session, Tensor, int]]:
     """Walk through all answers at once: yield (rows, session, tokens, t) for each position t where a step may start.
 
@@ -64,15 +65,15 @@ def positions(
         session.commit(last[:, None], [1] * len(rows), now)
 
 
-def read_hidden_states(base: BaseModel, drafter: Drafter, text: FinishedAnswer) -> HiddenStates:
+def read_hidden_states(base: BaseModel, drafter: Drafter, text: Answer) -> HiddenStates:
     """Return the base's hidden states [1, T, D] that the drafter reads: the stored ones if they suffice."""
-    if text.final is None or drafter.spec.layers:
+    if text.hidden_states is None or drafter.spec.layers:
         return base.hidden_states(TrainBatch.of([text.ids], text.boundary).to(base.device), drafter.spec)
-    stored = text.final.to(base.device, base.dtype)
+    stored = torch.from_numpy(text.hidden_states).to(base.device, base.dtype)
     return HiddenStates(final=F.pad(stored, (0, 0, 0, 1))[None])  # nothing is drafted after the last token
 
 
-def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
+def text_ranks(head: DraftHead, texts: Sequence[Answer]) -> list[Ranks]:
     """Return per answer the ranks [T, K] of its tokens among the head's candidates; answers of one token have none."""
     ranks = []
     for text in texts:
@@ -101,7 +102,7 @@ class AcceptProbsConfig:
 def simulate_texts(
     base: BaseModel,
     drafter: Drafter,
-    texts: Sequence[FinishedAnswer],
+    texts: Sequence[Answer],
     draft_config: DraftConfig,
     sampler: Sampler,
     rule: AcceptanceRule = EXACT,
@@ -113,7 +114,7 @@ def simulate_texts(
     The answers must be the base's own under ``sampler``, and the rule must be lossless. Sampled drafts need a
     ``StepwiseDrafter``. With ``in_order`` (top-k drafts only) a drafter with a memory knows all earlier answers.
     """
-    draft_config = draft_config.at_most(drafter.depth)
+    draft_config = draft_config.truncate(drafter.depth)
     rule.check(draft_config)
     if not rule.lossless:
         raise UserError(
@@ -137,7 +138,7 @@ def simulate_texts(
 
 @torch.inference_mode()
 def text_accept_probs(
-    base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, config: AcceptProbsConfig
+    base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, config: AcceptProbsConfig
 ) -> list[AcceptProbs]:
     """Return per answer the acceptance probabilities [T, K, S] from which any static tree can be simulated.
 
@@ -181,7 +182,7 @@ def text_accept_probs(
     return accept_probs
 
 
-def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer], t: int, depth: int) -> list[Tensor]:
+def forced_logits(session: Session, last: Tensor, texts: Sequence[Answer], t: int, depth: int) -> list[Tensor]:
     """Return the drafter's logits [B, draft vocabulary] at each of ``depth`` draft positions after answer token ``t``.
 
     ``last`` [B] are these tokens. Instead of its own drafts, the drafter reads the next tokens of the answers.
@@ -201,7 +202,7 @@ def forced_logits(session: Session, last: Tensor, texts: Sequence[FinishedAnswer
 def _drafted_length_probs(
     base: BaseModel,
     drafter: Drafter,
-    texts: Sequence[FinishedAnswer],
+    texts: Sequence[Answer],
     draft_config: DraftConfig,
     sampler: Sampler,
     in_order: bool,
@@ -227,7 +228,7 @@ def _drafted_length_probs(
     return length_probs, sizes
 
 
-def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) -> Tensor:
+def _matching_drafts(proposal: Proposal, texts: list[Answer], t: int) -> Tensor:
     """Return the length [B] of the longest drafted path that agrees with each answer after its token ``t`` (from 0)."""
     tokens, depths = proposal.tokens, proposal.shape.depths.expand_as(proposal.tokens)
     ahead = int(depths.max()) + 1
@@ -242,8 +243,8 @@ def _matching_drafts(proposal: Proposal, texts: list[FinishedAnswer], t: int) ->
 
 
 def _batches(
-    base: BaseModel, drafter: Drafter, texts: Sequence[FinishedAnswer], sampler: Sampler, size: int
-) -> Iterator[tuple[list[FinishedAnswer], list[HiddenStates]]]:
+    base: BaseModel, drafter: Drafter, texts: Sequence[Answer], sampler: Sampler, size: int
+) -> Iterator[tuple[list[Answer], list[HiddenStates]]]:
     """Yield batches of answers with their hidden states, without answers of one token; reject another model's."""
     with_steps = [text for text in texts if text.positions]
     if not with_steps:

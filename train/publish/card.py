@@ -48,11 +48,8 @@ def write_card(
 ) -> None:
     """Write the model card ``README.md``, ``eval.json`` and, if there is one, the loss curve into ``folder/head``.
 
-    Args:
-        answers: numbers of rows and tokens of the answers to train on, without held-out answers.
-        quality: contents of ``quality.json``; None if the base was frozen.
-        processes: number of processes with which the run started.
-        agreement: line about the transcripts' agreement with the base; None without transcripts.
+    ``evaluation`` and ``quality`` (None: a frozen base) are the contents of ``eval.json`` and ``quality.json``.
+    ``answers`` are the counts of what is trained on.
     """
     # Prompt and tree files are named without this machine's folders.
     tree = {**evaluation["tree"], "spec": evaluation["tree"]["spec"].rpartition("/")[2]}
@@ -161,7 +158,7 @@ def base_licences(base: BaseConfig) -> dict[str, Any]:
 
 
 def base_link(head: DraftHead) -> str:
-    """Return the name of the head's base in Markdown: a link if it is on the Hub, else the name of its folder."""
+    """Return the base's name in Markdown: a link if it is on the Hub, else the name of its folder."""
     name = published_name(head.base)
     if _is_on_hub(head):
         return f"[{name}](https://huggingface.co/{name})"
@@ -169,7 +166,7 @@ def base_link(head: DraftHead) -> str:
 
 
 def formats(head: DraftHead) -> list[tuple[str, str, str]]:
-    """Return (format, engines that load it, "yes" or why ``head`` does not fit) for each format of its type."""
+    """Return (format, engines that load it now, "yes" or "no: " and reasons) per export format, in Markdown."""
     rows = []
     for head_format in all_formats().values():
         if isinstance(head.config, head_format.head_config):
@@ -186,7 +183,7 @@ def formats(head: DraftHead) -> list[tuple[str, str, str]]:
 
 
 def serving_lines(head: DraftHead, folder: Path) -> list[str]:
-    """Return lines that export and serve ``head`` in each engine; if no engine can load it, the reasons."""
+    """Return the commands that export and serve ``head`` in each engine, or the reasons why none can."""
     drafts, is_adapted = min(head.depth, head.config.trained_positions), head.base.config.adapter is not None
     dtype, commands = dtype_name(head.base), dict[str, list[str]]()
     reasons: dict[str, str] = {}
@@ -215,13 +212,13 @@ def serving_lines(head: DraftHead, folder: Path) -> list[str]:
 
 
 def obstacles(rows: list[tuple[str, str, str]]) -> str:
-    """Return a sentence with the reasons in ``rows`` why no engine loads a head; empty if its type has no engine."""
+    """Return a sentence with the reasons why no engine loads a head, from the ``rows`` of ``formats``."""
     reasons = [f"to={name.strip('`')}: {fit.removeprefix('no: ')}" for name, engines, fit in rows if engines != "none"]
     return f"Reasons, by export format: {'. '.join(reasons)}. " if reasons else ""
 
 
 def contents(run: RunConfig) -> str:
-    """Return a name for the training data other than text: "transcripts", "the base's answers", or both with "and"."""
+    """Name the training data other than text."""
     return " and ".join(["transcripts"] * bool(run.data.transcripts) + ["the base's answers"] * run.data.uses_answers)
 
 
@@ -259,7 +256,7 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str 
 
 
 def _sources(sources: list[SourceConfig]) -> str:
-    """Return the names of data sources for a public card; a local file is named without its folder."""
+    """Name data sources for a public card; a local file without its folder."""
     names = []
     for s in sources:
         name, details = Path(s.name).name, [s.subset or "", s.split, f"revision {s.revision}" if s.revision else ""]
@@ -274,7 +271,7 @@ def _sources(sources: list[SourceConfig]) -> str:
 
 
 def phase_row(name: str, phase: PhaseConfig, processes: int, answers: str = "the base's answers") -> tuple[str, ...]:
-    """Return a phase's cells: name, data (``answers`` names it), steps, tokens per step, learning rate, loss."""
+    """Return the cells of a phase in the card's table: name, data, steps, tokens per step, learning rate, loss."""
     optim, loss = phase.optim, phase.loss
     tokens = phase.seq_len * phase.rows(processes)
     rate = f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} steps of {optim.warmup} warm-up"
