@@ -128,7 +128,8 @@ def figure(record: dict[str, Any]) -> Figure:
             )
     if record["lookup"]:
         axes.axvline(record["lookup"]["tau"], color=COLOURS["with_lookup"], linestyle="--", linewidth=1.2)
-    axes.set(xlabel="tau: tokens per pass of the base", xlim=(1, None), yticks=range(len(heads)), yticklabels=heads)
+    right = 1.03 * max(run[kind]["tau"] for run in record["runs"] for kind in KINDS)
+    axes.set(xlabel="tau: tokens per pass of the base", xlim=(1, right), yticks=range(len(heads)), yticklabels=heads)
     axes.invert_yaxis()
     drawn.legend(loc="outside upper left", ncols=len(KINDS), fontsize=8)
     return drawn
