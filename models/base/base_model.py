@@ -31,6 +31,7 @@ from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
 from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
+from drafthead.models.kernels.packed import PackedMask
 from drafthead.models.kernels.private_apis import CACHE, other_base
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 from drafthead.system.devices import device_of, graphs_of, synchronise
@@ -341,20 +342,19 @@ class BaseModel:
     @torch.no_grad()
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
         """Return hidden states of packed rows, without gradients; tokens see only earlier ones of their document."""
-        if self._limited and (last := int((batch.host or batch).position_ids.max())) >= self.max_context:
+        if self._limited and (last := int(batch.position_ids.max())) >= self.max_context:
             raise UserError(
                 f"a document of {last + 1} tokens exceeds the context of {self.max_context}; lower phases.*.seq_len"
             )
-        ids, positions = batch.input_ids.to(self.device), batch.position_ids.to(self.device)
-        masks = self.document_masks(batch.document_ids.to(self.device), positions, self.dtype)
+        ids, positions = (x.to(self.device, non_blocking=True) for x in (batch.input_ids, batch.position_ids))
+        masks = self.packed_masks(PackedMask.of(batch.document_ids, self.device))
         with capture_hidden_states(self.model, spec.layers) as states:
             out = self.model.model(input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=False)
         return _hidden_states(out.last_hidden_state, states, spec)
 
-    def document_masks(self, document_ids: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Masks:
-        """Return the decoder's masks for packed rows (ids and positions [B, T]): tokens see their own document only."""
-        mask = attention.document_mask(document_ids, dtype)
-        return mask if self.windows is None else self.windows.masks(mask, position_ids, position_ids, dtype)
+    def packed_masks(self, mask: PackedMask) -> Masks:
+        """Return the decoder's mask argument for packed rows, from the ``mask`` of full attention."""
+        return mask if self.windows is None else self.windows.packed(mask)
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
         """Return the masks of all layer types for queries at ``positions``, from the ``mask`` of full attention.

@@ -226,11 +226,10 @@ def trained(kind: str, device: str, steps: int = 3) -> tuple[list[float], dict[s
     losses, waits = [], []
     for _ in range(steps):
         with simulated.waits() as counted:
-            batch = rows.to(base.device)
             result = train_step(
                 head,
                 optimizer,
-                [(batch, base.hidden_states(batch, head.spec))],
+                [(rows, base.hidden_states(rows, head.spec))],
                 LOSS,
                 lr=1e-3,
                 clip_norm=1.0,

@@ -54,7 +54,7 @@ class PhaseData:
         return len(self.rows)  # type: ignore[arg-type]  # a stream has no end
 
     def load(self, numbers: list[int]) -> Batch:
-        """Return the rows ``numbers`` and the base's hidden states at their tokens, on the base's device."""
+        """Return the rows ``numbers``, in host memory, and the base's hidden states at their tokens, on its device."""
         return self.with_hidden_states(*self.read(numbers))
 
     def stream(self, batches: Iterable[list[int]]) -> Iterator[Batch]:
@@ -82,8 +82,7 @@ class PhaseData:
         return batch, pinned(values, self.base.device)
 
     def with_hidden_states(self, batch: TrainBatch, cached: Tensor | None) -> Batch:
-        """Move rows to the base's device, with ``cached`` hidden states; if None, the base computes the states."""
-        batch = batch.to(self.base.device)
+        """Add ``cached`` hidden states, on the base's device; if None, the base computes the states."""
         if cached is None:
             return batch, self.base.hidden_states(batch, self.spec)
         return batch, HiddenStates.split(cached.to(self.base.device, non_blocking=True), self.base.hidden_size)

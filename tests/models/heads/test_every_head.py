@@ -99,7 +99,8 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
     actual = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
         valid = draft_targets.valid[k]
-        actual[k, draft_targets.anchor_idx[k, valid]] = head.output_head(k).logits(hidden[k, valid])
+        anchors = draft_targets.anchor_idx[k, valid]
+        actual[k, draft_targets.anchors[anchors]] = head.output_head(k).logits(hidden[k, anchors])
     return actual
 
 
@@ -182,7 +183,7 @@ def test_any_head_can_have_a_markov_correction_and_a_confidence(tiny_base: TinyB
         levels = chain_levels(ids[anchor + 1 : anchor + 1 + head.depth])
         for k in range(head.depth):
             context.logits(levels[: k + 1])
-            (n,) = ((draft_targets.anchor_idx[k] == anchor) & draft_targets.valid[k]).nonzero()[:, 0]
+            (n,) = (draft_targets.anchors == anchor).nonzero()[:, 0]
             torch.testing.assert_close(context.session.confidence()[0, 0], expected[k, n].sigmoid())
 
 
