@@ -332,9 +332,7 @@ def passes(overrides: Sequence[str], context: int) -> dict[str, Any]:
     size_read = sum(p.numel() * p.element_size() for p in base.model.parameters())
     if base.embedding.data_ptr() != base.lm_head.weight.data_ptr():  # only a few rows of the table are read
         size_read -= base.embedding.numel() * base.embedding.element_size()
-    shape = base.cache_shape
-    widths = sum(heads * width for sizes in shape.layers if sizes for heads, width in sizes)
-    size_read += costs.context * widths * shape.dtype.itemsize
+    size_read += base.cache_shape.nbytes(costs.context)
     bandwidth = next((rate for word, rate in BANDWIDTH.items() if word in (accelerator_name() or "")), None)
     step = costs.step(head.depth + 1, head.depth)
     return {

@@ -20,12 +20,21 @@ from drafthead.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_weights
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.parity import StockResults, check_against_stock, logit_scale, measured_sizes
+from drafthead.models.base.parity import (
+    DENSE,
+    PASSED,
+    StockResults,
+    check_against_stock,
+    check_key,
+    logit_scale,
+    measured_shapes,
+)
 from drafthead.models.base.structure import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.text_model import build
 from drafthead.models.base.windows import Masks, windows_of
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.cache.layers import KeyValueShape
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
@@ -112,20 +121,22 @@ class BaseModel:
         self.dtype, self.device = weight.dtype, weight.device
         self.rounds_to = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
         """Dtype whose rounding errors matrix products have: bfloat16 with quantised weights, else ``dtype``."""
-        kv_heads, head_dim = attention_sizes(settings)
-        sizes = ((kv_heads, head_dim), (kv_heads, head_dim))
-        self.cache_shape = CacheShape(layers=(sizes,) * self.num_layers, dtype=self.dtype, device=self.device)
+        sizes = attention_sizes(settings)
+        layers = (KeyValueShape(sizes, sizes),) * self.num_layers
+        self.cache_shape = CacheShape(layers=layers, dtype=self.dtype, device=self.device)
         self.lm_head = LMHead(weight=weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
         self.fingerprint = ""
         self.stock_results: StockResults | None = None
         """Results of the stock modules, kept until :func:`check_against_stock` has compared them."""
         if self.device.type != "meta":
             self.fingerprint = adapter.fingerprint(model)
-            self.cache_shape = replace(self.cache_shape, layers=measured_sizes(self))
+            self.cache_shape = replace(self.cache_shape, layers=measured_shapes(self))
             self.stock_results = StockResults.of(self)
             self.lm_head = replace(self.lm_head, scale=logit_scale(self, self.stock_results))
         self.lock = RLock()
         """Held by the thread that runs a decoding step, because CUDA graphs and packed copies of weights are shared."""
+        self.dense_masks = check_key(self, DENSE) in PASSED
+        """True if layers compute with masks, so that packed rows need tensors of size [T, T]."""
         self._wrapped_attention: str | None = None
         self._tree_masks: dict[TokenTree, Tensor] = {}
         self._last_layers: dict[int, Any] = {}
@@ -322,7 +333,7 @@ class BaseModel:
         if whole and isinstance(cache, StaticKVCache) and cache.fits(new):
             final, *logits = cache.run(tokens_BN, shape, with_logits)
             return HiddenStates(final=final), logits[0] if logits else None
-        cache.begin(new, chain=shape.is_chain)
+        cache.begin(new, shape=shape)
         positions = cache.positions(shape.depths[:, -new:])
         if cache.rows == 1 and shape.tree is not None and new == len(shape):
             mask = cache.static_mask(shape.tree, shape, self._tree_masks)
@@ -354,7 +365,12 @@ class BaseModel:
 
     def packed_masks(self, mask: PackedMask) -> Masks:
         """Return the decoder's mask argument for packed rows, from the ``mask`` of full attention."""
-        return mask if self.windows is None else self.windows.packed(mask)
+        masks = mask if self.windows is None else self.windows.packed(mask)
+        if not self.dense_masks:
+            return masks
+        if isinstance(masks, PackedMask):
+            return masks.dense(self.dtype)
+        return {kind: packed.dense(self.dtype) for kind, packed in masks.items()}
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
         """Return the masks of all layer types for queries at ``positions``, from the ``mask`` of full attention.

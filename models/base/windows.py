@@ -89,7 +89,7 @@ class Windows:
             masks[kind] = within.masked_fill(~seen[:, None], -torch.inf)
         return next(iter(masks.values())) if self.single else masks
 
-    def packed(self, mask: PackedMask) -> Masks:
+    def packed(self, mask: PackedMask) -> PackedMask | dict[str, PackedMask]:
         """Return a mask per layer type (one if ``single``) from the mask of full attention for packed rows."""
         masks = {kind: mask.within(w.size, w.chunked) if w else mask for kind, w in self.by_kind.items()}
         return next(iter(masks.values())) if self.single else masks

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-JOINED = 1024
-"""Largest number of tokens of several documents in one span, on devices other than the CPU."""
+JOINED = {"cpu": 0, "accelerator": 1024}
+"""Largest number of tokens of several documents in one span."""
 MAX_SCORES = 2**26
 """Largest number of attention scores in memory at once when they are computed explicitly."""
 
@@ -54,6 +54,7 @@ class PackedMask(BlockMask):
     reads the fields below instead of blocks.
     """
 
+    ndim = 4
     __repr__ = object.__repr__
 
     def __init__(
@@ -114,6 +115,12 @@ class PackedMask(BlockMask):
         time = self.tokens // self.rows
         return self.rows, 1, time, time
 
+    def __getitem__(self, index: tuple[slice, ...]) -> "PackedMask":
+        """Return self for a slice of everything, which Gemma 4 takes."""
+        if any(part.start or part.stop is not None for part in index):
+            raise IndexError("a mask of packed rows cannot be sliced")
+        return self
+
     def spans(self, scores: int = 0) -> list[Span]:
         """Return all spans, ascending. ``scores``: number of scores per query and key, if they are kept in memory."""
         if scores not in self._spans:
@@ -127,7 +134,7 @@ class PackedMask(BlockMask):
 
     def _cut(self, scores: int) -> Iterator[Span]:
         starts, edges = self.starts.tolist(), torch.searchsorted(self.last, self.starts).tolist()
-        joined, begin = 0 if self.device.type == "cpu" else JOINED, 0
+        joined, begin = JOINED.get(self.device.type, JOINED["accelerator"]), 0
         while begin < len(starts) - 1:
             end = begin + 1
             while end < len(starts) - 1 and starts[end + 1] - starts[begin] <= joined:

@@ -23,6 +23,7 @@ from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.structure import attention_sizes, smallest
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.cache.layers import KeyValueShape
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.models.kernels.attention import packed_attention
 from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNorm, rotate
@@ -84,8 +85,8 @@ class HeadAttention(nn.Module):
 
     def cache_shape(self, dtype: torch.dtype, device: torch.device, layers: int = 1) -> CacheShape:
         """Return the shape of a cache of keys and values for ``layers`` layers like this one."""
-        sizes = ((self.kv_heads, self.head_dim), (self.kv_heads, self.head_dim))
-        return CacheShape(layers=(sizes,) * layers, dtype=dtype, device=device)
+        sizes = self.kv_heads, self.head_dim
+        return CacheShape(layers=(KeyValueShape(sizes, sizes),) * layers, dtype=dtype, device=device)
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rotary embedding's cosines and sines [B, T, E] at ``positions`` [B, T], in the dtype of ``x``."""

@@ -18,6 +18,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.targets import DraftTargets
+from drafthead.models.kernels import packed
 from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable
 from drafthead.models.token_tree import TokenTree
 from support import (
@@ -31,6 +32,7 @@ from support import (
     random_base,
     random_ids,
     randomised,
+    row_of,
     rows_of,
     small_base,
 )
@@ -358,6 +360,27 @@ def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, kind: str)
     still = {name for name, p in head.named_parameters() if p.grad is None or not p.grad.any()}
     assert still == ({"cells.proj.forget.0.weight"} if kind == "lstm" else set()), "an LSTM starts from a cell of zeros"
     assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
+
+
+@every_head
+def test_packed_documents_train_like_documents_alone(
+    tiny_base: TinyBase, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients, also if documents share a span, and if long spans are cut."""
+    base, texts = tiny_base(), [random_ids(14), random_ids(5, seed=1), random_ids(23, seed=2)]
+    head = randomised(HEADS[kind].build(base), 0.1).eval()
+    losses, gradients = [], []
+    for batch, joined, scores in ((rows_of(texts), 0, 2**26), (row_of(texts), 0, 64), (row_of(texts), 20, 2**26)):
+        monkeypatch.setitem(packed.JOINED, "cpu", joined)
+        monkeypatch.setattr(packed, "MAX_SCORES", scores)
+        head.zero_grad()
+        out = head.loss(batch, base.hidden_states(batch, head.spec), LossConfig(kl=0.5, decay="dpace"))
+        torch.autograd.backward(out.loss_sum)
+        losses.append(float(out.loss_sum.detach()))
+        gradients.append({name: p.grad for name, p in head.named_parameters()})
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    for actual in gradients[1:]:
+        torch.testing.assert_close(actual, gradients[0], rtol=1e-4, atol=1e-5)
 
 
 @every_head
