@@ -22,10 +22,12 @@ from safetensors.torch import load_file, save_file
 from served import Served, acceptance, equal_texts
 from torch import Tensor
 
-from drafthead.data.batch import FinishedAnswer, TrainBatch
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import TrainBatch
 from drafthead.errors import UserError
 from drafthead.eval.engines.process import EngineError
 from drafthead.eval.lossless.export_check import check_export
+from drafthead.eval.lossless.self_check import fitted
 from drafthead.files.local import read_json, write_json
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
@@ -34,7 +36,6 @@ from drafthead.models.formats import all_formats
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_base
-from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.token_tree import TokenTree
 
 Config, Tensors = dict[str, Any], dict[str, Tensor]
@@ -152,7 +153,7 @@ def planted(export: Path, folder: Path, fault: Callable[[Config, Tensors], None]
 
 
 def examine(
-    folder: Path, base: BaseModel, head: DraftHead, answers: Sequence[FinishedAnswer], expected: Sequence[str]
+    folder: Path, base: BaseModel, head: DraftHead, answers: Sequence[Answer], expected: Sequence[str]
 ) -> dict[str, str]:
     """Return what the importer and the export check say of the head in ``folder``; "" if they notice nothing.
 
@@ -193,15 +194,7 @@ def fitted_head(base: BaseModel, answers: Sequence[list[int]]) -> Eagle3Head:
     ids = torch.tensor(sorted([*used, *islice(others, 1024 - len(used))]))
     torch.manual_seed(0)
     head = Eagle3Config(num_draft_tokens=3, ttt_steps=3, own_lm_head=False, draft_vocab_size=1024).build(base, ids)
-    batch = TrainBatch.of(answers, 0, 0)
-    states = base.hidden_states(batch, head.spec)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.0)
-    for _ in range(STEPS):
-        out = head.loss(batch, states, LossConfig())
-        optimizer.zero_grad()
-        torch.autograd.backward(out.loss_sum / out.tokens)
-        optimizer.step()
-    return head.eval()
+    return fitted(head, TrainBatch.of(answers, 0, 0), STEPS, lr=2e-3)
 
 
 def tried(base: BaseModel, arguments: Any, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -209,7 +202,7 @@ def tried(base: BaseModel, arguments: Any, names: Sequence[str]) -> Iterator[tup
     new = arguments.max_new_tokens
     ids = [base.prompt_ids([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
     plain = [decode(base, None, prompt, max_new_tokens=new) for prompt in ids]
-    texts = [FinishedAnswer([*prompt, *answer.tokens], len(prompt)) for prompt, answer in zip(ids, plain, strict=True)]
+    texts = [Answer.of([*prompt, *answer.tokens], len(prompt)) for prompt, answer in zip(ids, plain, strict=True)]
     head = fitted_head(base, [text.ids for text in texts])
     served = Served("vllm", base, head, 3, arguments.python)
     chain = DraftConfig(tree=TokenTree.chain(served.drafts))

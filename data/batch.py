@@ -10,7 +10,6 @@ W draft vocabulary, D hidden size of the base, R rows.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,19 +150,3 @@ class LossOutput:
     def ratios(self) -> dict[str, Ratio]:
         """Return the metrics by name, on the host; waits for the device."""
         return {n: Ratio(num, den) for n, (num, den) in zip(self.names, self.sums.tolist(), strict=True)}
-
-
-class FinishedAnswer(NamedTuple):
-    """An answer of the base with its prompt, as token ids."""
-
-    ids: list[int]
-    """Token ids of the prompt, then of the answer."""
-    boundary: int
-    """Index in ``ids`` of the first answer token."""
-    final: Tensor | None = None
-    """float16 [len(ids) - 1, D]: the base's final hidden states at all ids but the last; None: they were not stored."""
-
-    @property
-    def positions(self) -> int:
-        """Number of positions where a step may start: one per answer token but the first, which the prefill yields."""
-        return max(0, len(self.ids) - self.boundary - 1)

@@ -9,7 +9,8 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
-from drafthead.data.batch import FinishedAnswer, HiddenStatesSpec
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStatesSpec
 from drafthead.data.prompts.prompt import EvalPrompt, conversation_ids
 from drafthead.data.prompts.suites import load_suite
 from drafthead.errors import UserError
@@ -30,9 +31,10 @@ from drafthead.eval.report.report import write_report
 from drafthead.eval.timing.interleaved import TimedResults, run_interleaved
 from drafthead.eval.timing.methods import TRANSFORMERS, Method, engine_methods, methods, prompt_seed
 from drafthead.eval.timing.result_log import FailedDecode
-from drafthead.eval.trees.answers import base_answers, simulate_texts
 from drafthead.eval.trees.calibrate import Calibration
-from drafthead.eval.trees.cost_model import CostModel, Progress
+from drafthead.eval.trees.cost_model import CostModel
+from drafthead.eval.trees.finished_answers import base_answers
+from drafthead.eval.trees.simulate import simulate_texts
 from drafthead.files.local import finite, write_json
 from drafthead.models.base.base_model import CHANGE_TEXT, BaseModel
 from drafthead.models.decoding.drafter import DraftConfig, Drafter, DraftSampling
@@ -42,6 +44,7 @@ from drafthead.models.decoding.sampling import Sampler, with_own_penalty
 from drafthead.models.decoding.step import DecodeConfig
 from drafthead.models.drafters.combined import CombinedDrafter
 from drafthead.models.token_tree import TokenTree
+from drafthead.system.display import Display
 
 PREDICTED_ON = 36
 """Number of prompts of the dev half from which ``predict`` forecasts the results."""
@@ -52,7 +55,7 @@ def evaluate(
     drafter: Drafter,
     config: EvalConfig,
     folder: Path,
-    progress: Progress,
+    display: Display,
     *,
     draft_config: DraftConfig | None = None,
     head: Drafter | None = None,
@@ -60,7 +63,7 @@ def evaluate(
     calibration: Calibration | None = None,
     costs: CostModel | None = None,
     training_log: Sequence[dict[str, Any]] = (),
-    development: Sequence[FinishedAnswer] | None = None,
+    development: Sequence[Answer] | None = None,
     training_data: str | None = None,
 ) -> dict[str, Any]:
     """Answer a suite autoregressively, with drafts and with the baselines; write ``eval.json`` and ``report.html``.
@@ -68,7 +71,6 @@ def evaluate(
     An interrupted evaluation resumes: finished prompts are stored in ``eval-log-*.jsonl``.
 
     Args:
-        progress: called with a label, the number done and the total (0 and 0 for a line without numbers).
         draft_config: tree and sampling of the drafts; by default ``config.draft_config(drafter)``.
         head: the drafter that ``head`` means in ``config.baselines``; by default ``drafter``.
         candidates: more drafters to time in the same run with the same rule, by name.
@@ -85,10 +87,10 @@ def evaluate(
     config.rule.check(draft_config)
     if not config.engines:  # which are asked for answers without a penalty
         config = replace(config, sampler=with_own_penalty(config.sampler, base.model.generation_config))
-    with serve(base, drafter, config, folder, lambda line: progress(line, 0, 0)) as served:
+    with serve(base, drafter, config, folder, lambda line: display.line(f"   {line}")) as served:
         compared = methods(base, drafter, draft_config, config, head or drafter, candidates)
         compared |= engine_methods(base, served, config)
-        timed = _timed(base, config, compared, folder, progress)
+        timed = _timed(base, config, compared, folder, display)
     equalities = _equalities(base, drafter, draft_config, timed, set(served.methods), config)
     order = calibration.order if calibration else None
     spans = partial(answer_spans, base.tokenizer)
@@ -108,21 +110,22 @@ def evaluate(
 
 
 def _timed(
-    base: BaseModel, config: EvalConfig, compared: dict[str, Method], folder: Path, progress: Progress
+    base: BaseModel, config: EvalConfig, compared: dict[str, Method], folder: Path, display: Display
 ) -> TimedResults:
     """Answer the suite with all ``compared`` methods, interleaved.
 
-    Finished answers of an earlier run are used again if ``Method.made_of`` is unchanged.
+    Finished answers of an earlier run are used again if ``Method.composition`` is unchanged.
     """
     timed = run_interleaved(
         load_suite(config.suite, config.limit, config.seed, config.tasks, config.split),
         lambda prompt, answers: _prompt_ids(base, prompt, answers, config.max_new_tokens),
         {name: method.answer for name, method in compared.items()},
-        folder / f"eval-log-{_digest(compared['speculative'].made_of, config)}.jsonl",
+        folder / f"eval-log-{_digest(compared['speculative'].composition, config)}.jsonl",
         config.seed,
-        lambda done, total: progress("decoding", done, total),
+        lambda done, total: display.progress("decoding", done, total),
         # The log's name contains the mark of the evaluated drafter.
-        made_of={name: m.made_of for name, m in compared.items() if m.made_of and name != "speculative"},
+        composition={name: m.composition for name, m in compared.items() if m.composition and name != "speculative"},
+        batch_size=config.batch_size,
     )
     answers = timed.results["speculative"]
     errors = [answer.error for answer in answers if isinstance(answer, FailedDecode)]
@@ -138,17 +141,19 @@ def predict(
     draft_config: DraftConfig,
     config: EvalConfig,
     costs: CostModel,
-    texts: Sequence[FinishedAnswer] | None = None,
+    texts: Sequence[Answer] | None = None,
 ) -> dict[str, Any] | None:
     """Return the performance expected on ``config``'s test half, simulated on its dev half.
 
     The keys are "mean_accepted_length", its "interval_95", "speedup", the mean tree size "nodes" (root included) and
     the number of "answers". ``texts`` are the base's answers to the dev half; None: they are generated. The result is
     None if the simulation is impossible: the split is not ``test``, the rule is lossy, the sampler has settings other
-    than the temperature, or a combined drafter samples its drafts.
+    than the temperature, prompts are answered in batches, or a combined drafter samples its drafts.
     """
     sampler = config.sampler
     if config.split != "test" or not config.rule.lossless or sampler != Sampler(temperature=sampler.temperature):
+        return None
+    if config.batch_size > 1:  # ``costs`` are those of one row
         return None
     if draft_config.draft_sampling is not DraftSampling.TOP_K and not isinstance(drafter, StepwiseDrafter):
         return None
@@ -165,9 +170,7 @@ def predict(
     return expected | {"answers": len(texts)}
 
 
-def development_answers(
-    base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec
-) -> list[FinishedAnswer]:
+def development_answers(base: BaseModel, config: EvalConfig, limit: int, spec: HiddenStatesSpec) -> list[Answer]:
     """Return the base's answers to ``limit`` prompts of the dev half of ``config.tasks``.
 
     They serve to choose trees and to predict results. ``spec`` says which hidden states the drafter reads; if only the
@@ -219,6 +222,7 @@ def _settings(
         "suite": config.suite,
         "split": config.split,
         "max_new_tokens": config.max_new_tokens,
+        **({"batch_size": config.batch_size} if config.batch_size > 1 else {}),
         "tree": tree,
         "draft_sampling": config.draft_sampling,
         "sampler": vars(config.sampler) | {"repetition_penalty": config.sampler.repetition_penalty or 1.0},
@@ -238,7 +242,7 @@ def _tree_json(draft_config: DraftConfig) -> dict[str, Any]:
 
 
 def _digest(drafter: str, config: EvalConfig) -> str:
-    """Return a hash of ``drafter`` (a ``Method.made_of``) and all settings that determine a prompt's result.
+    """Return a hash of ``drafter`` (a ``Method.composition``) and all settings that determine a prompt's result.
 
     The hash is part of the name of the log from which an evaluation resumes.
     """
@@ -248,6 +252,8 @@ def _digest(drafter: str, config: EvalConfig) -> str:
         for f in fields(EvalConfig)
         if f.name not in ("baselines", "limit", "engines", "engine")
     }
+    if config.batch_size == 1:
+        del settings["batch_size"]  # logs of earlier versions lack it
     return hashlib.sha256(repr((drafter, settings)).encode()).hexdigest()[:8]
 
 

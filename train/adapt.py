@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from drafthead.data.batch import FinishedAnswer, HiddenStates, TrainBatch
+from drafthead.data.answers.store import Answer
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.errors import UserError
 from drafthead.files.local import difference
 from drafthead.models.cache.kv_cache import TreeCache
@@ -36,8 +37,9 @@ from drafthead.models.simulation.acceptance import accept_probs_of_ranks, accept
 from drafthead.models.simulation.ranks import WIDTH, Ranks, answer_ranks
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import Positive, settings
-from drafthead.train.trainer.checkpoint import TrainState, capture_rng, load_latest, restore_rng, save_checkpoint
-from drafthead.train.trainer.optim import OptimConfig, head_optimizer
+from drafthead.train.distributed.sharding import full_state_dict, load_optimizers
+from drafthead.train.trainer.checkpoint import capture_rng, load_latest, restore_rng, save_checkpoint
+from drafthead.train.trainer.optim import OptimConfig, head_optimizers
 from drafthead.train.trainer.step import train_step
 
 OBJECTIVES = {
@@ -79,7 +81,7 @@ class OnlineConfig:
 class OnlineExample:
     """A finished answer as training data."""
 
-    text: FinishedAnswer
+    text: Answer
     hidden: HiddenStates
     """The base's hidden states [1, n, ...] at the n tokens of prompt and answer, without a gradient; those of the last
     token may be zeros."""
@@ -125,7 +127,7 @@ class Recorder(Drafter):
         failed = (first_undrafted(p, tokens[n + 1 : n + count], n) for p, n, count in self.session.steps)
         # A last step that EOS or the limit cut short accepted more than it committed.
         rejected = [(i, k) for i, k, drafted in filter(None, failed) if i < len(tokens) and tokens[i] not in drafted]
-        text = FinishedAnswer(tokens, hidden[0].final.shape[1])  # the prompt is committed first
+        text = Answer.of(tokens, hidden[0].final.shape[1])  # the prompt is committed first
         return OnlineExample(text=text, hidden=join(hidden, len(tokens)), rejected=rejected)
 
 
@@ -161,6 +163,10 @@ class RecorderSession(Session):
 
     def select(self, rows: list[int]) -> None:
         self._inner.select(rows)
+
+    def rollback(self, lengths: list[int]) -> None:
+        self._inner.rollback(lengths)
+        self.hidden, self.steps = [], []  # the row starts again, with another prompt
 
 
 def join(parts: list[HiddenStates], length: int) -> HiddenStates:
@@ -207,7 +213,7 @@ class OnlineLearner:
             )
         self.head, self.config = head, config
         self.recorder = Recorder(head)
-        self.optimizer = head_optimizer(head, config.optim)
+        self.optimizers = head_optimizers(head, config.optim)
         self.buffer: deque[OnlineExample] = deque()
         self.answered = self.updates = 0
         self.decode_s = self.update_s = 0.0
@@ -263,7 +269,7 @@ class OnlineLearner:
             for _ in range(self.config.steps if rows else 0):
                 train_step(
                     self.head,
-                    self.optimizer,
+                    self.optimizers,
                     rows,
                     OBJECTIVES[self.config.objective],
                     lr=self.config.optim.lr,
@@ -282,10 +288,9 @@ class OnlineLearner:
         ``made_by`` holds the settings of the run, which must be equal when ``restore`` resumes. A resumed run generates
         the answers after its latest checkpoint again.
         """
-        state = TrainState(phase=0, step=self.updates, global_step=self.answered)
-        manifests = {"stream": made_by, "seconds": [self.decode_s, self.update_s]}
-        head, optimizer = self.head.state_dict(), self.optimizer.state_dict()
-        save_checkpoint(folder, state, head, optimizer, rng=[capture_rng()], manifests=manifests, keep=2)
+        progress = {"answered": self.answered, "updates": self.updates, "seconds": [self.decode_s, self.update_s]}
+        states = full_state_dict(self.head, self.optimizers)
+        save_checkpoint(folder, self.answered, progress, *states, rng=[capture_rng()], manifests={"stream": made_by})
 
     def restore(self, folder: Path, made_by: dict[str, Any]) -> bool:
         """Load the newest checkpoint of ``folder``; return False if there is none.
@@ -295,6 +300,8 @@ class OnlineLearner:
         checkpoint = load_latest(folder)
         if checkpoint is None:
             return False
+        if "answered" not in checkpoint.state:
+            raise UserError(f"{checkpoint.path} is not of this version's adapt; start over with resume=false")
         if (other := difference(checkpoint.manifests.get("stream"), made_by)) is not None:
             key, was, now = other
             raise UserError(
@@ -303,16 +310,14 @@ class OnlineLearner:
             )
         self.head.load_state_dict(checkpoint.head)
         self.head.eval()
-        self.optimizer.load_state_dict(checkpoint.optimizer)
+        load_optimizers(self.head, self.optimizers, checkpoint.optimizer)
         restore_rng(checkpoint.rng[0])
-        self.answered, self.updates = checkpoint.state.global_step, checkpoint.state.step
-        self.decode_s, self.update_s = checkpoint.manifests["seconds"]
+        self.answered, self.updates = checkpoint.state["answered"], checkpoint.state["updates"]
+        self.decode_s, self.update_s = checkpoint.state["seconds"]
         return True
 
 
-def replayed(
-    head: DraftHead, tree: TokenTree, text: FinishedAnswer, hidden: HiddenStates
-) -> tuple[float, OnlineExample]:
+def replayed(head: DraftHead, tree: TokenTree, text: Answer, hidden: HiddenStates) -> tuple[float, OnlineExample]:
     """Return how many steps greedy decoding with ``head`` and ``tree`` takes for an answer, and a training example.
 
     The head reads the finished answer once; nothing is decoded. ``hidden`` [1, n, ...] are the base's hidden states at
@@ -330,7 +335,7 @@ def replayed(
     )
 
 
-def _rejected_ranks(text: FinishedAnswer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
+def _rejected_ranks(text: Answer, ranks: Ranks, lengths: Any, tree: TokenTree) -> list[tuple[int, int]]:
     """Return (index in ``text.ids``, draft position from 1) of the first token that each greedy step fails to draft.
 
     A step that accepts a whole path of the tree fails to draft nothing. ``ranks`` are those of the true tokens among

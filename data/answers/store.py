@@ -6,9 +6,9 @@ transformers, because the client of a server needs neither.
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -52,6 +52,22 @@ class Answer:
         if self.hidden_states is not None and len(self.hidden_states) != n - 1:
             rows = len(self.hidden_states)
             raise ValueError(f"prompt {self.prompt_number}: {n} tokens need {n - 1} hidden states, got {rows}")
+
+    @classmethod
+    def of(cls, ids: Sequence[int], boundary: int) -> "Answer":
+        """Return a finished answer outside a store; ``ids`` are those of the prompt and the answer."""
+        return cls(0, np.asarray(ids, dtype=np.int32), boundary, finished=True)
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """``input_ids`` as a list."""
+        ids: list[int] = self.input_ids.tolist()
+        return ids
+
+    @property
+    def positions(self) -> int:
+        """Number of positions where a step may start: one per answer token but the first, which the prefill yields."""
+        return len(self.input_ids) - self.boundary - 1
 
 
 @dataclass(frozen=True)
@@ -132,11 +148,6 @@ class AnswerStore:
     def has_hidden_states(self) -> bool:
         """Return True if there are answers and all of them have hidden states."""
         return bool(self._tables) and all(map(_width, self._tables.values()))
-
-    @property
-    def width(self) -> int:
-        """D, the size of a hidden state; 0 if the store has none."""
-        return max(map(_width, self._tables.values()), default=0)
 
     @property
     def next_shard(self) -> int:

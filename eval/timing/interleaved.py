@@ -12,10 +12,14 @@ from drafthead.models.decoding.step import DecodeResult
 from drafthead.models.kernels.huge_pages import wait_for_huge_pages
 from drafthead.system.machine import OtherProcesses, cores_used
 
-Decoder = Callable[[list[int]], DecodeResult]
-"""Function that decodes an answer to prompt ids. It must synchronise the device before it stops its clock."""
+Decoder = Callable[[list[list[int]]], list[DecodeResult]]
+"""Decodes an answer to each list of prompt ids. It must synchronise the device before it stops its clock."""
 PromptBuilder = Callable[[EvalPrompt, list[list[int]]], list[int]]
-"""Function of a prompt and its earlier answers that returns the prompt ids of the next turn or raises ``UserError``."""
+"""Returns the prompt ids of the next turn, from a prompt and its earlier answers."""
+
+
+BATCHES_PER_BLOCK = 4
+"""Batches per block of prompts. Larger blocks keep the batch full for longer; smaller blocks interleave more often."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +27,14 @@ class TimedResults:
     """Every turn of every prompt, answered with every method. Lists have one item per turn, in the suite's order."""
 
     prompts: list[EvalPrompt]
-    turns: list[int]
-    """Turn of the conversation, from 0."""
-    ids: list[list[int]]
-    """Prompt ids of each turn; empty if they could not be built."""
+    turns: list[int]  # of the conversation, from 0
+    ids: list[list[int]]  # prompt ids of each turn; empty if they could not be built
     results: dict[str, list[DecodeResult]]
-    """Results per decoder. If one decoder failed at a turn, every decoder's result is ``FailedDecode``, so that all
-    totals are over the same turns."""
-    order: list[int]
-    """Numbers of the prompts in the order of the run."""
-    resumed: int = 0
-    """Turns that an earlier run had answered."""
-    other_processes_cores: float | None = None
-    """Cores that other processes used while these answers were decoded; None: unknown."""
+    """If one decoder failed at a turn, every decoder's result is ``FailedDecode``, so that all totals are over the same
+    turns."""
+    order: list[int]  # numbers of the prompts in the order of the run
+    resumed: int = 0  # turns that an earlier run had answered
+    other_processes_cores: float | None = None  # average while these answers were decoded
 
 
 def run_interleaved(
@@ -45,52 +44,51 @@ def run_interleaved(
     log: Path | None,
     seed: int,
     on_progress: Callable[[int, int], None],
-    made_of: Mapping[str, str] | None = None,
+    composition: Mapping[str, str] | None = None,
+    batch_size: int = 1,
 ) -> TimedResults:
     """Decode each conversation turn with all decoders before the next, so that drifting speed affects all equally.
 
     Prompts run in a random order, and decoders in a random order within each turn. Every decoder warms up on the first
     turn that the log lacks. Later turns follow the answers of "autoregressive" for every decoder, so that all decoders
-    read the same context.
+    read the same context. With a ``batch_size`` above 1, decoders take turns over blocks of ``BATCHES_PER_BLOCK``
+    batches of prompts.
 
-    Args:
-        prompts: the prompts of the suite.
-        build: function that returns a turn's prompt ids.
-        decoders: decoders by name; one must be "autoregressive".
-        log: JSONL file to which every finished (turn, decoder) is appended at once; None: memory only. A turn is
-            skipped if the log has results of all decoders. Otherwise all decode it again, so that compared times come
-            from one process. The log does not record settings, so use one file per head, tree and settings.
-        seed: seed of the random orders.
-        on_progress: called with the number of finished (turn, decoder) pairs and the number of all pairs.
-        made_of: text per decoder that identifies its version, such as a hash of weights. Logged results with other text
-            are not used.
+    Every finished (turn, decoder) is appended to the JSONL file ``log``. A block is skipped if the log has results of
+    all decoders; otherwise all decode it again, so that compared times come from one process. The log does not record
+    settings, so use one file per head, tree and settings; ``composition`` is as in ``ResultLog``.
     """
     wait_for_huge_pages()
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     count = sum(prompt.turns for prompt in prompts)
-    run = _Run(decoders, ResultLog(log, made_of), lambda done: on_progress(done, len(decoders) * count))
+    total = len(decoders) * count
+    run = _Run(decoders, ResultLog(log, composition), lambda done: on_progress(done, total), batch_size)
     orders = iter(_orders(list(decoders), count, seed))
     answered: dict[tuple[int, int], tuple[list[int], dict[str, DecodeResult]]] = {}
-    for index in order:
-        answers: list[list[int]] = []
-        error = ""  # why an earlier turn could not be answered
-        for turn in range(prompts[index].turns):
-            names = next(orders)
-            try:
-                if error:
-                    raise UserError(f"not decoded, because an earlier turn of this conversation failed: {error}")
-                ids = build(prompts[index], answers)
-            except UserError as problem:
-                ids, row = [], dict.fromkeys(decoders, failed(problem))
-                run.count(len(names))
-            else:
-                row = run.answer_turn(prompts[index], turn, ids, names)
-            answered[index, turn] = ids, row
-            first = row["autoregressive"]
-            answers.append(first.tokens)
-            if isinstance(first, FailedDecode):
-                error = error or first.error
+    size = batch_size * BATCHES_PER_BLOCK if batch_size > 1 else 1
+    for block in (order[start : start + size] for start in range(0, len(order), size)):
+        answers: dict[int, list[list[int]]] = {index: [] for index in block}
+        errors: dict[int, str] = {}  # why an earlier turn could not be answered
+        for turn in range(max(prompts[index].turns for index in block)):
+            names, ids = next(orders), dict[int, list[int]]()
+            for index in (index for index in block if turn < prompts[index].turns):
+                try:
+                    if index in errors:
+                        reason = f"not decoded, because an earlier turn of this conversation failed: {errors[index]}"
+                        raise UserError(reason)
+                    ids[index] = build(prompts[index], answers[index])
+                except UserError as problem:
+                    answered[index, turn] = [], dict.fromkeys(decoders, failed(problem))
+                    errors.setdefault(index, str(problem))
+                    run.count(len(names))
+            rows = run.answer_turn([prompts[index] for index in ids], turn, list(ids.values()), names) if ids else []
+            for index, row in zip(ids, rows, strict=True):
+                answered[index, turn] = ids[index], row
+                first = row["autoregressive"]
+                answers[index].append(first.tokens)
+                if isinstance(first, FailedDecode):
+                    errors[index] = first.error
     keys = sorted(answered)
     results = {name: [answered[key][1][name] for key in keys] for name in decoders}
     others = [seconds for seconds in run.other_cpu_s if seconds is not None]
@@ -108,33 +106,38 @@ def run_interleaved(
 
 
 class _Run:
-    """State of an interleaved run: decoders, log and progress."""
-
-    def __init__(self, decoders: dict[str, Decoder], log: ResultLog, progress: Callable[[int], None]) -> None:
-        self.decoders, self.log, self._progress = decoders, log, progress
-        self.cold = set(decoders)
-        """Decoders that have not been warmed up."""
+    def __init__(
+        self, decoders: dict[str, Decoder], log: ResultLog, progress: Callable[[int], None], batch_size: int
+    ) -> None:
+        self.decoders, self.log, self._progress, self._batch_size = decoders, log, progress, batch_size
+        self.cold = set(decoders)  # decoders that have not been warmed up
         self.done = self.resumed = 0
         self.other_cpu_s: list[float | None] = []
 
-    def answer_turn(self, prompt: EvalPrompt, turn: int, ids: list[int], names: list[str]) -> dict[str, DecodeResult]:
-        """Return each decoder's answer to the prompt ids of a turn; decode unless the log has all answers.
-
-        Decoders run in the order of ``names``. If one fails, the turn counts as failed for all.
-        """
-        key = prompt_key(prompt, ids, turn)
-        if all((key, name) in self.log for name in names):
-            self.resumed += 1
-            self.count(len(names))
+    def answer_turn(
+        self, prompts: list[EvalPrompt], turn: int, ids: list[list[int]], names: list[str]
+    ) -> list[dict[str, DecodeResult]]:
+        """Return each decoder's answers, decoded in the order of ``names`` or logged; one failure fails all."""
+        keys = [prompt_key(prompt, prompt_ids, turn) for prompt, prompt_ids in zip(prompts, ids, strict=True)]
+        if all((key, name) in self.log for key in keys for name in names):
+            self.resumed += len(keys)
+            self.count(len(names) * len(keys))
         else:
             for name in names:
-                if name in self.cold and not isinstance(_decode(self.decoders[name], ids), FailedDecode):
-                    self.cold.discard(name)
+                if name in self.cold:
+                    first, *_ = _decode(self.decoders[name], ids[: self._batch_size])
+                    if not isinstance(first, FailedDecode):
+                        self.cold.discard(name)
             for name in names:
                 with OtherProcesses() as others:
-                    result = _decode(self.decoders[name], ids)
-                self.log.add(key, name, prompt, result, turn, others.cpu_s)
-                self.count(1)
+                    results = _decode(self.decoders[name], ids)
+                cpu_s = None if others.cpu_s is None else others.cpu_s / len(keys)
+                for key, prompt, result in zip(keys, prompts, results, strict=True):
+                    self.log.add(key, name, prompt, result, turn, cpu_s)
+                self.count(len(keys))
+        return [self._row(key, names) for key in keys]
+
+    def _row(self, key: str, names: list[str]) -> dict[str, DecodeResult]:
         row = {name: self.log[key, name] for name in self.decoders}
         if fault := next((result for result in row.values() if isinstance(result, FailedDecode)), None):
             return dict.fromkeys(row, fault)
@@ -142,7 +145,6 @@ class _Run:
         return row
 
     def count(self, decodings: int) -> None:
-        """Report progress after ``decodings`` more (turn, decoder) pairs."""
         self.done += decodings
         self._progress(self.done)
 
@@ -160,13 +162,17 @@ def _orders(names: list[str], count: int, seed: int) -> list[list[str]]:
     return orders[:count]
 
 
-def _decode(decoder: Decoder, ids: list[int]) -> DecodeResult:
+def one_by_one(answer: Callable[[list[int]], DecodeResult]) -> Decoder:
+    """Return a decoder that answers its prompts in turn."""
+    return lambda prompts: [answer(ids) for ids in prompts]
+
+
+def _decode(decoder: Decoder, ids: list[list[int]]) -> list[DecodeResult]:
     try:
         return decoder(ids)
     except UserError as error:
-        return failed(error)
+        return [failed(error)] * len(ids)
 
 
 def failed(error: object) -> DecodeResult:
-    """Return the result of a prompt that could not be answered because of ``error``."""
     return FailedDecode(tokens=[], steps=[], prefill_s=0.0, total_s=0.0, error=str(error))

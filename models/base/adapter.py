@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from drafthead.errors import UserError, one_line
 from drafthead.files.local import check_header, read_json, safe_join
@@ -86,6 +87,8 @@ def _first_rows(layer: Any, count: int) -> Tensor:
 
 def _bytes(weight: Tensor) -> bytes:
     """Return a weight rounded to bfloat16, so that a base loaded in another dtype has the same fingerprint."""
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
     return weight.detach().to(torch.bfloat16).float().cpu().numpy().tobytes()
 
 

@@ -1,9 +1,8 @@
 """Settings of the base model, loading of its weights and tokenizer, and refusal of unsupported architectures."""
 
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,32 +10,32 @@ from typing import Annotated, Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from drafthead.data.embedded.packages import SMOLLM2_NAME
 from drafthead.errors import UserError
-from drafthead.files.hub import refuse_pickles
-from drafthead.files.local import check_header, make_readable
+from drafthead.files.local import make_readable
 from drafthead.models.base import adapter
+from drafthead.models.base.checkpoint_tensors import CheckpointTensors, read_shards, weight_files
 from drafthead.models.base.gguf_config import gguf_config
 from drafthead.models.base.structure import llama_like
 from drafthead.models.base.text_model import (
     EXTRA_PARAMETERS,
-    INNER_NAMES,
     LOAD_ERRORS,
     build,
     check_lengths,
+    inner_names,
     parameter_limit,
     text_class,
     text_config,
@@ -111,6 +110,11 @@ class BaseConfig:
             raise ValueError(
                 "base.random needs base.shape (model_type and sizes); set it, or choose a file of recipes/base with it"
             )
+
+    @property
+    def has_whole_tensors(self) -> bool:
+        """True if single tensors can be read from the base's files: safetensors without an adapter to merge."""
+        return not (self.random or self.gguf_file or self.adapter)
 
     def saved(self) -> dict[str, Any]:
         """Return the settings that a saved head or corpus stores, by name."""
@@ -321,6 +325,52 @@ def load_weights(
     return adapter.merge(llama_like(model), config.adapter, names), tokenizer
 
 
+def load_shards(
+    config: BaseConfig,
+    device: torch.device,
+    shard: Callable[[Any], torch.device],
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load a stock model of which this process reads only its share of the decoder layers, and all else whole.
+
+    All processes must call this. ``config`` must have whole tensors. ``shard`` shards the layers of a decoder without
+    weights in place, and returns the device of their shards.
+    """
+    from accelerate import init_empty_weights  # installed for training
+
+    folder = config.folder(progress)
+    dtype = getattr(torch, automatic_dtype(device) if config.dtype == "auto" else config.dtype)
+    try:
+        settings = config.stored_config(folder)
+        check_architecture(settings, config.max_context)
+        tokenizer = config.load_tokenizer(folder)
+        with own_attention_code(settings.model_type):
+            with torch.device("meta"), size_limit(config.name, weight_files(folder, config.revision)):
+                build(settings)
+            # Rotary frequencies and other buffers are computed, not stored.
+            with init_empty_weights(include_buffers=False):
+                model = build(settings, dtype=dtype, attn_implementation=attention.register())
+        model.eval().requires_grad_(False).tie_weights()
+        with suppress(OSError):  # the checkpoint has none
+            model.generation_config = GenerationConfig.from_pretrained(folder, **config.hub_options())
+        tensors = checkpoint_tensors(config, model)
+        of_layers = shard(llama_like(model).model)
+
+        def allocated(tensor: Tensor) -> Tensor:
+            if not tensor.is_meta:
+                return tensor.to(device)
+            return torch.empty_like(tensor, device=of_layers if isinstance(tensor, DTensor) else device)
+
+        model._apply(allocated)
+        model.tie_weights()
+        read_shards(model, tensors)
+        with torch.no_grad():  # FSDP keeps the tensors of the first pass, and could not change inference tensors later
+            model.model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+    except LOAD_ERRORS as error:
+        raise UserError(could_not_load(config.name, error)) from None
+    return model, tokenizer
+
+
 def save_merged(config: BaseConfig, folder: Path) -> None:
     """Save the base, with its adapter (if any) merged, and its tokenizer in ``folder``, for serving engines.
 
@@ -346,19 +396,24 @@ def own_attention_code(kind: str) -> Iterator[None]:
         ) from None
 
 
-def _weights_bytes(config: BaseConfig, folder: str) -> int:
-    """Return the size of a checkpoint's safetensors files or GGUF file, which are downloaded; reject other weights."""
-    revision = config.revision
+def checkpoint_tensors(config: BaseConfig, model: Any) -> CheckpointTensors:
+    """Return the tensors of the safetensors that ``config`` names, for the stock ``model`` (see ``build``)."""
     try:
-        files = [cached_file(folder, config.gguf_file or SAFE_WEIGHTS_NAME, revision=revision)]
-    except OSError:
-        if Path(folder).is_dir() and not (Path(folder) / SAFE_WEIGHTS_INDEX_NAME).exists():
-            refuse_pickles(folder, os.listdir(folder))
-        index = cached_file(folder, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
-        files, _ = get_checkpoint_shard_files(folder, index, revision=revision)
-    for file in files if config.gguf_file is None else ():
-        check_header(Path(file))
-    return sum(os.path.getsize(file) for file in files)
+        folder = config.folder()
+        files = weight_files(folder, config.revision)
+        return CheckpointTensors(files, model, inner_names(config.stored_config(folder)))
+    except LOAD_ERRORS as error:
+        raise UserError(could_not_load(config.name, error)) from None
+
+
+def size_limit(name: str, files: Iterable[Path]) -> AbstractContextManager[None]:
+    """Reject a config of the base ``name`` that describes a far larger model than its weights in ``files``."""
+    size = sum(path.stat().st_size for path in files)
+    too_large = UserError(
+        f"the base model {name} has {size:,} bytes of weights, but its config describes a far larger model; copy or "
+        "download it again"
+    )
+    return parameter_limit(PARAMETERS_PER_BYTE * size + EXTRA_PARAMETERS, too_large)
 
 
 def _stored(
@@ -378,22 +433,13 @@ def _stored(
         if (inner := text_config(settings)) is not settings:
             progress(f"{config.name} is a {settings.model_type}: only its language model is loaded, for text")
             loader = text_class(settings)
-            # Rules for stacking the weights of experts are looked up by model type.
-            rules = get_checkpoint_conversion_mapping(settings.model_type)
-            if rules and get_checkpoint_conversion_mapping(inner.model_type) is None:
-                register_checkpoint_conversion_mapping(inner.model_type, rules)
-            options |= {"config": inner, "key_mapping": INNER_NAMES}
+            options |= {"config": inner, "key_mapping": inner_names(settings)}
         elif config.gguf_file:
             options["config"] = settings
-        size = _weights_bytes(config, folder)
-        too_large = UserError(
-            f"the base model {config.name} has {size:,} bytes of weights, but its config describes a far larger model; "
-            "copy or download it again"
-        )
+        files = weight_files(folder, config.revision, config.gguf_file)
         if loader is not AutoModelForCausalLM:  # it reports the weights of other parts as not loaded
             transformers_logging.set_verbosity_error()
-        most = PARAMETERS_PER_BYTE * size + EXTRA_PARAMETERS
-        with own_attention_code(settings.model_type), parameter_limit(most, too_large):
+        with own_attention_code(settings.model_type), size_limit(config.name, files):
             model, report = loader.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )

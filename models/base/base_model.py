@@ -18,7 +18,7 @@ from drafthead.data.batch import HiddenStates, HiddenStatesSpec, TrainBatch
 from drafthead.data.text.chat import Message, prompt_ids, user_turn
 from drafthead.errors import UserError
 from drafthead.models.base import adapter
-from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_weights
+from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_shards, load_weights
 from drafthead.models.base.lm_head import LMHead
 from drafthead.models.base.parity import (
     DENSE,
@@ -153,13 +153,18 @@ class BaseModel:
         config: BaseConfig,
         device: torch.device | str | None = None,
         progress: Callable[[str], None] = lambda line: None,
+        shard: Callable[[Any], torch.device] | None = None,
     ) -> "BaseModel":
         """Load or build the base that ``config`` names on ``device``, by default this process's device.
 
         Reject a base whose logits differ from stock transformers. ``progress`` is called with a line of text before
-        slow first-time work.
+        slow first-time work. With ``shard``, the layers are sharded before they are read (see :func:`load_shards`);
+        all processes must then call this, and run the base, at the same time.
         """
-        model, tokenizer = load_weights(config, device_of(device), progress)
+        if shard is None:
+            model, tokenizer = load_weights(config, device_of(device), progress)
+        else:
+            model, tokenizer = load_shards(config, device_of(device), shard, progress)
         base = cls(model, tokenizer, config)
         fuse_for_cpu(base)
         check_against_stock(base)  # it covers the fused modules, and a base that fails is not timed

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from drafthead.errors import UserError
@@ -87,6 +88,17 @@ def text_class(config: PreTrainedConfig) -> Any:
     if not hasattr(decoder, "get_input_embeddings") or getattr(inner, "is_encoder_decoder", False):
         raise UserError(f"{inner.model_type} has no text decoder that can be used alone; {other_base()}")
     return type(f"{family.__name__}Text", (TextModel, family, GenerationMixin), {"config_class": type(inner)})
+
+
+def inner_names(config: PreTrainedConfig) -> dict[str, str] | None:
+    """Return how to rename the weights of a composite checkpoint for its language model; None for other checkpoints."""
+    if (inner := text_config(config)) is config:
+        return None
+    # Rules for stacking the weights of experts are looked up by model type.
+    rules = get_checkpoint_conversion_mapping(config.model_type)
+    if rules and get_checkpoint_conversion_mapping(inner.model_type) is None:
+        register_checkpoint_conversion_mapping(inner.model_type, rules)
+    return INNER_NAMES
 
 
 def build(config: PreTrainedConfig, **options: Any) -> Any:

@@ -20,9 +20,8 @@ from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import with_layers
 from drafthead.models.cache.kv_cache import TreeCache
-from drafthead.models.decoding.drafter import DraftConfig, Proposal
+from drafthead.models.decoding.drafter import DraftConfig
 from drafthead.models.decoding.node_cache import LMSession
-from drafthead.models.decoding.random_source import RandomSource
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession
 from drafthead.models.heads.parts.targets import DraftTargets
@@ -36,6 +35,7 @@ class DraftLMConfig(DraftHeadConfig):
     """Settings of :class:`DraftLM`."""
 
     one_prediction = True
+    needs_layers = True
     num_draft_tokens: DraftPositions = 5
     num_layers: Annotated[int, Field(ge=1, le=16)] = 2
     """Decoder layers of the draft model."""
@@ -44,8 +44,8 @@ class DraftLMConfig(DraftHeadConfig):
     layer: the first)."""
     intermediate_size: Annotated[int, Field(ge=16)] | None = None
     """Inner width of each layer's MLP. A smaller width than the base's keeps its channels with the largest weights. A
-    larger width adds channels that have no effect at first. With null, the base's. ``drafthead study`` compares depths
-    and widths of equal total size (2402.01528)."""
+    larger width adds channels that have no effect at first. With null, the base's. Depths and widths of equal total
+    size are compared in docs/results/draft_shapes.md (2402.01528)."""
 
     def __post_init__(self) -> None:
         if self.from_layers is not None and len(self.from_layers) != self.num_layers:
@@ -78,9 +78,6 @@ class DraftLM(DraftHead):
         self._trunk = with_layers(base, self.layers, self.norm, torch.float32, self._sources)
         self.projections = self.lm_heads(0)
 
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [(layer, "forward") for layer in self.layers]
-
     def open(self, rows: int, cache: TreeCache | None = None) -> "DraftLMSession":
         return DraftLMSession(self, rows)
 
@@ -112,24 +109,18 @@ class DraftLMSession(HeadSession):
     """A session in which a causal LM computes the logits of each tree level; optional parts add to the logits."""
 
     def __init__(self, head: DraftLM, rows: int) -> None:
-        super().__init__(head, rows)
-        self._trunk = head.packed.get("trunk", head.inference_trunk)
-        self.lm: LMSession = LMSession(head, self._trunk, rows, lambda hidden: hidden)
-
-    def draft(self, last_token: Tensor, draft_config: DraftConfig, rng: RandomSource | None = None) -> Proposal:
-        deepest = self._trunk.max_context - max(self.lengths) - 1
-        proposal = super().draft(last_token, draft_config.at_most(max(0, deepest)), rng)
-        self.lm.drafted(proposal)
-        return proposal
+        trunk = head.packed.get("trunk", head.inference_trunk)
+        self._lm = LMSession(head, trunk, rows, lambda hidden: hidden)
+        super().__init__(head, rows, self._lm)
 
     def start_levels(self, last_token: Tensor, draft_config: DraftConfig) -> None:
-        self.lm.start(last_token, draft_config)
+        self._lm.start(last_token, draft_config)
 
     def draft_sinks(self) -> None:
         return None
 
     def level(self, k: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.lm.expand(tokens, parents)
+        x = self._lm.expand(tokens, parents)
         if k == 0 and self.copied is not None:
             self.copied.start(x)
         return x, self.draft_logits(x, k)

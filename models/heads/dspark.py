@@ -93,6 +93,10 @@ class DSparkConfig(DraftHeadConfig):
             other = "reads_state" if self.reads_state else "intermediate_size"
             raise ValueError(f"head.copy_layers cannot be combined with head.{other}; set head.copy_layers=false")
 
+    @property
+    def starts_from_layers(self) -> bool:
+        return self.copy_layers
+
     def check_layers(self, num_layers: int) -> None:
         super().check_layers(num_layers)
         if self.copy_layers and self.num_layers > num_layers:
@@ -241,18 +245,14 @@ class DSparkSession(HeadSession):
     """A session with a cache of the context's keys and values for all layers."""
 
     inference_head: DSparkHead
-    context: LayerCache
 
     def __init__(self, head: DSparkHead, rows: int) -> None:
-        super().__init__(head, rows)
         weight, dtype = head.fc.weight, head.config.inference_dtype(head.base)
         reader = head.packed.get("context", lambda: context_reader(head.decoder_layers, dtype))
         shape = head.decoder_layers[0].self_attn.cache_shape(weight.dtype, weight.device, len(head.layers))
-        self.context = LayerCache(reader, shape, rows)
-
-    def extend_context(self, context: LayerCache, tokens: Tensor, counts: list[int], base_hidden: HiddenStates) -> None:
-        assert base_hidden.layers is not None
-        context.commit(self.inference_head.fuse(base_hidden.layers), counts)
+        fuse = head.inference().fuse
+        self.context = LayerCache(reader, shape, rows, lambda base_hidden: fuse(cast(Tensor, base_hidden.layers)))
+        super().__init__(head, rows, self.context)
 
     def block_inputs(self, hidden: Tensor, last_token: Tensor, depth: int) -> Tensor:
         head = self.inference_head

@@ -139,11 +139,8 @@ class HydraHead(DraftHead):
     def projection_width(self) -> int:
         return self.base.hidden_size + self.config.projection_bias
 
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        return [] if self.prefix is None else [(self.prefix, "forward")]
-
-    def open(self, rows: int, cache: TreeCache | None = None) -> "HydraSession":
-        return HydraSession(self, rows)
+    def open(self, rows: int, cache: TreeCache | None = None) -> HeadSession:
+        return HeadSession(self, rows) if self.prefix is None else HydraPlusSession(self, rows)
 
     def advance(self, k: int, states: States, tokens: Tensor, attend: Attend) -> tuple[Tensor, States]:
         x = torch.cat([states[0], self.embed(tokens, self.config.unit_embeddings)], -1)
@@ -159,16 +156,15 @@ class HydraHead(DraftHead):
         return prefixed
 
 
-class HydraSession(HeadSession):
-    """A session that, with Hydra++, runs the prefix layer over the committed tokens."""
-
-    inference_head: HydraHead
+class HydraPlusSession(HeadSession):
+    """A session that runs the prefix layer of Hydra++ over the committed tokens."""
 
     def __init__(self, head: HydraHead, rows: int) -> None:
-        super().__init__(head, rows)
-        if head.prefix is not None:
-            shape = head.prefix.self_attn.cache_shape(head.dtype, head.base.device)
-            self.context = LayerCache(cast(Layer, self.inference_head.prefix), shape, rows)
+        prefix, dtype = cast(PrefixLayer, head.prefix), head.dtype
+        shape = prefix.self_attn.cache_shape(dtype, head.base.device)
+        layer = cast(Layer, head.inference().prefix)
+        self.context = LayerCache(layer, shape, rows, lambda base_hidden: base_hidden.final.to(dtype))
+        super().__init__(head, rows, self.context)
 
     def draft_hidden(self) -> Tensor:
-        return self.hidden if self.context is None else self.context.read_all()
+        return self.context.read_all()

@@ -53,6 +53,7 @@ class Medusa2Config(MedusaConfig):
     """Settings of :class:`Medusa2Head`."""
 
     trains_base = True
+    needs_layers = True
     lora_rank: Annotated[int, Field(ge=1, le=1024)] = 32
     """Rank of the base's LoRA adapters."""
     lora_alpha: PositiveFloat = 16.0

@@ -22,6 +22,7 @@ _FUSED_PARTS = ("Attention", "MLP", "RMSNorm")
 _UNPACKED = "fallback: linear layers are not prepacked, and few rows take up to 1.7 times as long"
 _UNFUSED = "fallback: this layer of a base stays transformers' own, and decoding it takes longer"
 _CHECKPOINTS = "required: the text model of a composite checkpoint cannot be loaded"
+_TENSORS = "required: single tensors of a checkpoint cannot be found"
 _ESTIMATE = "required: mode=estimate cannot run a step without memory"
 PRIVATE_NAMES = {
     "torch.ops.mkldnn._reorder_linear_weight": _UNPACKED,
@@ -41,6 +42,11 @@ PRIVATE_NAMES = {
     "transformers.masking_utils.sdpa_mask": "required: no base can be loaded",
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping": _CHECKPOINTS,
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping": _CHECKPOINTS,
+    "transformers.conversion_mapping.get_model_conversion_mapping": _TENSORS,
+    "transformers.core_model_loading.WeightConverter": _TENSORS,
+    "transformers.core_model_loading.WeightRenaming": _TENSORS,
+    "transformers.core_model_loading.dot_natural_key": _TENSORS,
+    "transformers.core_model_loading.rename_source_key": _TENSORS,
     "transformers.modeling_outputs.CausalLMOutputWithPast": _CHECKPOINTS,
     "transformers.utils.cached_file": "required: the config in a GGUF file cannot be read",
     "transformers.utils.logging": "required: no base can be loaded",

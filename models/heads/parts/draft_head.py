@@ -77,6 +77,13 @@ class DraftHeadConfig:
     """True: a token's logits do not depend on its draft position (draft LM, Kangaroo), so the loss has one position."""
     trains_base: ClassVar[bool] = False
     """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
+    needs_layers: ClassVar[bool] = False
+    """True if the head runs or trains the base's layers, so that it cannot be built for parts of a base."""
+
+    @property
+    def starts_from_layers(self) -> bool:
+        """True if an untrained head starts from copies of the base's layers."""
+        return False
 
     def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
         """Return an untrained head for ``base``, of the ``DraftHead`` class in the same module as these settings.
@@ -334,10 +341,6 @@ class DraftHead(nn.Module, Drafter):
         """Largest number of anchors that a training step uses, drawn at random; None: all."""
         return None
 
-    def checkpointable(self) -> list[tuple[nn.Module, str]]:
-        """Return (module, method name) pairs: the calls whose activations activation checkpointing recomputes."""
-        return [(layer, method) for layer in self.decoder_layers for method in ("states", "add_mlp")]
-
     @property
     def decoder_layers(self) -> list[HeadDecoderLayer]:
         """The head's own decoder layers from first to last; empty by default."""
@@ -363,7 +366,7 @@ class DraftHead(nn.Module, Drafter):
                 low_rank.weight.data[:, config.markov_rank :] = start
             self.add_module(self.low_rank_name, low_rank)
         self.confidence: nn.Linear | None = None
-        self.says_confidence = config.confidence
+        self.has_confidence = config.confidence
         if config.confidence:
             self.confidence = nn.Linear(self.projection_width + config.low_rank, 1, device=device)
             for parameter in self.confidence.parameters():

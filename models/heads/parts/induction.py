@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drafthead.data.batch import TrainBatch
+from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.base_model import BaseModel
-from drafthead.models.decoding.drafter import last_valid, take_rows
+from drafthead.models.decoding.drafter import SessionPart, last_valid, take_rows
 from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.system.devices import on_device
 
@@ -47,7 +47,6 @@ class InductionHead(nn.Module):
     """
 
     def __init__(self, base: BaseModel, rank: int) -> None:
-        """Create a head for ``base`` whose codes have ``rank`` numbers."""
         super().__init__()
         self.rank, width, device = rank, base.hidden_size, base.device
         self._embedding = (base.embedding,)  # the base's: in a tuple, so that it is not a parameter of this module
@@ -65,7 +64,7 @@ class InductionHead(nn.Module):
             nn.init.constant_(self.sink.bias, SINK)
 
     def inference(self, dtype: torch.dtype | None = None) -> "InductionHead":
-        """Return a copy that looks codes up in ``table`` instead of computing them; ``dtype`` is ignored."""
+        """Return a copy that looks codes up in ``table``; ``dtype`` is ignored."""
         twin = copy(self)
         with torch.no_grad():
             ids = torch.arange(len(self._embedding[0]), device=self.sharpness.device)
@@ -135,7 +134,7 @@ class InductionHead(nn.Module):
         return torch.cat(copied, 1)
 
 
-class InductionContext:
+class InductionContext(SessionPart):
     """The induction head in drafting: keys and values of the committed tokens, read for one tree level after the other.
 
     One product ``keys @ query`` gives the summed scores for matches of the last token and of the token before. The key
@@ -151,14 +150,20 @@ class InductionContext:
     """
 
     def __init__(self, head: InductionHead, rows: int) -> None:
-        """Create an empty context for ``rows`` rows; ``head`` is an inference copy."""
+        """``head`` is an inference copy."""
         self._head, self._lengths = head, [0] * rows
-        self._keys = self._values = self._before = self._sinks = head.sharpness.new_zeros(rows, 0, 0)
+        self._keys = self._values = self._sinks = head.sharpness.new_zeros(rows, 0, 0)
+        self._before = head.sharpness.new_zeros(rows, 1, head.rank)
         self._tokens = torch.zeros(rows, 0, dtype=torch.int64, device=self._keys.device)
 
     @torch.inference_mode()
-    def append(self, tokens: Tensor, counts: list[int]) -> None:
-        """Add the first ``counts[b]`` of ``tokens`` [B, T] to the context of row b."""
+    def commit(
+        self,
+        tokens: Tensor,
+        counts: list[int],
+        base_hidden: HiddenStates | None = None,
+        nodes: Tensor | None = None,
+    ) -> None:
         head, (rows, new), rank = self._head, tokens.shape, self._head.rank
         if max(self._lengths) + new + 2 > self._keys.shape[1]:
             capacity, known = 2 * (max(self._lengths) + new) + INITIAL_ROOM, self._keys.shape[1]
@@ -176,21 +181,20 @@ class InductionContext:
         self._values[row, at] = codes[..., COPIED, :]
         self._tokens[row, at] = tokens
         self._values[:, 0] = 0.0
-        self._before = last_valid(codes[..., BEFORE, :], counts)[:, None]
+        self._before = last_valid(codes[..., None, BEFORE, :], counts, self._before)
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows only."""
         self._lengths = [self._lengths[row] for row in rows]
         self._keys, self._values, self._before, self._tokens = (
             take_rows(t, rows) for t in (self._keys, self._values, self._before, self._tokens)
         )
 
     def rollback(self, lengths: list[int]) -> None:
-        """Keep only the first ``lengths[b]`` committed tokens of row b."""
         self._lengths = list(lengths)
         if max(lengths):
-            self._before = self._head.codes(last_valid(self._tokens, lengths))[:, None, BEFORE]
+            last = last_valid(self._tokens, lengths, self._tokens[:, 0])
+            self._before = self._head.codes(last)[:, None, BEFORE]
 
     def start(self, states: Tensor) -> None:
         """Start a tree. The sink's score on tree level i (from 0) is computed from ``states[:, i]`` of [B, n, D].
@@ -207,9 +211,7 @@ class InductionContext:
     def read(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return the copied code that predicts the children of each of a level's F nodes, [B, F, r].
 
-        Args:
-            tokens: [B, F] int64, the nodes' tokens.
-            parents: [B, F] int64 index of each node's parent on the level above; 0 for the root.
+        ``parents`` [B, F] int64 is the index of each node's parent on the level above; 0 for the root.
         """
         codes, level, total = self._head.codes(tokens), min(self._level, self._sinks.shape[1] - 1), max(self._lengths)
         before = self._above.gather(1, parents[..., None].expand(-1, -1, self._above.shape[-1]))

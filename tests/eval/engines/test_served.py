@@ -27,7 +27,7 @@ from drafthead.eval.evaluate import evaluate, served_as_trained
 from drafthead.eval.lossless.equality import Equality
 from drafthead.eval.metrics.served import engine_failures, engine_lines
 from drafthead.eval.report.tables import console_lines, markdown_table
-from drafthead.eval.timing.interleaved import run_interleaved
+from drafthead.eval.timing.interleaved import one_by_one, run_interleaved
 from drafthead.eval.timing.methods import engine_methods
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import DraftConfig
@@ -36,7 +36,7 @@ from drafthead.models.heads.dspark import DSparkConfig
 from drafthead.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from drafthead.models.heads.medusa import MedusaConfig
 from drafthead.models.token_tree import TokenTree
-from support import TinyBase, fitted, rows_of
+from support import Said, TinyBase, fitted, rows_of
 
 NEW = 24
 PROMPTS = ["why is the sky blue", "tell me a story", "what is two plus two", "name a river"]
@@ -94,7 +94,7 @@ def served(base: BaseModel, folder: Path, *, spec: Any, plain: Any) -> dict[str,
     suite.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     config = EvalConfig(suite=str(suite), max_new_tokens=NEW, stock_baseline=False, engines=["vllm"])
     config.engine.vllm.url, config.engine.vllm.plain_url = spec.url, "" if plain is None else plain.url
-    return evaluate(base, trained(base), config, folder, lambda *_: None)
+    return evaluate(base, trained(base), config, folder, Said())
 
 
 def test_an_engine_that_drafts_alike_passes(tiny_base: TinyBase, tmp_path: Path, fake_vllm: Callable[..., Any]) -> None:
@@ -130,7 +130,7 @@ def compared(base: BaseModel, folder: Path, spec: Any, plain: Any, head: Eagle3H
     prompts = [EvalPrompt("chat", n, [{"role": "user", "content": text}]) for n, text in enumerate(PROMPTS)]
     with serve(base, head or trained(base), config, folder, lambda line: None) as engines:
         methods = {name: method.answer for name, method in engine_methods(base, engines, config).items()}
-        methods["autoregressive"] = lambda ids: decode(base, None, ids, max_new_tokens=NEW)
+        methods["autoregressive"] = one_by_one(lambda ids: decode(base, None, ids, max_new_tokens=NEW))
         built = lambda prompt, answers: base.prompt_ids(prompt.messages)  # noqa: E731
         timed = run_interleaved(prompts, built, methods, None, 0, lambda *_: None)
     pairs = zip(timed.results["vllm"], timed.results["autoregressive"], strict=True)
@@ -282,27 +282,27 @@ def test_what_no_engine_serves_is_said_before_anything_starts(tiny_base: TinyBas
     config = EvalConfig(suite="smoke", engines=["vllm"])
     head = MedusaConfig(num_draft_tokens=2, reads_last_token=True).build(base)
     with pytest.raises(UserError, match="vllm_medusa: .*last"):
-        evaluate(base, head, config, tmp_path, lambda *_: None)
+        evaluate(base, head, config, tmp_path, Said())
     for settings, says in (
         ({"markov_rank": 0}, "dflash: it has a Markov or a confidence head .* format dspark: it has no Markov head"),
         ({}, "vLLM drafts with DSpark heads on GPUs only; on a CPU take llamacpp, or train a DFlash head"),
     ):
         block = DSparkConfig(num_draft_tokens=3, layers=[1, 2], **settings).build(base)  # type: ignore[arg-type]
         with pytest.raises(UserError, match=says):
-            evaluate(base, block, config, tmp_path, lambda *_: None)
+            evaluate(base, block, config, tmp_path, Said())
     config.engine.drafts = 2
     with pytest.raises(UserError, match="engine.drafts=2.* 3"):
-        evaluate(base, block, config, tmp_path, lambda *_: None)
+        evaluate(base, block, config, tmp_path, Said())
     config.engine.drafts = None
     config.engines = ["llamacpp"]
     with pytest.raises(UserError, match="llamacpp.*MedusaHead.*gguf"):
-        evaluate(base, head, config, tmp_path, lambda *_: None)
+        evaluate(base, head, config, tmp_path, Said())
     config.engines, config.engine.vllm.python = ["vllm"], "/no/python"
     with pytest.raises(UserError, match="/no/python.*install=vllm"):
-        evaluate(base, trained(base), config, tmp_path, lambda *_: None)
+        evaluate(base, trained(base), config, tmp_path, Said())
     adapted = copy(base)
     adapted.config = replace(base.config, adapter="mine")
     with pytest.raises(UserError, match="adapter mine.*merged"):
-        evaluate(adapted, trained(adapted), config, tmp_path, lambda *_: None)
+        evaluate(adapted, trained(adapted), config, tmp_path, Said())
     with pytest.raises(ValueError, match="engines"):
         EvalConfig(engines=["tgi"])

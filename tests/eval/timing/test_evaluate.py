@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -25,20 +26,18 @@ from drafthead.models.drafters.draft_model import early_exit
 from drafthead.models.drafters.expression import build_drafter, parse_drafter
 from drafthead.models.heads.kangaroo import KangarooConfig
 from drafthead.models.heads.medusa import MedusaConfig
-from support import TinyBase, leaning
+from support import Said, TinyBase, leaning, random_ids
 
 CONFIG = EvalConfig(suite="builtin", limit=2, max_new_tokens=4)
 
 
 def resumed(folder: Path, drafter: Drafter, base: BaseModel, *baselines: str) -> list[int]:
-    """Turns that were taken from an earlier evaluation in ``folder``, and all."""
     config = replace(CONFIG, baselines=list(baselines))
-    counts: list[int] = evaluate(base, drafter, config, folder, lambda *_: None)["resumed"]
+    counts: list[int] = evaluate(base, drafter, config, folder, Said())["resumed"]
     return counts
 
 
 def test_a_baseline_that_was_trained_again_is_timed_again(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """With all it is compared with; a baseline in the same folder with the same weights is not."""
     base, baseline = tiny_base(), MedusaConfig(num_draft_tokens=2).build(tiny_base())
     head = MedusaConfig(num_draft_tokens=1).build(base)
     baseline.save_pretrained(tmp_path / "baseline")
@@ -58,7 +57,7 @@ def test_sampled_answers_are_compared_by_seed(draft_sampling: str, tiny_base: Ti
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
     config = replace(CONFIG, sampler=Sampler(temperature=0.7), draft_sampling=draft_sampling)
-    found = evaluate(base, head, config, tmp_path, lambda *_: None)["overall"].get("identical_outputs")
+    found = evaluate(base, head, config, tmp_path, Said())["overall"].get("identical_outputs")
     assert (found and (found["same"], found["of"])) == ((2, 2) if draft_sampling == "top_k" else None)
 
 
@@ -91,10 +90,31 @@ def test_a_combined_head_is_also_timed_alone(tiny_base: TinyBase) -> None:
     drafter, draft_config = config.build(base, head, config.draft_config(head))
     compared = methods(base, drafter, draft_config, config, head)
     ids = [5, 9, 11, 40, 5, 9, 11, 40, 5, 9]
-    alone, joined = (compared[name].answer(ids) for name in ("head", "speculative"))
+    alone, joined = (compared[name].answer([ids])[0] for name in ("head", "speculative"))
     expected = decode(base, head, ids, max_new_tokens=24, draft_config=config.draft_config(head))
     assert [step.accepted for step in alone.steps] == [step.accepted for step in expected.steps]
-    assert alone.tokens == joined.tokens and compared["head"].made_of != compared["speculative"].made_of
+    assert alone.tokens == joined.tokens and compared["head"].composition != compared["speculative"].composition
+
+
+def test_answers_of_a_batch_share_its_time(tiny_base: TinyBase, tmp_path: Path) -> None:
+    """With fewer rows than prompts, texts are those of single prompts, and times add up to the time of all."""
+    base, alone = tiny_base(), replace(CONFIG, stock_baseline=False, max_new_tokens=24)
+    head, together = MedusaConfig(num_draft_tokens=2).build(base), replace(alone, batch_size=2)
+    prompts = [random_ids(4 + 3 * n, n) for n in range(7)]
+    found = {}
+    for config in (alone, together):
+        compared = methods(base, head, config.draft_config(head), config, head)
+        found[config.batch_size] = {name: compared[name].answer for name in ("autoregressive", "speculative")}
+    assert "transformers" not in compared
+    expected = [result.tokens for result in found[1]["autoregressive"](prompts)]
+    for answer in found[2].values():
+        started = perf_counter()
+        results = answer(prompts)
+        seconds = perf_counter() - started
+        assert [result.tokens for result in results] == expected
+        assert 0.5 * seconds < sum(result.total_s for result in results) < seconds
+    evaluation = evaluate(base, head, together, tmp_path, lambda *_: None)
+    assert evaluation["overall"]["identical_outputs"]["same"] == 2 and evaluation["batch_size"] == 2
 
 
 def test_an_evaluation_names_the_drafters_of_its_tree(tiny_base: TinyBase, tmp_path: Path) -> None:
@@ -102,7 +122,7 @@ def test_an_evaluation_names_the_drafters_of_its_tree(tiny_base: TinyBase, tmp_p
     head = MedusaConfig(num_draft_tokens=2).build(base)
     config = replace(CONFIG, drafter="head+prompt_lookup:4", stock_baseline=False)
     drafter, draft_config = config.build(base, head, config.draft_config(head))
-    evaluation = evaluate(base, drafter, config, tmp_path, lambda *_: None, draft_config=draft_config, head=head)
+    evaluation = evaluate(base, drafter, config, tmp_path, Said(), draft_config=draft_config, head=head)
     tree = json.loads((tmp_path / "eval.json").read_text())["tree"]
     assert (tree["spec"], tree["nodes"], len(tree["choices"])) == ("head", 7, 6)
     assert [(part["drafter"], part["nodes"]) for part in tree["drafters"]] == [("head", 3), ("prompt_lookup:4", 5)]
@@ -110,12 +130,11 @@ def test_an_evaluation_names_the_drafters_of_its_tree(tiny_base: TinyBase, tmp_p
 
 
 def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: TinyBase, tmp_path: Path) -> None:
-    """Stock transformers answers as our loop does; without it the evaluation says so."""
     base = tiny_base()
     head = MedusaConfig(num_draft_tokens=2).build(base)
     costs = measure_costs(base, head, context=16, repeats=1, sizes=(1, 2, 4))
     config = replace(CONFIG, split="test")
-    evaluation = evaluate(base, head, config, tmp_path / "three", lambda *_: None, costs=costs)
+    evaluation = evaluate(base, head, config, tmp_path / "three", Said(), costs=costs)
     speeds = evaluation["overall"]["autoregressive_tokens_per_second"]
     assert set(speeds) == {"transformers_stock", "transformers", "autoregressive"}
     ids = [5, 9, 11, 40]
@@ -125,7 +144,7 @@ def test_three_plain_decoders_are_timed_and_a_prediction_is_kept(tiny_base: Tiny
     start = f"forecast from {evaluation['predicted']['answers']} answers to the suite's dev half"
     assert any(line.startswith(start) for line in console_lines(evaluation))
     config = replace(CONFIG, stock_baseline=False)
-    without = evaluate(base, head, config, tmp_path / "two", lambda *_: None, costs=costs)
+    without = evaluate(base, head, config, tmp_path / "two", Said(), costs=costs)
     assert "transformers_stock" not in without["overall"]["autoregressive_tokens_per_second"]
     assert "predicted" not in without, "the whole suite has no other half"
     assert "stock transformers was not timed (stock_baseline=false)" in console_lines(without)[0]
@@ -174,7 +193,7 @@ def test_a_repetition_penalty_of_the_base_applies_to_all_methods(
     base.model.generation_config.repetition_penalty = 5.0
     base.model.generation_config.suppress_tokens = [7]
     config = replace(CONFIG, max_new_tokens=12, sampler=Sampler(repetition_penalty=given))
-    result = evaluate(base, MedusaConfig(num_draft_tokens=2).build(base), config, tmp_path, lambda *_: None)
+    result = evaluate(base, MedusaConfig(num_draft_tokens=2).build(base), config, tmp_path, Said())
     assert result["sampler"]["repetition_penalty"] == (given or 5.0)
     assert result["overall"]["identical_outputs"]["same"] == 2
     assert "not applied, of the base's generation_config.json: suppress_tokens" in console_lines(result)

@@ -3,6 +3,7 @@
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from support import (
     Context,
     TinyBase,
     assert_distributed,
+    assert_rows_are_independent,
+    assert_same_in_any_batch,
     chain_levels,
     drafted_logits,
     fitted,
@@ -246,10 +249,24 @@ def test_greedy_text(tiny_base: TinyBase, architecture: str, kind: str) -> None:
         both = decode_batch(base, head, PROMPTS, max_new_tokens=16, draft_config=draft_config, ignore_eos=True)
         alone = decode(base, head, PROMPTS[0], max_new_tokens=16, draft_config=draft_config, ignore_eos=True)
         assert [r.tokens for r in both] == plain and alone.tokens == plain[0], name
+        options: dict[str, Any] = {"max_new_tokens": 16, "draft_config": draft_config, "ignore_eos": True}
+        for size in (1, 2):  # fewer rows than prompts
+            assert [r.tokens for r in decode_batch(base, head, PROMPTS, batch_size=size, **options)] == plain, name
         accepted = [(step.accepted, step.depth) for r in both for step in r.steps]
         assert sum(a for a, _ in accepted) > 3 and any(a < depth for a, depth in accepted), name
         # The last step drafts no more than remains; in a batch, the row with the most remaining tokens decides.
         assert [s.accepted for s in alone.steps][:-1] == [s.accepted for s in both[0].steps][:-1], name
+
+
+@every_case
+def test_rows_are_independent(tiny_base: TinyBase, small_caches: None, kind: str) -> None:
+    base = tiny_base()
+    head = randomised(HEADS[kind].build(base), 0.05).eval()
+    assert_rows_are_independent(base, head, PLANS["tree"])
+    drawn = DraftConfig(tree=TokenTree.expansion([2, 1, 1]), draft_sampling=DraftSampling.WITH_REPLACEMENT)
+    for draft_config in (PLANS["tree"], drawn):
+        settings: dict[str, Any] = {"sampler": Sampler(temperature=0.8), "draft_config": draft_config}
+        assert_same_in_any_batch(base, head, PROMPTS, sizes=[2], max_new_tokens=10, **settings)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.02), ("int8", 0.1)])

@@ -110,10 +110,10 @@ def test_only_new_tokens_are_looked_up(tiny_base: TinyBase, monkeypatch: pytest.
     monkeypatch.setattr(InductionHead, "codes", lambda h, tokens: counted.append(tokens.numel()) or codes(h, tokens))
     prompts = torch.tensor([random_ids(50), random_ids(50, 1)])
     context = InductionContext(head, 2)
-    context.append(prompts, [50, 9])
+    context.commit(prompts, [50, 9])
     counted.clear()
     for step in range(10):
-        context.append(torch.tensor([random_ids(2, step), random_ids(2, step + 20)]), [2, 1])
+        context.commit(torch.tensor([random_ids(2, step), random_ids(2, step + 20)]), [2, 1])
     assert max(counted) <= 8, counted
 
 
@@ -126,7 +126,7 @@ def test_a_context_can_go_back(tiny_base: TinyBase) -> None:
     codes = []
     for read, kept in ((12, 7), (7, 7)):
         context = InductionContext(head, 1)
-        context.append(ids[:, :read], [read])
+        context.commit(ids[:, :read], [read])
         context.rollback([kept])
         context.start(state)
         codes.append(context.read(node, torch.zeros_like(node)))

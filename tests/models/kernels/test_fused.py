@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from drafthead.data.batch import HiddenStatesSpec
@@ -19,8 +19,7 @@ from drafthead.models.kernels.fused import FusedAttention, FusedMLP, FusedRMSNor
 from drafthead.models.token_tree import TokenTree
 from support import TinyBase, row_of, stacked
 
-RELATIVE = 1e-4
-"""Of the largest logit: float32 rounding through three layers is two orders below."""
+RELATIVE = 1e-4  # of the largest logit: float32 rounding through three layers is two orders below
 TREE = TokenTree(parents=(-1, 0, 0, 1, 1, 2), ranks=(0, 0, 1, 0, 1, 0))
 
 
@@ -38,7 +37,6 @@ class _Pair:
         self.fused = self.fuse()
 
     def fuse(self) -> BaseModel:
-        """A copy with fused modules."""
         config = replace(self.stock.config, prepack=True)
         fused = BaseModel(copy.deepcopy(self.stock.model), self.stock.tokenizer, config)
         fuse_for_cpu(fused)
@@ -65,7 +63,6 @@ def test_every_layer_is_fused(pair: _Pair) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("tree", [TokenTree.chain(0), TokenTree.chain(1), TokenTree.chain(3), TREE], ids=len)
 def test_passes(pair: _Pair, batch: int, tree: TokenTree) -> None:
-    """Hidden states of a prompt and of a tree after it are equal."""
     pair.fused = pair.fuse()
     ids = torch.randint(1, 250, (batch, 9 + len(tree)), generator=torch.Generator().manual_seed(0))
 
@@ -78,7 +75,6 @@ def test_passes(pair: _Pair, batch: int, tree: TokenTree) -> None:
 
 
 def test_training_hidden_states(pair: _Pair) -> None:
-    """Packed documents, no cache, hidden states of inner layers."""
     rows = row_of([[3, 4, 5], [6, 7, 8]], padding=0), row_of([[9, 10, 11, 12, 13, 14]], padding=0)
 
     def states(base: BaseModel) -> Tensor:
@@ -90,7 +86,6 @@ def test_training_hidden_states(pair: _Pair) -> None:
 
 
 def test_what_is_not_an_exact_stock_module_is_left(tiny_base: TinyBase) -> None:
-    """A subclass, another attention implementation, another dtype."""
     stock = BaseModel.load(replace(tiny_base().config, prepack=False))
     layers = stock.model.model.layers
     for layer in layers:
@@ -103,8 +98,6 @@ def test_what_is_not_an_exact_stock_module_is_left(tiny_base: TinyBase) -> None:
 
 
 class Record(TorchFunctionMode):
-    """The functions that torch is asked for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
@@ -119,7 +112,6 @@ class Record(TorchFunctionMode):
 
 
 def test_queries_keys_and_values_are_one_product(tiny_base: TinyBase) -> None:
-    """Four products a layer; stock has seven."""
     base = tiny_base()
     cache = base.new_cache(8)
     with Record() as record:
@@ -137,6 +129,6 @@ def test_heads_draft_with_them(tiny_base: TinyBase, config: DraftHeadConfig, pro
     session = config.build(base).eval().open(1)
     width = base.hidden_size * (2 if isinstance(config, Eagle3Config) else 1)
     with torch.inference_mode(), Record() as record:
-        session.context.commit(torch.randn(1, 3, width), [3])
+        session.context.append(torch.randn(1, 3, width), [3])
     assert record.products == products
     assert not any("rms_norm" in call for call in record.calls)
