@@ -20,17 +20,27 @@ from drafthead.errors import UserError
 from drafthead.models.base import adapter
 from drafthead.models.base.base_config import BaseConfig, check_architecture, context_limit, load_shards, load_weights
 from drafthead.models.base.lm_head import LMHead
-from drafthead.models.base.parity import StockResults, check_against_stock, logit_scale, measured_sizes
+from drafthead.models.base.parity import (
+    DENSE,
+    PASSED,
+    StockResults,
+    check_against_stock,
+    check_key,
+    logit_scale,
+    measured_shapes,
+)
 from drafthead.models.base.structure import attention_sizes, capture_hidden_states, last_layers, llama_like
 from drafthead.models.base.text_model import build
 from drafthead.models.base.windows import Masks, windows_of
 from drafthead.models.cache.cache_shape import CacheShape
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.cache.layers import KeyValueShape
 from drafthead.models.cache.static_cache import StaticKVCache, StaticModel
 from drafthead.models.kernels import attention
 from drafthead.models.kernels.choice import choose_kernels, worth_measuring
 from drafthead.models.kernels.fused import fuse_modules
 from drafthead.models.kernels.linear import MEASURED_ROWS, KernelTable, prepack_linears
+from drafthead.models.kernels.packed import PackedMask
 from drafthead.models.kernels.private_apis import CACHE, other_base
 from drafthead.models.token_tree import TokenTree, TreeShape, causal_mask
 from drafthead.system.devices import device_of, graphs_of, synchronise
@@ -111,20 +121,22 @@ class BaseModel:
         self.dtype, self.device = weight.dtype, weight.device
         self.rounds_to = torch.bfloat16 if getattr(model, "is_quantized", False) else self.dtype
         """Dtype whose rounding errors matrix products have: bfloat16 with quantised weights, else ``dtype``."""
-        kv_heads, head_dim = attention_sizes(settings)
-        sizes = ((kv_heads, head_dim), (kv_heads, head_dim))
-        self.cache_shape = CacheShape(layers=(sizes,) * self.num_layers, dtype=self.dtype, device=self.device)
+        sizes = attention_sizes(settings)
+        layers = (KeyValueShape(sizes, sizes),) * self.num_layers
+        self.cache_shape = CacheShape(layers=layers, dtype=self.dtype, device=self.device)
         self.lm_head = LMHead(weight=weight.detach(), softcap=getattr(settings, "final_logit_softcapping", None))
         self.fingerprint = ""
         self.stock_results: StockResults | None = None
         """Results of the stock modules, kept until :func:`check_against_stock` has compared them."""
         if self.device.type != "meta":
             self.fingerprint = adapter.fingerprint(model)
-            self.cache_shape = replace(self.cache_shape, layers=measured_sizes(self))
+            self.cache_shape = replace(self.cache_shape, layers=measured_shapes(self))
             self.stock_results = StockResults.of(self)
             self.lm_head = replace(self.lm_head, scale=logit_scale(self, self.stock_results))
         self.lock = RLock()
         """Held by the thread that runs a decoding step, because CUDA graphs and packed copies of weights are shared."""
+        self.dense_masks = check_key(self, DENSE) in PASSED
+        """True if layers compute with masks, so that packed rows need tensors of size [T, T]."""
         self._wrapped_attention: str | None = None
         self._tree_masks: dict[TokenTree, Tensor] = {}
         self._last_layers: dict[int, Any] = {}
@@ -326,7 +338,7 @@ class BaseModel:
         if whole and isinstance(cache, StaticKVCache) and cache.fits(new):
             final, *logits = cache.run(tokens_BN, shape, with_logits)
             return HiddenStates(final=final), logits[0] if logits else None
-        cache.begin(new, chain=shape.is_chain)
+        cache.begin(new, shape=shape)
         positions = cache.positions(shape.depths[:, -new:])
         if cache.rows == 1 and shape.tree is not None and new == len(shape):
             mask = cache.static_mask(shape.tree, shape, self._tree_masks)
@@ -346,20 +358,24 @@ class BaseModel:
     @torch.no_grad()
     def hidden_states(self, batch: TrainBatch, spec: HiddenStatesSpec) -> HiddenStates:
         """Return hidden states of packed rows, without gradients; tokens see only earlier ones of their document."""
-        if self._limited and (last := int((batch.host or batch).position_ids.max())) >= self.max_context:
+        if self._limited and (last := int(batch.position_ids.max())) >= self.max_context:
             raise UserError(
                 f"a document of {last + 1} tokens exceeds the context of {self.max_context}; lower phases.*.seq_len"
             )
-        ids, positions = batch.input_ids.to(self.device), batch.position_ids.to(self.device)
-        masks = self.document_masks(batch.document_ids.to(self.device), positions, self.dtype)
+        ids, positions = (x.to(self.device, non_blocking=True) for x in (batch.input_ids, batch.position_ids))
+        masks = self.packed_masks(PackedMask.of(batch.document_ids, self.device))
         with capture_hidden_states(self.model, spec.layers) as states:
             out = self.model.model(input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=False)
         return _hidden_states(out.last_hidden_state, states, spec)
 
-    def document_masks(self, document_ids: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Masks:
-        """Return the decoder's masks for packed rows (ids and positions [B, T]): tokens see their own document only."""
-        mask = attention.document_mask(document_ids, dtype)
-        return mask if self.windows is None else self.windows.masks(mask, position_ids, position_ids, dtype)
+    def packed_masks(self, mask: PackedMask) -> Masks:
+        """Return the decoder's mask argument for packed rows, from the ``mask`` of full attention."""
+        masks = mask if self.windows is None else self.windows.packed(mask)
+        if not self.dense_masks:
+            return masks
+        if isinstance(masks, PackedMask):
+            return masks.dense(self.dtype)
+        return {kind: packed.dense(self.dtype) for kind, packed in masks.items()}
 
     def _windowed(self, mask: Tensor | None, cache: TreeCache, positions: Tensor, depths: Tensor | None) -> Masks:
         """Return the masks of all layer types for queries at ``positions``, from the ``mask`` of full attention.

@@ -90,29 +90,19 @@ class DraftLM(DraftHead):
         prepack_linears(layers, self.config.inference_dtype(self.base))
         return with_layers(self.base, layers, self.norm, torch.float32, self._sources)
 
-    def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
-        """Return the draft LM's states after its final norm, [B, T, D]; ``base_hidden`` is not read."""
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         decoder, dtype = self._trunk.model.model, next(self.parameters()).dtype
         out = decoder(
             inputs_embeds=decoder.get_input_embeddings()(batch.input_ids).to(dtype),
             position_ids=batch.position_ids,
-            attention_mask=self._trunk.document_masks(batch.document_ids, batch.position_ids, dtype),
+            attention_mask=self._trunk.packed_masks(draft_targets.mask),
             use_cache=False,
         )
-        hidden: Tensor = out.last_hidden_state
+        hidden: Tensor = out.last_hidden_state.flatten(0, 1)[draft_targets.last_read]
         return hidden
 
-    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        return draft_targets.before_targets(self.hidden_states(batch, base_hidden))
-
-    def sink_states(
-        self, hidden: Tensor, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets
-    ) -> list[Tensor]:
-        """Return, for each draft position, the states from which the induction head decides not to copy, [B, T, D].
-
-        All positions use the draft LM's state at ``x_{t+1}``.
-        """
-        return [draft_targets.to_anchors(hidden[0], 0, batch.input_ids.shape)] * len(hidden)
+    def sink_states(self, hidden: Tensor, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
+        return hidden[:1]  # all positions use the draft LM's state at ``x_{t+1}``
 
 
 class DraftLMSession(HeadSession):

@@ -208,23 +208,21 @@ class Eagle3Head(DraftHead):
 
     def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         steps = len(draft_targets.valid)
-        if len(draft_targets.target_idx) == 0:
-            return self.fc.weight.new_zeros(steps, 0, self.base.hidden_size)
         # The last token of a document has no next token, and its states may be NaN.
         states = torch.where(has_next(batch.document_ids)[..., None], self._layer_states(base_hidden), 0.0)
-        feature, context = self.fuse(states), AnchorContext(batch, draft_targets, self.dtype)
-        pairs = torch.cat([self.embed(batch.input_ids.flatten().roll(-1).view_as(batch.input_ids)), feature], -1)
+        feature, context = self.fuse(states), AnchorContext(batch, draft_targets)
+        pairs = torch.cat([self.embed(batch.input_ids.roll(-1)), feature], -1)
         if not self.config.parallel:
             step = context.start(self.midlayer, pairs)
-            return self.unroll(context.at_anchors(feature), context.flat, context.index, batch, draft_targets, step)
-        slots: Tensor = self.norm(self._at_once(context, pairs, steps)).flatten(0, 1)
-        return torch.stack([slots[context.index[idx], k] for k, idx in enumerate(draft_targets.anchor_idx)])
+            return self.unroll(context.at_anchors(feature), batch, draft_targets, step)
+        slots: Tensor = self.norm(self._at_once(context, pairs, steps))
+        return slots.transpose(0, 1)
 
     # P-EAGLE has two passes. Training drafts from all anchors at once. Decoding drafts from one anchor, for which
     # causal attention over the cache is enough (``EagleSession.block_inputs``).
 
     def _at_once(self, context: AnchorContext, pairs: Tensor, steps: int) -> Tensor:
-        """Return the last layer's outputs for K = ``steps`` draft positions at all anchors, [B, S, K, D].
+        """Return the last layer's outputs for K = ``steps`` draft positions at all anchors, [A, K, D].
 
         Position 0 is part of the context, whose inputs are ``pairs`` [B, T, 2 D], and is computed with it, by causal
         attention. Position i > 0 stands i tokens after its anchor. Its input is that of ``masked``. It sees the
@@ -232,7 +230,8 @@ class Eagle3Head(DraftHead):
         the context, and over the K - 1 masked positions of all anchors.
         """
         anchors = context.anchors
-        masked = self.masked(steps - 1).expand(*anchors.shape, -1, -1).flatten(1, 2)  # [B, S (K - 1), 2 D]
+        masked = self.masked(steps - 1).expand(len(anchors), -1, -1).flatten(0, 1)[None]  # [1, A (K - 1), 2 D]
+        pairs = pairs.flatten(0, 1)[None]
         positions = context.block_positions(torch.arange(1, steps, device=anchors.device))
         order = causal_mask(steps - 1, anchors.device)
         for layer in self.decoder_layers:
@@ -240,8 +239,8 @@ class Eagle3Head(DraftHead):
             pairs = layer.add_mlp(pairs, layer.self_attn.output(query, key, value, context.mask))
             if steps > 1:
                 masked = context.read_block(layer, masked, key, value, positions, order)
-        first = context.at_anchors(pairs)[:, :, None]
-        return first if steps == 1 else torch.cat([first, torch.unflatten(masked, 1, (-1, steps - 1))], 2)
+        first = context.at_anchors(pairs)[:, None]
+        return first if steps == 1 else torch.cat([first, torch.unflatten(masked[0], 0, (-1, steps - 1))], 1)
 
 
 def published_layers(count: int) -> tuple[int, int, int]:

@@ -25,11 +25,10 @@ from drafthead.models.base.parity import PASSED, check_key, relative_error, tole
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import DraftConfig, DynamicTree, Proposal, SessionPart
 from drafthead.models.decoding.node_cache import LMSession, add_nodes, pending_shape
-from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm
+from drafthead.models.heads.parts.attention_layer import HeadAttention, HeadRMSNorm, Mask
 from drafthead.models.heads.parts.draft_head import DraftHead, DraftHeadConfig, DraftPositions
 from drafthead.models.heads.parts.head_session import HeadSession, LayerCache
 from drafthead.models.heads.parts.targets import DraftTargets
-from drafthead.models.kernels.attention import document_mask
 from drafthead.models.token_tree import TokenTree
 from drafthead.settings.schema import BelowOne, Positive, settings
 from drafthead.system.devices import is_host
@@ -166,16 +165,12 @@ class KangarooHead(DraftHead):
         self.first_layers = first_layers(base, config.exit_layer)
         check_early_exit(base, self.first_layers)
 
-    def hidden_states(self, batch: TrainBatch, base_hidden: HiddenStates) -> Tensor:
+    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
         # States that were not stored are NaN; zeros have no effect on values and gradients.
         x = base_hidden.layer(0).to(self.dtype).nan_to_num()
-        mask = document_mask(batch.document_ids, x.dtype)
-        return self.adapter(x, batch.position_ids, mask)
+        return self.adapter(x, batch.position_ids, draft_targets.mask).flatten(0, 1)[draft_targets.last_read]
 
-    def hidden_at_positions(self, batch: TrainBatch, base_hidden: HiddenStates, draft_targets: DraftTargets) -> Tensor:
-        return draft_targets.before_targets(self.hidden_states(batch, base_hidden))
-
-    def adapter(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache | None = None) -> Tensor:
+    def adapter(self, x: Tensor, positions: Tensor, mask: Mask, cache: TreeCache | None = None) -> Tensor:
         """Map outputs ``x`` [B, T, D] of the exit layer to inputs of the output head [B, T, D].
 
         The other arguments are those of ``HeadAttention.forward``.

@@ -60,7 +60,7 @@ class PhaseData:
         self.states = states
 
     def load(self, numbers: list[int]) -> Batch:
-        """Return the rows ``numbers`` and the base's hidden states at their tokens, on the base's device."""
+        """Return the rows ``numbers``, in host memory, and the base's hidden states at their tokens, on its device."""
         return self.with_hidden_states(*self.read(numbers))
 
     def stream(self, batches: Iterable[list[int]]) -> Iterator[Batch]:
@@ -91,8 +91,7 @@ class PhaseData:
         return batch, pinned(values, self.base.device)
 
     def with_hidden_states(self, batch: TrainBatch, stored: Tensor | None) -> Batch:
-        """Move rows to the base's device, with ``stored`` hidden states; if None, the base computes the states."""
-        batch = batch.to(self.base.device)
+        """Add ``stored`` hidden states, on the base's device; if None, the base computes the states."""
         if stored is None:
             return batch, self.base.hidden_states(batch, self.spec)
         values = stored.to(self.base.device, non_blocking=True).to(torch.float32)

@@ -26,6 +26,7 @@ from drafthead.data.batch import HiddenStates
 from drafthead.errors import UserError
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.cache.kv_cache import TreeCache
+from drafthead.models.cache.layers import KeyValueShape
 from drafthead.models.decoding.drafter import DraftConfig, Drafter
 from drafthead.models.drafters.experimental.vertical_cascade import NestedSession, VerticalCascade
 from drafthead.models.kernels.attention import captured_queries
@@ -107,8 +108,9 @@ class TriForce(VerticalCascade):
         tokens are drafted one by one.
         """
         super().__init__(base, drafter, num_tokens=num_tokens, draft_config=draft_config)
-        layers_differ = len({heads for sizes in base.cache_shape.layers for heads in sizes or [None]}) > 1
-        if layers_differ or base.windows is not None:
+        shapes = set(base.cache_shape.layers)
+        equal = len(shapes) == 1 and all(isinstance(s, KeyValueShape) and s.keys == s.values for s in shapes)
+        if not equal or base.windows is not None:
             raise UserError(
                 f"budget:POSITIONS needs equal layers with full attention, which {base.name} lacks; choose "
                 "another drafter"

@@ -11,8 +11,8 @@ projection starts as the codes of the draft vocabulary. If nothing matches, the 
 nothing; only its score depends on a hidden state. Everything else depends on token ids only, so the context needs no
 forward pass, and every node of a tree has a prediction of its own.
 
-Shape legend: B rows, T tokens of the context, S anchors, F frontier nodes, K draft positions, n targets, D width, r
-rank, W draft vocabulary, V target vocabulary.
+Shape legend: B rows, T tokens of the context, A anchors, S anchors of a span, F frontier nodes, K draft positions, D
+width, r rank, W draft vocabulary, V target vocabulary.
 """
 
 from copy import copy
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from drafthead.data.batch import HiddenStates, TrainBatch
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.decoding.drafter import SessionPart, last_valid, take_rows
-from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
+from drafthead.models.heads.parts.targets import DraftTargets
 from drafthead.system.devices import on_device
 
 SHARPNESS = (16.0, 6.0)
@@ -94,47 +94,44 @@ class InductionHead(nn.Module):
     def forward(
         self, last: Tensor, before: Tensor, state: Tensor, context: Tensor, seen: Tensor, paired: Tensor
     ) -> Tensor:
-        """Return the average code of the tokens that each of F paths copies, [B, F, r].
+        """Return the average code of the tokens that the paths of S anchors copy at K draft positions, [K, S, r].
 
         Args:
-            last: [B, F, 3, r] codes of the paths' last tokens.
-            before: [B, F, 3, r] codes of the tokens before them.
-            state: [B, F, D] hidden states from which the sink's score is computed.
-            context: [B, T, 3, r] codes of the context.
-            seen: [B, F or 1, T] bool: True for tokens that may be copied. Token 0 of a row is never copied.
-            paired: [B or 1, T] bool: True for tokens with at least two tokens of their document before them.
+            last: [K, S, r] LAST codes of the paths' last tokens.
+            before: [K, S, r] BEFORE codes of the tokens before them.
+            state: [K or 1, S, D] hidden states from which the sink's score is computed.
+            context: [T, 3, r] codes of the context.
+            seen: [S, T] bool: True for tokens that may be copied. Token 0 is never copied.
+            paired: [T] bool: True for tokens with at least two tokens of their document before them.
         """
         # Column j - 1 is the score of copying token j. It compares token j - 1 with the path's last token, and token
         # j - 2 with the token before the last.
         one, two = self.sharpness / self.rank
-        scores = (one * last[..., LAST, :]) @ context[:, :-1, LAST].transpose(1, 2)
-        pairs = (two * before[..., BEFORE, :]) @ context[:, :-2, BEFORE].transpose(1, 2)
-        scores = scores + F.pad(pairs.masked_fill(~paired[:, None, 2:], 0.0), (1, 0))[..., : scores.shape[-1]]
-        scores = torch.cat([scores.masked_fill(~seen[..., 1:], -torch.inf), self.sink(state).to(scores.dtype)], -1)
+        scores = (one * last) @ context[:-1, LAST].t()
+        pairs = (two * before) @ context[:-2, BEFORE].t()
+        scores = scores + F.pad(pairs.masked_fill(~paired[2:], 0.0), (1, 0))[..., : scores.shape[-1]]
+        sinks = self.sink(state).to(scores.dtype).expand(len(scores), -1, -1)
+        scores = torch.cat([scores.masked_fill(~seen[:, 1:], -torch.inf), sinks], -1)
         weights = scores.float().softmax(-1)[..., :-1].to(context.dtype)
-        return weights @ context[:, 1:, COPIED]
+        return weights @ context[1:, COPIED]
 
-    def at_targets(self, batch: TrainBatch, states: list[Tensor], draft_targets: DraftTargets) -> Tensor:
-        """Return the copied codes for all targets at each draft position, [K, n, r].
+    def at_anchors(self, batch: TrainBatch, states: Tensor, draft_targets: DraftTargets) -> Tensor:
+        """Return the copied codes at all draft positions of all anchors, [K, A, r].
 
-        The sink's score at an anchor is computed from ``states[k]`` [B, T, D], for draft position k from 0.
+        The sink's score is computed from ``states`` [K, A, D], or [1, A, D] if all draft positions share the states.
         """
-        if len(draft_targets.target_idx) == 0:
-            return states[0].new_zeros(len(states), 0, self.rank)
-        anchors, slots = anchors_of(draft_targets, batch.input_ids)
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        documents, codes = batch.document_ids, self.codes(batch.input_ids)
-        causal = documents[:, None] == documents.gather(1, anchors)[..., None]
-        causal &= torch.arange(documents.shape[1], device=anchors.device) <= anchors[..., None]
-        seen = causal & (batch.position_ids > 0)[:, None]  # nothing precedes a document's first token
-        context, copied = (codes, seen, batch.position_ids > 1), []
-        for k, (state, anchor_idx) in enumerate(zip(states, draft_targets.anchor_idx, strict=True)):
-            state = state[rows, anchors].nan_to_num().to(self.sharpness.dtype)
-            before, last = (codes[rows, (anchors + k + n).clamp(max=codes.shape[1] - 1)] for n in (0, 1))
-            # Recomputed in the backward pass; otherwise every position would store S x T scores.
-            out: Tensor = checkpoint(self, last, before, state, *context, use_reentrant=False)
-            copied.append(out.flatten(0, 1)[slots[anchor_idx]])
-        return torch.stack(copied)
+        codes, after = self.codes(batch.input_ids.flatten()), draft_targets.last_read
+        last, before = codes[:, LAST][after], codes[:, BEFORE][after - 1]
+        states, paired = states.nan_to_num().to(self.sharpness.dtype), batch.position_ids.flatten() > 1
+        copied = [last[:, :0]]  # without anchors there is no span
+        for span in draft_targets.seen.spans(len(after)):
+            keys = torch.arange(span.keys.start, span.keys.stop, device=codes.device)
+            seen = span.seen & (keys > span.first[:, None])  # nothing precedes a document's first token
+            queries = (values[:, span.queries] for values in (last, before, states))
+            # Recomputed in the backward pass; otherwise every span would store its scores.
+            context = codes[span.keys], seen, paired[span.keys]
+            copied.append(checkpoint(self, *queries, *context, use_reentrant=False))
+        return torch.cat(copied, 1)
 
 
 class InductionContext(SessionPart):

@@ -19,6 +19,7 @@ from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.models.heads.parts.loading import load_head
 from drafthead.models.heads.parts.losses import LossConfig
 from drafthead.models.heads.parts.targets import DraftTargets
+from drafthead.models.kernels import packed
 from drafthead.models.kernels.linear import DRAFT_DTYPES, KernelTable
 from drafthead.models.token_tree import TokenTree
 from support import (
@@ -34,6 +35,7 @@ from support import (
     random_base,
     random_ids,
     randomised,
+    row_of,
     rows_of,
     small_base,
 )
@@ -102,7 +104,8 @@ def text_logits(head: DraftHead, base: BaseModel, ids: list[int]) -> Tensor:
     actual = torch.full((head.depth, len(ids), len(head.d2t)), torch.nan)
     for k in range(head.depth):
         valid = draft_targets.valid[k]
-        actual[k, draft_targets.anchor_idx[k, valid]] = head.output_head(k).logits(hidden[k, valid])
+        anchors = draft_targets.anchor_idx[k, valid]
+        actual[k, draft_targets.anchors[anchors]] = head.output_head(k).logits(hidden[k, anchors])
     return actual
 
 
@@ -185,7 +188,7 @@ def test_any_head_can_have_a_markov_correction_and_a_confidence(tiny_base: TinyB
         levels = chain_levels(ids[anchor + 1 : anchor + 1 + head.depth])
         for k in range(head.depth):
             context.logits(levels[: k + 1])
-            (n,) = ((draft_targets.anchor_idx[k] == anchor) & draft_targets.valid[k]).nonzero()[:, 0]
+            (n,) = (draft_targets.anchors == anchor).nonzero()[:, 0]
             torch.testing.assert_close(context.session.confidence()[0, 0], expected[k, n].sigmoid())
 
 
@@ -374,6 +377,27 @@ def test_all_weights_learn_and_the_base_does_not(tiny_base: TinyBase, kind: str)
     still = {name for name, p in head.named_parameters() if p.grad is None or not p.grad.any()}
     assert still == ({"cells.proj.forget.0.weight"} if kind == "lstm" else set()), "an LSTM starts from a cell of zeros"
     assert not base.embedding.requires_grad and not base.lm_head.weight.requires_grad
+
+
+@every_head
+def test_packed_documents_train_like_documents_alone(
+    tiny_base: TinyBase, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients, also if documents share a span, and if long spans are cut."""
+    base, texts = tiny_base(), [random_ids(14), random_ids(5, seed=1), random_ids(23, seed=2)]
+    head = randomised(HEADS[kind].build(base), 0.1).eval()
+    losses, gradients = [], []
+    for batch, joined, scores in ((rows_of(texts), 0, 2**26), (row_of(texts), 0, 64), (row_of(texts), 20, 2**26)):
+        monkeypatch.setitem(packed.JOINED, "cpu", joined)
+        monkeypatch.setattr(packed, "MAX_SCORES", scores)
+        head.zero_grad()
+        out = head.loss(batch, base.hidden_states(batch, head.spec), LossConfig(kl=0.5, decay="dpace"))
+        torch.autograd.backward(out.loss_sum)
+        losses.append(float(out.loss_sum.detach()))
+        gradients.append({name: p.grad for name, p in head.named_parameters()})
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    for actual in gradients[1:]:
+        torch.testing.assert_close(actual, gradients[0], rtol=1e-4, atol=1e-5)
 
 
 @every_head
