@@ -226,7 +226,7 @@ class OnlineLearner:
         Return the answer and its training example. ``draft_config`` is by default the head's own.
         """
         result = decode(
-            self.head.base,
+            self.head.base_model,
             self.recorder,
             ids,
             max_new_tokens=max_new_tokens,

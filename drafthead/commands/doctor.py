@@ -195,7 +195,7 @@ def train(run: RunConfig, head: DraftHead, ids: list[int], steps: int, lr: float
     batch = TrainBatch.of([ids]).to(head.base.device)
     optimizer = head_optimizer(head.train(), phase.optim)
     for _ in range(steps):
-        batches = [(batch, head.base.hidden_states(batch, head.spec))]
+        batches = [(batch, head.base_model.hidden_states(batch, head.spec))]
         train_step(head, optimizer, batches, phase.loss, lr=lr, clip_norm=1.0)
     head.eval()
 
@@ -232,8 +232,8 @@ def exactness(recipe: str, graphs: Graphs) -> dict[str, Any]:
                     margin = partial(logit_margin, base, *answers)
                     if not sampler.greedy:
                         margin = partial(draw_margin, base, sampler, row, *answers)
-                    equalities.append(compare_outputs(plain[row], result.tokens, margin, dtype=base.rounds_to))
-            rates[f"{name}, {way}"] = equality_rate(equalities, base.rounds_to)
+                    equalities.append(compare_outputs(plain[row], result.tokens, margin, dtype=base.rounding_dtype))
+            rates[f"{name}, {way}"] = equality_rate(equalities, base.rounding_dtype)
     return {"ways": rates, "accepted": accepted / drafted}
 
 

@@ -105,7 +105,7 @@ def _base_notes(content: dict[str, Any], base: BaseModel) -> Iterator[str]:
     named, limit = content.get(BASE_NAME), content.get("max_position_embeddings")
     if named and named != base.name and not (base.config.adapter is None and named == published_name(base)):
         yield f"it was published for {named} and is attached to {base.name}; if these differ, acceptance will be low"
-    own = base.model.config.max_position_embeddings
+    own = base.model_config.max_position_embeddings
     if isinstance(limit, int) and limit < own:
         yield f"its config.json ends at {limit} positions and the base at {own}: some engines stop drafting there"
 

@@ -183,7 +183,7 @@ def text_ranks(head: DraftHead, texts: Sequence[FinishedAnswer]) -> list[Ranks]:
     """
     ranks = []
     for text in texts:
-        base_hidden = read_hidden_states(head.base, head, text)
+        base_hidden = read_hidden_states(head.base_model, head, text)
         ranks += answer_ranks(head, TrainBatch.of([text.ids], text.boundary).to(head.base.device), base_hidden)
     return ranks
 

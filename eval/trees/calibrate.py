@@ -74,7 +74,7 @@ def save_calibration(path: Path, head: DraftHead, costs: CostModel, calibration:
     They are kept because a new measurement gives other times and perhaps another tree.
     """
     content = {
-        "measured_with": measured_with(head.base, VERSION, head.identity()),
+        "measured_with": measured_with(head.base_model, VERSION, head.identity()),
         "costs": costs.to_json(),
         "calibration": calibration.to_json(),
     }
@@ -87,7 +87,7 @@ def load_calibration(path: Path, head: DraftHead) -> tuple[CostModel, Calibratio
         return None
     content = read_checksummed_json(path)
     try:
-        if content["measured_with"] != measured_with(head.base, VERSION, head.identity()):
+        if content["measured_with"] != measured_with(head.base_model, VERSION, head.identity()):
             return None
         return CostModel.from_json(content["costs"]), Calibration.from_json(content["calibration"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,8 +1,8 @@
 """Settings of the base model, loading of its weights and tokenizer, and refusal of unsupported architectures."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ from drafthead.files.local import make_readable
 from drafthead.models.base import adapter
 from drafthead.models.base.checkpoint_tensors import CheckpointTensors, weight_files
 from drafthead.models.base.gguf_config import gguf_config
-from drafthead.models.base.structure import llama_like
+from drafthead.models.base.structure import llama_like, without_layers
 from drafthead.models.base.text_model import (
     EXTRA_PARAMETERS,
     LOAD_ERRORS,
@@ -107,6 +107,11 @@ class BaseConfig:
             raise ValueError(
                 "base.random needs base.shape (model_type and sizes); set it, or choose a file of recipes/base with it"
             )
+
+    @property
+    def has_whole_tensors(self) -> bool:
+        """True if single tensors can be read from the base's files: safetensors without an adapter to merge."""
+        return not (self.random or self.gguf_file or self.adapter)
 
     def saved(self) -> dict[str, Any]:
         """Return the settings that a saved head or corpus stores, by name."""
@@ -289,12 +294,17 @@ def check_architecture(config: PreTrainedConfig, max_context: int | None) -> Non
 
 
 def load_weights(
-    config: BaseConfig, device: torch.device, progress: Callable[[str], None], stock_attention: bool = False
+    config: BaseConfig,
+    device: torch.device,
+    progress: Callable[[str], None] = lambda line: None,
+    stock_attention: bool = False,
+    layers: bool = True,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the stock model that ``config`` names (or build a random one) on ``device``; return it and its tokenizer.
 
     The model uses drafthead's attention function, or with ``stock_attention`` the one that transformers chooses. The
     adapter of ``config``, if any, is merged. ``progress`` is called with a line of text before slow first-time work.
+    With ``layers`` false, decoder layers are neither built nor read, if ``config.has_whole_tensors``.
     """
     automatic = automatic_dtype(device)
     dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
@@ -309,7 +319,7 @@ def load_weights(
             model = build(settings, **how)
         tokenizer = config.load_tokenizer(config.name)
     else:
-        model, tokenizer = _stored(config, how, progress)
+        model, tokenizer = _stored(config, how, progress, layers or not config.has_whole_tensors)
     model = model.to(device)
     if config.adapter is None:
         return model, tokenizer
@@ -323,7 +333,7 @@ def save_merged(config: BaseConfig, folder: Path) -> None:
     ``config.dtype=auto`` is the default dtype of this device.
     """
     dtype: Any = automatic_dtype(device_of(None)) if config.dtype == "auto" else config.dtype
-    model, tokenizer = load_weights(replace(config, dtype=dtype), torch.device("cpu"), lambda line: None, True)
+    model, tokenizer = load_weights(replace(config, dtype=dtype), torch.device("cpu"), stock_attention=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     make_readable(folder)
@@ -342,18 +352,30 @@ def own_attention_code(kind: str) -> Iterator[None]:
         ) from None
 
 
-def checkpoint_tensors(config: BaseConfig, model: Any) -> CheckpointTensors:
-    """Return the tensors of the safetensors that ``config`` names, for the stock ``model`` (see ``build``)."""
+def checkpoint_tensors(config: BaseConfig) -> tuple[Any, CheckpointTensors]:
+    """Return the stock model of the checkpoint that ``config`` names, on the meta device, and its tensors' reader."""
     try:
         folder = config.folder()
-        files = weight_files(folder, config.revision)
-        return CheckpointTensors(files, model, inner_names(config.stored_config(folder)))
+        files, settings = weight_files(folder, config.revision), config.stored_config(folder)
+        with torch.device("meta"), size_limit(config.name, files):
+            model = build(settings)
+        return model, CheckpointTensors(files, model, inner_names(settings))
     except LOAD_ERRORS as error:
         raise UserError(could_not_load(config.name, error)) from None
 
 
+def size_limit(name: str, files: Iterable[Path]) -> AbstractContextManager[None]:
+    """Reject a config of the base ``name`` that describes a far larger model than its weights in ``files``."""
+    size = sum(path.stat().st_size for path in files)
+    too_large = UserError(
+        f"the base model {name} has {size:,} bytes of weights, but its config describes a far larger model; copy or "
+        "download it again"
+    )
+    return parameter_limit(PARAMETERS_PER_BYTE * size + EXTRA_PARAMETERS, too_large)
+
+
 def _stored(
-    config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None]
+    config: BaseConfig, how: dict[str, Any], progress: Callable[[str], None], layers: bool
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     folder = config.folder(progress)
     options = how | config.hub_options()
@@ -372,15 +394,12 @@ def _stored(
             options |= {"config": inner, "key_mapping": inner_names(settings)}
         elif config.gguf_file:
             options["config"] = settings
-        size = sum(path.stat().st_size for path in weight_files(folder, config.revision, config.gguf_file))
-        too_large = UserError(
-            f"the base model {config.name} has {size:,} bytes of weights, but its config describes a far larger model; "
-            "copy or download it again"
-        )
-        if loader is not AutoModelForCausalLM:  # it reports the weights of other parts as not loaded
+        if not layers:
+            options["config"] = without_layers(inner)
+        files = weight_files(folder, config.revision, config.gguf_file)
+        if loader is not AutoModelForCausalLM or not layers:  # it reports the weights of other parts as not loaded
             transformers_logging.set_verbosity_error()
-        most = PARAMETERS_PER_BYTE * size + EXTRA_PARAMETERS
-        with own_attention_code(settings.model_type), parameter_limit(most, too_large):
+        with own_attention_code(settings.model_type), size_limit(config.name, files):
             model, report = loader.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -400,10 +419,13 @@ def _stored(
         raise UserError(
             f"base model {config.name!r} lacks {len(missing)} weights, such as {missing[0]}; copy or download it again"
         )
-    if odd := sorted(report["mismatched_keys"]):
+    # Without layers, tables with a column for each layer are empty.
+    if odd := sorted(key for key in report["mismatched_keys"] if layers or 0 not in key[2]):
         name, stored, expected = odd[0]
         raise UserError(
             f"base model {config.name!r} has {len(odd)} weights whose sizes differ from its config.json, such as "
             f"{name}: {list(stored)} instead of {list(expected)}; copy or download it again"
         )
+    if not layers:
+        model.config = inner
     return model, tokenizer

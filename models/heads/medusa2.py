@@ -53,6 +53,7 @@ class Medusa2Config(MedusaConfig):
     """Settings of :class:`Medusa2Head`."""
 
     trains_base = True
+    needs_layers = True
     lora_rank: Annotated[int, Field(ge=1, le=1024)] = 32
     """Rank of the base's LoRA adapters."""
     lora_alpha: PositiveFloat = 16.0
@@ -93,6 +94,7 @@ class Medusa2Head(MedusaHead):
     """Medusa heads whose base can be trained too."""
 
     config: Medusa2Config
+    base: BaseModel
 
     def __init__(self, config: Medusa2Config, base: BaseModel, d2t: Tensor | None) -> None:
         super().__init__(config, base, d2t)

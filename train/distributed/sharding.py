@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import LossOutput
 from drafthead.errors import UserError
-from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.layers import drop_views
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.heads.parts.draft_head import DraftHead
 from drafthead.settings.schema import require, settings
 from drafthead.system.devices import can_pin, collective_backend
@@ -92,7 +92,7 @@ class Sharding:
         """True if the base's layers are sharded. A process can then run the base only together with all others."""
         return self.config.mode == "full"
 
-    def precision(self, base: BaseModel) -> torch.dtype:
+    def precision(self, base: BaseParts) -> torch.dtype:
         """Return the dtype in which the head computes. ``auto`` is bfloat16 if ``base`` runs faster in it on a CPU."""
         if self.config.precision != AUTO:
             return PRECISIONS[self.config.precision]
@@ -115,7 +115,7 @@ class Sharding:
             dist.init_process_group(collective_backend(self.device), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
             self._made_group = True
         mesh = self._mesh()
-        decoders = [head.base.model.model, *head.tuned_decoders()]
+        decoders = [head.base_model.model.model, *head.tuned_decoders()]
         frozen = {parameter for decoder in decoders for parameter in decoder.parameters()}
         if self.shards_base:
             policy = fsdp.OffloadPolicy()
@@ -127,7 +127,7 @@ class Sharding:
                     fsdp.fully_shard(layer, mesh=mesh, reshard_after_forward=True, **options)
                 # The root shards nothing itself. It makes FSDP gather the next layer while the current one computes.
                 fsdp.fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()))
-            drop_views(head.base)
+            drop_views(head.base_model)
         _shard_head(head, mesh, precision, frozen)
 
     def reshard(self, head: DraftHead) -> None:

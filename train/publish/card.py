@@ -249,7 +249,7 @@ def facts(run: RunConfig, head: DraftHead, answers: AnswerStats, agreement: str 
     transcripts' agreement with the base (None: the run has no transcripts).
     """
     sampler, data = run.data.answers.sampler, run.data
-    revision = run.base.revision or getattr(head.base.model.config, "_commit_hash", None) or "not fixed"
+    revision = run.base.revision or getattr(head.base.model_config, "_commit_hash", None) or "not fixed"
     adapter = " and the adapter in `adapter/`" if head.base.config.adapter is not None else ""
     is_full = len(head.d2t) == head.vocab_size
     rows = [

@@ -32,6 +32,7 @@ from drafthead.models.base import adapter
 from drafthead.models.base.base_config import ADAPTER
 from drafthead.models.base.base_model import BaseModel
 from drafthead.models.base.lm_head import LMHead
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.cache.kv_cache import TreeCache
 from drafthead.models.decoding.drafter import Drafter, Session
 from drafthead.models.heads.parts.attention_layer import HeadDecoderLayer
@@ -77,17 +78,34 @@ class DraftHeadConfig:
     """True: a token's logits do not depend on its draft position (draft LM, Kangaroo), so the loss has one position."""
     trains_base: ClassVar[bool] = False
     """True if the head can also train its base, through LoRA adapters (Medusa-2)."""
+    needs_layers: ClassVar[bool] = False
+    """True if the head runs or trains the base's layers, so that it cannot be built for parts of a base."""
 
-    def build(self, base: BaseModel, d2t: Tensor | None = None) -> "DraftHead":
-        """Return an untrained head for ``base``, of the ``DraftHead`` class in the same module as these settings.
+    @property
+    def starts_from_layers(self) -> bool:
+        """True if an untrained head starts from copies of the base's layers."""
+        return False
+
+    def build(self, base: BaseParts, d2t: Tensor | None = None, start: bool = True) -> "DraftHead":
+        """Return a head for ``base``, of the ``DraftHead`` class in the same module as these settings.
 
         ``d2t`` ([W] int64) maps draft ids to the base's ids; None: the head drafts over the base's whole vocabulary.
+        ``start`` false: the base's layers are not copied, because the caller loads trained weights.
         """
+        copies = start and self.starts_from_layers
+        if (self.needs_layers or copies) and not isinstance(base, BaseModel):
+            what = "starts as a copy of" if copies else "runs"
+            raise UserError(
+                f"a head of type {self.head_type} {what} layers of its base, but {base.name} was loaded without them; "
+                "load the whole base with load_base"
+            )
         module = vars(sys.modules[type(self).__module__])
         classes = [v for v in module.values() if isinstance(v, type) and issubclass(v, DraftHead)]
         (head,) = (kind for kind in classes if kind.__module__ == module["__name__"])
         built = head(self, base, d2t)
         built.check_defined()
+        if copies:
+            built.copy_base_layers()
         return built
 
     @property
@@ -115,17 +133,17 @@ class DraftHeadConfig:
         """Type of the head: the name of its module under ``models/heads/``, such as ``medusa``."""
         return type(self).__module__.rpartition(".")[2]
 
-    def inference_dtype(self, base: BaseModel) -> torch.dtype | None:
+    def inference_dtype(self, base: BaseParts) -> torch.dtype | None:
         """Return the dtype of the weights' copies for drafting with ``base``; None: that of the trained weights."""
         if self.draft_dtype == "auto":
-            return None if base.kernels is None else base.kernels.drafts_in
+            return None if base.kernels is None else base.kernels.draft_dtype
         return None if self.draft_dtype is None else DRAFT_DTYPES[self.draft_dtype]
 
     def drafted_ids(self, vocab_size: int) -> int:
         """Return the size W of the draft vocabulary for a base whose vocabulary has ``vocab_size`` ids."""
         return min(self.draft_vocab_size or vocab_size, vocab_size)
 
-    def without_weights(self, base: BaseModel) -> "DraftHead":
+    def without_weights(self, base: BaseParts) -> "DraftHead":
         """Return the head on torch's meta device, to count its parameters; ``base`` comes from ``meta_base``."""
         d2t = None if self.draft_vocab_size is None else torch.arange(self.drafted_ids(base.vocab_size))
         with torch.device("meta"):
@@ -150,6 +168,7 @@ class DraftHead(nn.Module, Drafter):
     """
 
     config: DraftHeadConfig
+    base: BaseParts
     vocab_size: int
     session_class: ClassVar[type[Any]]
     """The class that ``open`` creates with the head and the number of rows, usually ``HeadSession``. A head that
@@ -166,7 +185,7 @@ class DraftHead(nn.Module, Drafter):
     low_rank_name = "induction_out"
     """Name that the layer ``low_rank`` has in saved heads."""
 
-    def __init__(self, config: DraftHeadConfig, base: BaseModel, d2t: Tensor | None) -> None:
+    def __init__(self, config: DraftHeadConfig, base: BaseParts, d2t: Tensor | None) -> None:
         super().__init__()
         self.config = config
         self.base = base
@@ -185,6 +204,13 @@ class DraftHead(nn.Module, Drafter):
         self.register_buffer("t2d", t2d.to(base.device), persistent=False)
         self.target_lm_head = base.lm_head if d2t is None else base.lm_head.rows(self.d2t)
         self._add_parts()
+
+    @property
+    def base_model(self) -> BaseModel:
+        """The base with its layers; refuse a head that is attached to parts of it."""
+        if not isinstance(self.base, BaseModel):
+            raise UserError(f"{self.base.name} was loaded without layers; load the head with the base of load_base")
+        return self.base
 
     def check_defined(self) -> None:
         """Raise a ``UserError`` that names what a subclass must define and has not."""
@@ -345,6 +371,10 @@ class DraftHead(nn.Module, Drafter):
     def projection_width(self) -> int:
         """Width of the projections' input, without the optional parts."""
         return self.base.hidden_size
+
+    def copy_base_layers(self) -> None:
+        """Start an untrained head from the base's layers. Only heads with ``starts_from_layers`` define it."""
+        raise NotImplementedError
 
     def trained_targets(self, draft_targets: DraftTargets) -> DraftTargets:
         """Return those of ``draft_targets`` that a training step uses; by default, all of them."""

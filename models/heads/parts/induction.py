@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drafthead.data.batch import TrainBatch
-from drafthead.models.base.base_model import BaseModel
+from drafthead.models.base.parts import BaseParts
 from drafthead.models.decoding.drafter import last_valid, take_rows
 from drafthead.models.heads.parts.targets import DraftTargets, anchors_of
 from drafthead.system.devices import on_device
@@ -46,7 +46,7 @@ class InductionHead(nn.Module):
     A token is copied as its code, a vector of r numbers. The output is the average of codes by attention weight.
     """
 
-    def __init__(self, base: BaseModel, rank: int) -> None:
+    def __init__(self, base: BaseParts, rank: int) -> None:
         """Create a head for ``base`` whose codes have ``rank`` numbers."""
         super().__init__()
         self.rank, width, device = rank, base.hidden_size, base.device
